@@ -1,7 +1,8 @@
-"""`train`, the call behind `mj.train` and `mercury train`: where models, data, objectives and decoding meet.
+"""`train`, the function behind `mj.train` and `mercury train`.
 
-`train/` holds the loop and knows no model, and `decode/` knows no trainer; this module builds what a recipe names,
-passes it to the loop, and writes the trained model. Decoding is for the previews in the log.
+The training loop in `train/` is independent of model architectures, and `decode/` is independent of training. This
+module connects them: it builds the model, data and evaluation of a recipe, passes them to the loop, and saves the
+trained model. Decoding is used for the preview samples in the log.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
-TOKENIZER, MODEL, ADAPTER = "tokenizer.model", "model", "adapter"  # in the run's folder
-TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
+TOKENIZER, MODEL, ADAPTER = "tokenizer.model", "model", "adapter"  # names in the run's folder
+TOKENIZER_BYTES = 3_000_000  # bytes of text that a new tokenizer is trained on
 
 
 def train(config: TrainConfig) -> loop.TrainResult:
-    """Trains as the recipe says, and leaves a model that `load` reads in `<out>/model`.
+    """Trains a model by a recipe, and saves it to `<out>/model`, which `load` reads.
 
-    With `lora.rank` it leaves the adapters alone, in `<out>/adapter`: `load(init, adapter=...)` merges them.
+    With `lora.rank` only the adapters are saved, to `<out>/adapter`; `load(init, adapter=...)` merges them.
 
     Args:
-        config: The recipe. A run of the same recipe that was interrupted continues from its last checkpoint.
+        config: The recipe. If the folder `out` holds an interrupted run of the same recipe, training continues from its
+            last checkpoint.
 
     Returns:
-        The step that was reached, the parameters and what was measured.
+        The last step, the parameters, and the measured metrics.
 
     Raises:
-        ValueError: Before any compute: data that cannot be read, a tokenizer that does not fit, an objective that
+        ValueError: Before any computation: data that cannot be read, a tokenizer that does not fit, an objective that
             cannot score the noise, a folder that holds another run, or adapters without a checkpoint in `init`.
     """
     compilation.prepare()
@@ -54,7 +56,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
     if partial and not config.init:
         raise refuse("init", "", "a checkpoint, for lora.rank and freeze: what is frozen is read from it")
     report.check_wandb(config.wandb)
-    # An error of one process ends all of them: the others would wait for it in a collective.
+    # An error in one process must end all of them: the others would wait for it in a collective.
     several = (
         distributed.joined(config.join_timeout, config.heartbeat) if config.distributed else nullcontext()
     )
@@ -63,7 +65,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
 
 
 def _train(config: TrainConfig) -> loop.TrainResult:
-    """`train` among the processes of its job."""
+    """Trains; every process of the job calls it."""
     partial, config = bool(config.lora.rank or config.freeze), _with_model(config)
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
@@ -76,7 +78,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
             config.batch // config.accumulate,
             config.row,
         )
-    lora.partition(config.lora, config.freeze, model)  # what it refuses is refused before anything is loaded
+    lora.partition(config.lora, config.freeze, model)  # refuses before anything is loaded
     first = _first(config, on)
     tokenizer = first.tokenizer if first is not None else tokenizer_of(config)
     pipelines.check_fit(tokenizer, c)
@@ -90,14 +92,15 @@ def _train(config: TrainConfig) -> loop.TrainResult:
         batches, evaluate = config.data.batches(config, start), config.data.evaluator(config, lm)
     else:
         index, count = sharding.process_share(on)
-        # The block is in the layout of the rows alone: all stages of a run share one compiled update.
+        # Stages with other block sizes differ only in the layout of the rows, so all stages share one compiled update.
         stages = [(n, models.build(dataclasses.replace(c, block=b)).layout) for n, b in config.blocks]
         batches = pipelines.build(
             config.mixture, tokenizer, stages or model.layout,
             rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
         )  # fmt: skip
         evaluate = _evaluator(config, model, corruption, tokenizer)
-    # The run takes over the parameters; a resumed run reads from the checkpoint what is trained.
+    # The loop donates the parameters, so no reference to them may remain. A resumed run reads trained parameters from
+    # its own checkpoint; with LoRA or frozen parameters it still needs the frozen ones of `init`.
     params = None if first is None or (at is not None and not partial) else first.params
     first = None if first is None else dataclasses.replace(first, params={})
     result = loop.run(
@@ -118,12 +121,13 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     return result
 
 
-# What says how parameters are used, not what they are: an autoregressive model becomes a diffusion model so.
+# Fields of the model config that change how parameters are used, but not the parameters themselves. A recipe may change
+# them relative to `init`: this turns an autoregressive checkpoint into a diffusion model.
 FREE = tuple(field.name for field in dataclasses.fields(InitModel))
 
 
 def _with_model(config: TrainConfig) -> TrainConfig:
-    """The recipe with the config of the checkpoint in `init`, where it takes its model from there."""
+    """Replaces an `InitModel` in the recipe by the model config of the checkpoint in `init`."""
     if not isinstance(config.model, InitModel):
         return config
     if not config.init:
@@ -141,14 +145,14 @@ def _with_model(config: TrainConfig) -> TrainConfig:
 
 
 def _same_use(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models of the same parameters are decoded in the same way."""
+    """Tells whether two models with the same parameters are decoded in the same way."""
     return all(getattr(one, name) == getattr(other, name) for name in ("pattern", "block", "alignment"))
 
 
 def _first(config: TrainConfig, on: Mesh) -> LM | None:
-    """The model that the run starts from, on the mesh, in fp32 at least; None for fresh parameters.
+    """Loads the model that the run starts from onto the mesh; None if training starts from new parameters.
 
-    The base of adapters has the dtype of the checkpoint.
+    Parameters are loaded in at least fp32; with LoRA, the frozen base keeps the dtype of the checkpoint.
     """
     if not config.init:
         return None
@@ -156,15 +160,15 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
     _check_init(config, hub.config_of(config.init, mask=mask))
     dtype = "float64" if config.model_config.dtype == "float64" else "float32"
     if config.lora.rank and dtype == "float32":
-        dtype = None  # what is never updated needs no more digits than the checkpoint has
+        dtype = None  # the base is never updated, so it needs no more precision than the checkpoint has
     own_mask = mask if mask is not None and hub.takes_mask(config.init, mask) else None
     first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on)
-    # The tokenizer of an autoregressive checkpoint has no mask: it gets the recipe's.
+    # The tokenizer of an autoregressive checkpoint has no mask token: the recipe's mask id is added.
     return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))
 
 
 def _check_init(config: TrainConfig, found: ModelConfig) -> None:
-    """Whether the parameters of `init` fit the recipe's model: what changes none of them may differ."""
+    """Checks that the parameters of `init` fit the recipe's model; only the fields in `FREE` may differ."""
     kinds = models.kind(config.model_config), models.kind(found)
     if kinds[0] != kinds[1]:
         raise refuse("model", kinds[0], f"{kinds[1]}, as in init = {config.init!r}; hub.config_of() reads it")
@@ -175,10 +179,13 @@ def _check_init(config: TrainConfig, found: ModelConfig) -> None:
 
 
 def tokenizer_of(config: TrainConfig) -> AnyTokenizer:
-    """The recipe's tokenizer, that of its shards, the run's own from before, or a new one trained on the data.
+    """Finds or trains the tokenizer of a run.
+
+    In this order: the tokenizer that the recipe names, the one that its shards were packed with, the one in the run's
+    folder, or a new one trained on the data.
 
     Args:
-        config: The recipe. A new tokenizer is kept in its folder.
+        config: The recipe. A new tokenizer is saved in its folder.
 
     Returns:
         The tokenizer.
@@ -226,14 +233,14 @@ def _evaluator(
 def _preview(
     config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: AnyTokenizer
 ) -> Callable[[Params], str] | None:
-    """Answers to the recipe's prompts, as text for the log."""
+    """Makes the function that samples answers to the recipe's prompts, as text for the log."""
     if not config.sample_every or not config.sample_prompts:
         return None
     rules = lora.adapted_shardings(config.lora, config.freeze, model) if config.lora.rank else model.shardings
     prompts = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
 
     def preview(params: Params) -> str:
-        # Of several processes the first one samples, on its own devices: `sample` knows no other process's.
+        # With several processes, process 0 samples on its own devices, since `sample` uses only local devices.
         local = sharding.to_first_process(params, rules)
         if local is None:
             return ""

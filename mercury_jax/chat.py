@@ -1,4 +1,4 @@
-"""The conversation format of our own tokenizer, and what every conversation must satisfy.
+"""The conversation format of our own tokenizer, and the checks that every conversation must pass.
 
 `tokenizer.Tokenizer.render` encodes a conversation as
 
@@ -17,10 +17,11 @@ With tools:
     <|assistant|>text<|tool_call|>{"name": "f", "arguments": {...}}<|end_tool_call|>...<|end_turn|>
     <|tool|><|tool_result|>text<|end_tool_result|><|end_turn|>
 
-The list of tools ends the first system turn; a conversation that starts with another turn gets a system turn with only
-the list. Parallel calls follow the text of the assistant, one after the other. Each result is a turn of its own,
-in the order of the calls. JSON is written by `json.dumps` without escapes for non-ASCII characters; like all text it
-contains no special token. A tool turn without `tool_call_id` answers no call: its text is written without the marks.
+The list of tools is appended to the first system turn; if the conversation starts with another role, a system turn that
+holds only the list is inserted. Parallel calls follow the text of the assistant, one after the other. Each result is a
+separate turn, in the order of the calls. JSON is written by `json.dumps` without escapes for non-ASCII characters; like
+all text it is encoded without special tokens. A tool turn without `tool_call_id` answers no call: its text is written
+without <|tool_result|> and <|end_tool_result|>.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def check_message(message: object, name: str) -> str:
     """Checks one message of a conversation.
 
     Args:
-        message: A mapping with a role of `ROLES` and a text as content; content may be None beside `tool_calls`.
-        name: What the message of an error calls it, such as "messages[0]".
+        message: A mapping with a role of `ROLES` and a text as content; content may be None if it has `tool_calls`.
+        name: Name of the message in errors, such as "messages[0]".
 
     Returns:
-        Its role.
+        The role of the message.
 
     Raises:
-        ValueError: Names the field at fault.
+        ValueError: A field is wrong; the message names the field.
     """
     if not isinstance(message, Mapping):
         raise ValueError(f"{name}: {message!r}; must be a mapping with role and content")
@@ -58,18 +59,18 @@ def check_message(message: object, name: str) -> str:
 
 
 def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
-    """Joins a content that is given as parts, with a line break between two.
+    """Joins the text parts of a message content with line breaks.
 
     Args:
-        parts: {"type": "text", "text": ...} each, as OpenAI's clients write a content; other keys have no effect.
-        name: What errors call the content, such as "messages[0].content".
-        refuse: Makes the error of (field, value, what is allowed); the server has its own.
+        parts: {"type": "text", "text": ...} each, as clients of OpenAI's API write it; other keys are ignored.
+        name: Name of the content in errors, such as "messages[0].content".
+        refuse: Makes the error from (field, value, what is allowed); the server passes its own.
 
     Returns:
         The text.
 
     Raises:
-        ValueError: Or what `refuse` makes, for a part that is not a text: an image, audio, a file.
+        ValueError: Or the error of `refuse`, for a part that is not text (an image, audio, a file).
     """
     texts = []
     for i, part in enumerate(parts):
@@ -84,14 +85,14 @@ def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str]
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """Writes a tool call.
+    """Writes a tool call as JSON text.
 
     Args:
-        name: Of the function.
-        arguments: JSON-ready.
+        name: Name of the function.
+        arguments: Arguments by name, as data for JSON.
 
     Returns:
-        The text between the marks of the call, such as '{"name": "f", "arguments": {}}'.
+        The text between <|tool_call|> and <|end_tool_call|>, such as '{"name": "f", "arguments": {}}'.
     """
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 

@@ -1,7 +1,7 @@
-"""Compiled programs: kept on disk between processes, and announced where one takes a while to compile.
+"""The persistent cache of compiled programs, and the message that is logged while a program compiles for long.
 
-`prepare` is called by the first `load` or decoding call of a process, and by the command line. `MERCURY_CACHE` names
-the folder, or none where it is empty: that turns the cache off, for the library and the command line alike.
+`prepare` is called by the first `load` or decoding call of a process, and by the command line. The environment variable
+`MERCURY_CACHE` sets the folder of the cache; an empty value turns the cache off, in the library and the command line.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-CACHE = "MERCURY_CACHE"  # environment variable: the folder; empty for none
+CACHE = "MERCURY_CACHE"  # environment variable: folder of the cache; empty: no cache
 MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not stored
 
 
 def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Turns on JAX's persistent compilation cache, unless the user has set it or turned ours off.
+    """Turns on JAX's persistent compilation cache, unless the user has set JAX's own cache or turned this one off.
 
     A second `mercury sample` then starts in a quarter of the time. Call it before JAX compiles its first program. The
     folder may be deleted at any time.
 
     Args:
-        environ: Environment variables. Default: those of this process.
+        environ: Environment variables; None: those of this process.
 
     Returns:
-        The folder, or None where nothing was changed.
+        The folder, or None if nothing was changed.
     """
     environ = os.environ if environ is None else environ
     folder = cache_folder(environ)
@@ -55,9 +55,10 @@ def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | 
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """The folder of compiled programs, one for each kind of processor; None where the user wants none.
+    """Finds the folder of the cache; None if the user has turned the cache off.
 
-    Code that was compiled for another processor, whose machine shares the home folder, might not run here.
+    Each kind of processor has its own folder: several machines may share a home folder, and code that XLA compiled for
+    one processor may not run on another.
     """
     own = environ.get(CACHE)
     if own is not None and not own.strip():
@@ -67,7 +68,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def _processor() -> str:
-    """Model and instruction sets of this processor, as text."""
+    """Returns the model and the instruction sets of this processor as text."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

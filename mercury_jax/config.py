@@ -1,8 +1,8 @@
-"""Configurations as frozen, keyword-only dataclasses that check themselves when they are built, and those checks.
+"""Configurations: frozen, keyword-only dataclasses that check their fields at construction, and these checks.
 
 `ModelConfig` describes a denoiser, `NoiseConfig` its corruption process, `Plan` and `Refresh` how an answer is
-decoded. All errors have the form of `refuse`: the field, the value, what is allowed. `to_dict` and `from_dict`
-convert configs to JSON and back.
+decoded. All errors have the form of `refuse`: field, value, allowed values. `to_dict` and `from_dict` convert configs
+to JSON and back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RopeKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 RouterScore = Literal["softmax", "sigmoid"]
 NoiseKind = Literal["absorbing", "uniform", "hybrid"]
 ScheduleName = Literal["linear", "cosine", "polynomial"]
-# What a training step keeps of each layer for its backward pass: everything; the outputs of products with matrices; or
-# the layer's input alone, from which the rest is computed again.
+# What a training step keeps of each layer for the backward pass: "none" all intermediate values; "dots" the outputs of
+# matrix products; "full" only the layer's input. The backward pass computes the rest again.
 RematPolicy = Literal["none", "dots", "full"]
 
 
@@ -36,7 +36,7 @@ RematPolicy = Literal["none", "dots", "full"]
 
 
 def refuse(field: str, value: object, allowed: str) -> ValueError:
-    """The error for a value that is not allowed.
+    """Makes the error for a value that is not allowed.
 
     Args:
         field: Name of the argument or field, as the user writes it.
@@ -53,18 +53,18 @@ def refuse(field: str, value: object, allowed: str) -> ValueError:
 
 
 LONGEST = 400  # characters of a value in an error
-MANY = 16  # names; above this number only the most similar one is listed
+MANY = 16  # above this number of names, only the most similar one is listed
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Lists what is allowed in place of a name that does not exist, for `refuse`.
+    """Describes the allowed names after an unknown name, for the argument `allowed` of `refuse`.
 
     Args:
-        name: What was written; `lr` stands for `optim.lr` too.
-        names: Those that exist.
+        name: The unknown name. `lr` also matches `optim.lr`.
+        names: Names that exist.
 
     Returns:
-        The most similar name first, and all of them unless they are many.
+        The most similar name first, then all names if there are at most `MANY`.
     """
     bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
     last = lambda dotted: dotted.rpartition(".")[2]
@@ -84,7 +84,7 @@ def at_least(least: float, **fields: float) -> None:
         **fields: Values by name.
 
     Raises:
-        ValueError: Otherwise.
+        ValueError: For the first field below `least`, or NaN.
     """
     for name, value in fields.items():
         if not value >= least:
@@ -99,7 +99,7 @@ def one_of(choices: object, **fields: str) -> None:
         **fields: Values by name.
 
     Raises:
-        ValueError: Otherwise.
+        ValueError: For the first field with another value.
     """
     allowed = get_args(choices)
     for name, value in fields.items():
@@ -110,12 +110,12 @@ def one_of(choices: object, **fields: str) -> None:
 def check_types(config: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> None:
     """Checks that every field of a dataclass holds a value of its type.
 
-    Covers numbers, strings, booleans, None, tuples of them and dataclasses; fields of other types are left to the
-    class itself.
+    Covers numbers, strings, booleans, None, tuples of these, and dataclasses. The class itself checks fields of other
+    types.
 
     Args:
         config: A dataclass instance.
-        prefix: Put before the names of fields in errors.
+        prefix: Prefix of field names in errors, such as "model.".
         skip: Names of fields that are not checked.
 
     Raises:
@@ -160,12 +160,12 @@ def _type_in_words(hint: Any) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A dataclass of plain values as data for JSON: tuples become lists, nested configs dicts."""
+    """Converts a dataclass of plain values to data for JSON: tuples become lists, nested configs become dicts."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
-    """Builds a config from data, the inverse of `to_dict`.
+    """Builds a config from JSON data; the inverse of `to_dict`.
 
     Args:
         kind: The dataclass.
@@ -189,7 +189,7 @@ def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
 
 
 def _from_json(hint: Any, value: Any) -> Any:
-    """JSON lists as tuples, and objects as the dataclass of the field's type."""
+    """Converts JSON lists to tuples, and JSON objects to the dataclass in the field's type."""
     if isinstance(value, list):
         return tuple(_from_json(None, x) for x in value)
     if isinstance(value, Mapping):
@@ -207,10 +207,10 @@ def _from_json(hint: Any, value: Any) -> Any:
 class RopeScaling:
     """How RoPE frequencies are scaled for contexts longer than the one a model was first trained with.
 
-    Beyond `original` positions, dynamic and longrope change the frequencies of the whole sequence, including those of
-    tokens that are already in the KV cache. Keys are cached after rotation and cannot be rotated again, so a model with
-    one of these two kinds has a context of at most `original` (`ModelConfig` checks it), where both are exact. There
-    `factor` and `long` are unused; they are kept for the export.
+    Beyond `original` positions, dynamic and longrope change the frequencies of the whole sequence, including the tokens
+    that are already in the KV cache. Keys are cached after rotation and cannot be rotated again. A model with one of
+    these two kinds therefore has a context of at most `original` (`ModelConfig` checks it), within which both kinds are
+    exact. `factor` and `long` are then unused; they are kept for the export.
 
     Attributes:
         kind: One of
@@ -224,14 +224,14 @@ class RopeScaling:
                       `attention` (arXiv 2402.13753).
         factor: Ratio of the long to the original context.
         original: Positions of the original context.
-        low: See llama3.
-        high: See llama3.
-        fast: See yarn.
-        slow: See yarn.
-        attention: Factor of cos and sin.
+        low: Ratio of `original` to the longest blended wavelength, for llama3.
+        high: Ratio of `original` to the shortest blended wavelength, for llama3.
+        fast: Number of rotations over `original` positions above which frequencies are unchanged, for yarn.
+        slow: Number of rotations below which frequencies are divided by `factor`, for yarn.
+        attention: Factor of cos and sin (1 in checkpoints of kinds other than yarn and longrope).
         truncate: Whether the two bounds of yarn's blend are rounded to whole dimensions.
         short: One divisor per frequency, for longrope.
-        long: Likewise, for longer contexts.
+        long: One divisor per frequency for longer contexts, for longrope.
     """
 
     kind: RopeKind
@@ -271,17 +271,18 @@ class Experts:
 
     Attributes:
         count: Number of routed experts.
-        active: Experts per token, those of the highest scores.
+        active: Number of experts per token, chosen by the highest scores.
         width: Hidden units of an expert.
-        score: Of the router's logits.
-        renormalise: Whether the scores of a token's experts are divided by their sum.
+        score: Function that turns the router's logits into scores.
+        renormalise: Whether the scores of a token's chosen experts are divided by their sum.
         scale: Factor of the weights.
-        groups: Number of groups of experts. With more than one, only the `active_groups` best groups take part,
-            by the sum of their two best scores.
-        active_groups: See groups.
-        correction: Whether a learned bias is added to the scores, for the choice alone.
-        shared: Hidden units of an expert that every token uses; 0 for none.
-        dense: Layers that keep a plain feed-forward.
+        groups: Number of groups of experts. With more than one, a token's experts are chosen from its
+            `active_groups` best groups only; a group is rated by the sum of its two highest scores.
+        active_groups: Number of groups from which a token's experts are chosen.
+        correction: Whether a learned bias is added to the scores for the choice of experts. The weights do not
+            include it.
+        shared: Hidden units of an additional expert that every token uses; 0: no such expert.
+        dense: Indices of layers that keep a plain feed-forward.
     """
 
     count: int
@@ -327,36 +328,36 @@ class ModelConfig:
             bidirectional    all tokens of the sequence (LLaDA, Dream, MDLM);
             block_causal     blocks of `block` tokens: its own block and the blocks before it (BD3-LM, LLaDA2,
                              SDAR); with block 1 the model is autoregressive;
-            causal_encoder   known tokens are encoded causally, the canvas of `block` tokens after them attends to
-                             all of them and to itself (DiffusionGemma).
+            causal_encoder   known tokens are encoded causally; the canvas of `block` tokens after them attends to
+                             all known tokens and to itself (DiffusionGemma).
         block: Tokens of a block or canvas.
         rope_theta: Base of the RoPE frequencies.
-        rope_fraction: Share of a head's numbers that is rotated.
-        rope_scaling: Of the frequencies.
-        qk_norm: Whether queries and keys are normalised.
+        rope_fraction: Fraction of the head dimensions that RoPE rotates.
+        rope_scaling: Scaling of the RoPE frequencies for longer contexts; None: unscaled.
+        qk_norm: Whether queries and keys are normalised (RMSNorm per head).
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether the projection after the attention has a bias.
-        mlp_bias: Whether gate, up and down have biases.
+        mlp_bias: Whether the gate, up and down projections have biases.
         window: Sliding-window attention: a token attends to the last `window` tokens, itself included. For
             block_causal with block 1 only. None: every layer attends to everything.
         global_layers: Indices of layers without the window.
-        experts: Replaces the feed-forward; None: SwiGLU.
+        experts: Mixture of experts that replaces the feed-forward; None: SwiGLU in every layer.
         tied: Whether the head is the transposed embedding.
-        zero_centred: Norms multiply by 1 + scale, not by the scale itself.
+        zero_centred: Whether norms multiply by 1 + scale instead of scale.
         scale_embed: Whether embeddings are multiplied by sqrt(width).
         norm_eps: Epsilon of the norms.
         alignment: "shifted" if the hidden state at position i - 1 predicts position i (Dream, which was made from an
             autoregressive model).
-        timed: Whether the model gets the time of the noise.
+        timed: Whether the time of the noise is an input of the model.
         context: Maximum number of positions, prompt and answer together.
-        dtype: Of the arithmetic; parameters are stored in fp32.
-        mask: Mask id; None: the noise has no mask.
+        dtype: Dtype of the arithmetic; parameters are stored in fp32.
+        mask: Mask id; None: the noise has no mask token.
         pad: Padding id.
         eos: Id that ends an answer; -1: no id does.
         ends: Further ids that end an answer.
-        predicts_next: Whether the encoding pass is trained too: its hidden state at a token predicts the next one, so
-            that the same weights decode autoregressively and can verify a drafted canvas. For patterns whose clean
-            tokens attend to none after them: causal_encoder, or block_causal with block 1.
+        predicts_next: Whether the encoding pass is trained too: its hidden state at a token predicts the next token, so
+            that the same weights decode autoregressively and can verify a drafted canvas. Only for patterns in which
+            no clean token attends to later tokens: causal_encoder, or block_causal with block 1.
     """
 
     vocab: int
@@ -464,8 +465,10 @@ class NoiseConfig:
     """The corruption process that a model is trained with; `mercury_jax.noise.build` makes it.
 
     Attributes:
-        kind: What noise is: the mask id, uniform ids, or both (GIDD).
-        schedule: alpha(t), the probability that a token survives. Hybrid noise has a schedule of its own.
+        kind: What replaces a noised token: "absorbing" the mask id, "uniform" a uniformly drawn id, "hybrid" either
+            of them (GIDD).
+        schedule: alpha(t), the probability that a token is not noised at time t. Hybrid noise
+            has a schedule of its own.
         power: Exponent of the polynomial schedule.
         uniform: For hybrid noise, the share of uniform noise at t = 1/2 (GIDD's p_u).
     """
@@ -492,13 +495,13 @@ class NoiseConfig:
 class Refresh:
     """When a bidirectional model may reuse cached keys and values that are no longer exact.
 
-    The whole canvas is computed at the start of each block and, with `every`, after each `every` steps. The passes
-    between compute the active block and its surroundings, and read the rest from the cache.
+    A full pass over the whole canvas runs at the start of each block and, with `every`, after each `every` steps. The
+    passes in between compute only the active block and its surroundings, and read all other keys from the cache.
 
     Attributes:
-        before: Positions before the active block that are computed too.
-        after: Positions after it; None: all.
-        every: Steps between two computations of the whole canvas; None: once per block.
+        before: Number of positions before the active block that these passes also compute.
+        after: Number of positions after the active block that they also compute; None: all.
+        every: Number of steps between two full passes; None: one full pass per block.
     """
 
     before: int = 0
@@ -512,7 +515,7 @@ class Refresh:
 
     @classmethod
     def prefix(cls, every: int | None = None) -> Refresh:
-        """The prefix cache of Fast-dLLM (arXiv 2505.22618): reuses the positions before the block.
+        """The prefix cache of Fast-dLLM (arXiv 2505.22618): reuses the keys and values before the block.
 
         Args:
             every: See `Refresh`.
@@ -524,7 +527,7 @@ class Refresh:
 
     @classmethod
     def dual(cls, every: int | None = None) -> Refresh:
-        """The dual cache of Fast-dLLM: reuses the positions before and after the block.
+        """The dual cache of Fast-dLLM (arXiv 2505.22618): reuses the keys and values before and after the block.
 
         Args:
             every: See `Refresh`.
@@ -550,38 +553,39 @@ class Refresh:
 
 @runtime_checkable
 class CachePolicyLike(Protocol):
-    """A `decode.cache_refresh.CachePolicy`, as far as a `Plan` knows it."""
+    """The part of `decode.cache_refresh.CachePolicy` that a `Plan` can check without importing `decode`."""
 
     @property
     def limit(self) -> Callable[[int, dict[str, float]], int | None]:
-        """The most positions of a pass."""
+        """Gives the number of positions that a pass rarely exceeds, for which a program is compiled; None: unknown."""
         ...
 
     @property
     def drift(self) -> bool:
-        """Whether it reads how far keys moved."""
+        """Whether the policy reads how far keys have moved since they were cached."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an answer is divided into blocks, how many steps each may take, and how the passes are made.
+    """How an answer is divided into blocks, how many steps each block may take, and what each pass computes.
 
     Attributes:
-        block: Tokens of an active block; None: the model's own.
-        steps: Denoising steps of a block; None: as many as it has tokens (1 where drafts are verified).
-        refresh: Reuse of keys within a canvas. A cache policy of `mj.cache_refresh`, for any pattern, or a `Refresh`,
-            for bidirectional models, whose canvas is the whole sequence. None: every pass computes the whole canvas.
+        block: Tokens of an active block; None: the block size of the model.
+        steps: Denoising steps of a block; None: one per token of the block (1 step if drafts are verified).
+        refresh: Reuse of cached keys within a canvas: a cache policy of `mj.cache_refresh`, for any pattern, or a
+            `Refresh`, for bidirectional models (their canvas is the whole sequence). None: every pass computes the
+            whole canvas.
         revise: Number of finished blocks before the active one that stay editable, in bidirectional models
             (multi-block editing of LLaDA2.1).
-        lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
-            those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
-            as many copies of its KV cache; reverse-mode gradients do not pass through it. 0: none.
+        lookahead: Number of drafted future canvases that each pass verifies beside the current one (FreeDave). The
+            decoded tokens are the same as without it, in fewer passes. Each pass computes up to 1 + lookahead canvases
+            per row and holds as many copies of the row's KV cache; reverse-mode gradients are not supported. 0: none.
         times: Times of a block's steps, falling from at most 1 to at least 0, one more than there are steps: step i
-            leads from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
-            them, and models that take the time get times[i].
-        whole_blocks: Also decode the last block whole, in models of causal blocks, which were trained on no other: an
-            answer may exceed `max_tokens` by less than a block.
+            goes from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
+            them, and models with `timed` get times[i].
+        whole_blocks: Whether the last block is always decoded at full size, so that an answer may exceed `max_tokens`
+            by less than a block. For block_causal models, which were trained on full blocks only.
     """
 
     block: int | None = None
@@ -627,7 +631,7 @@ class Plan:
             self._check_times()
 
     def _check_times(self) -> None:
-        """Makes `times` a tuple of floats, and `steps` their number less 1."""
+        """Checks `times`, converts it to a tuple of floats, and sets `steps` to its length - 1."""
         allowed = "at least two numbers that fall, or stay, within 0..1: one more than there are steps"
         try:
             times = tuple(float(t) for t in self.times or ())

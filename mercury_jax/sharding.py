@@ -1,12 +1,12 @@
-"""The device mesh, and path rules that place each array of a tree on it.
+"""The device mesh, and path rules that shard each array of a tree over it.
 
-The axes are always the same four, so that a recipe for one device runs on many hosts with other numbers: `data` and
-`fsdp` split the rows of a batch, `fsdp` also splits parameters, `tensor` splits heads and hidden units, `expert`
-splits experts.
+Every mesh has the same four axes, so that a recipe runs on one device or on many hosts by changing only their sizes:
+`data` and `fsdp` split the rows of a batch, `fsdp` also splits parameters, `tensor` splits heads and hidden units,
+`expert` splits experts.
 
-Training leaves the division of the computation to XLA's partitioner. For a pass over a KV cache that is not enough:
-the partitioner gathers whole stacks of experts and runs a Pallas kernel in full on every device. `with_mesh` returns
-a model whose passes are divided explicitly (`models.tensor_parallel`).
+In training, XLA's partitioner divides the computation. For a pass over a KV cache its choices are too slow: it gathers
+whole stacks of experts, and runs each Pallas kernel in full on every device. `with_mesh` therefore returns a model
+whose passes are divided explicitly (`models.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mercury_jax.types import Cache, Device, Model, Params
 
 AXES = ("data", "fsdp", "tensor", "expert")
-ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
+ROWS = ("data", "fsdp")  # mesh axes that split the rows of a batch
 
 MATRICES = ("w", "gate_up", "down")  # last names of the parameters that multiply activations
 ShardedAxis = str | tuple[str, ...] | None  # mesh axes of one dimension of an array
@@ -45,16 +45,16 @@ def mesh(
     expert: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes the mesh of a set of devices.
+    """Makes a mesh of devices.
 
-    Axis types are Auto: XLA chooses intermediate shardings, and one program serves every layout.
+    Axis types are Auto: XLA chooses intermediate shardings, so that the same code runs under every layout.
 
     Args:
-        data: Size of the axis; here and below, one size may be -1 for the devices that are left.
-        fsdp: Likewise.
-        tensor: Likewise.
-        expert: Likewise.
-        devices: The devices; None: all.
+        data: Devices along `data`. One of the four sizes may be -1: all devices that the others leave.
+        fsdp: Devices along `fsdp`.
+        tensor: Devices along `tensor`.
+        expert: Devices along `expert`.
+        devices: The devices; None: all devices of the job.
 
     Returns:
         A mesh with the axes `AXES`.
@@ -83,21 +83,22 @@ def mesh(
     shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
-    except NotImplementedError:  # a TPU torus with axes of other sizes: an axis of ours takes a part of one
+    except NotImplementedError:  # a TPU torus whose physical axes must be split among ours
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(grid, AXES, axis_types=kinds)
 
 
 def dividing_axes(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes along which a dimension can be split.
+    """Finds the mesh axes along which a dimension can be split evenly.
 
     Args:
         axes: Candidates, in order.
-        size: Of the dimension.
+        size: Size of the dimension.
         mesh: The mesh.
 
     Returns:
-        Each axis with more than one device that divides what the axes before it leave of `size`.
+        The candidates that have more than one device and divide the size. Each axis must divide the part of the
+        dimension that remains after splitting along the axes before it.
     """
     found: tuple[str, ...] = ()
     for axis in axes:
@@ -107,13 +108,13 @@ def dividing_axes(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> 
 
 
 def model_parallel_mesh(params: Params) -> Mesh | None:
-    """The mesh of a tree of parameters, if its `tensor` or `expert` axis has more than one device.
+    """Finds the mesh of a tree of parameters, if its `tensor` or `expert` axis has more than one device.
 
     Args:
         params: Arrays, or shapes with shardings.
 
     Returns:
-        The mesh; None otherwise, and for parameters that are on no mesh with our axes.
+        The mesh. None if both axes have one device, or if the parameters are not on a mesh with the axes `AXES`.
     """
     for leaf in jax.tree.leaves(params):
         found = getattr(getattr(leaf, "sharding", None), "mesh", None)
@@ -126,16 +127,16 @@ def model_parallel_mesh(params: Params) -> Mesh | None:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A leaf's path as names joined by "/": `block_0/attention/q/w`, `opt/1/mu/embed`."""
+    """Writes the path of a leaf as names joined by "/": `block_0/attention/q/w`, `opt/1/mu/embed`."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 class MatrixAxes(NamedTuple):
-    """How the axes [batch..., inputs..., outputs...] of a parameter that multiplies activations are divided.
+    """The meaning of the axes [batch..., inputs..., outputs...] of a parameter that multiplies activations.
 
     Attributes:
         inputs: Number of contracted axes.
-        batch: Number of axes before them: 1 for stacked experts.
+        batch: Number of axes before the contracted ones: 1 for stacked experts, otherwise 0.
     """
 
     inputs: int
@@ -143,13 +144,15 @@ class MatrixAxes(NamedTuple):
 
 
 def matrix_axes(name: str) -> MatrixAxes | None:
-    """The axes of an attention, feed-forward or expert matrix.
+    """Tells which axes of an attention, feed-forward or expert matrix are contracted.
+
+    Weight quantisation and LoRA use it to find the matrices that they apply to.
 
     Args:
         name: `path_name` of a parameter.
 
     Returns:
-        Its axes; None for embeddings, heads, vectors, and routers, which are sensitive to rounding.
+        The axes. None for embeddings, output heads and vectors, and for routers, which are sensitive to rounding.
     """
     *stems, last = name.split("/")
     if last not in MATRICES or "router" in stems:
@@ -160,20 +163,20 @@ def matrix_axes(name: str) -> MatrixAxes | None:
 def partition_spec(
     name: str, shape: Sequence[int], rules: Sequence[ShardingRule], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """The PartitionSpec of an array by its path.
+    """Chooses the PartitionSpec of an array by its path.
 
     Args:
         name: `path_name` of the array.
-        shape: Of the array.
-        rules: The first rule whose pattern is found in `name` applies; without one, and for scalars, the array is
+        shape: Shape of the array.
+        rules: The first rule whose pattern is found in `name` applies. Scalars, and arrays that no rule matches, are
             replicated.
-        mesh: A dimension that an axis of the mesh does not divide is not split along that axis.
+        mesh: The mesh. A dimension is not split along a mesh axis whose size does not divide it.
 
     Returns:
         The spec.
 
     Raises:
-        ValueError: If the rule is for an array of another rank, or names an axis that the mesh does not have.
+        ValueError: If the rule is for arrays of another rank, or names an axis that the mesh does not have.
     """
     rule = next((rule for rule in rules if re.search(rule[0], name)), None)
     if not shape or rule is None:
@@ -196,18 +199,18 @@ def partition_spec(
 
 
 def shardings(tree: Any, rules: Sequence[ShardingRule], mesh: Mesh) -> Any:
-    """The sharding of every leaf of a tree.
+    """Chooses the sharding of every leaf of a tree.
 
-    Rules search the whole path, so rules of the parameters also apply to the moments that an optimiser keeps under
-    the same names.
+    Patterns are searched in the whole path, so that rules for parameters also match the moments that an optimiser keeps
+    under the same names.
 
     Args:
-        tree: Arrays, or what `jax.eval_shape` returns.
+        tree: Arrays, or the result of `jax.eval_shape`.
         rules: See `partition_spec`.
         mesh: The mesh.
 
     Returns:
-        A tree of NamedSharding.
+        A NamedSharding for each leaf, in the same tree structure.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, partition_spec(path_name(path), leaf.shape, rules, mesh)), tree
@@ -218,22 +221,24 @@ def shardings(tree: Any, rules: Sequence[ShardingRule], mesh: Mesh) -> Any:
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch: rows over (data, fsdp), other dimensions whole."""
+    """Returns the sharding of a batch: rows over (data, fsdp), other dimensions not split."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array with a copy on every device."""
+    """Returns the sharding of an array with a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Number of parts into which the rows of a batch are split."""
+    """Counts the parts into which the rows of a batch are split."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 def process_share(mesh: Mesh) -> tuple[int, int]:
-    """Which part of a batch's rows this process loads. Processes that differ in `tensor` or `expert` load the same.
+    """Finds the part of a batch's rows that this process loads.
+
+    Processes whose devices differ only along `tensor` or `expert` load the same rows.
 
     Args:
         mesh: The mesh.
@@ -242,7 +247,7 @@ def process_share(mesh: Mesh) -> tuple[int, int]:
         (index, count): part `index` of `count` equal parts.
 
     Raises:
-        ValueError: If the rows of a process are not adjacent.
+        ValueError: If the rows of this process are not adjacent in the batch.
     """
     held = row_sharding(mesh).devices_indices_map((row_shards(mesh),))
     own = sorted(
@@ -255,10 +260,10 @@ def process_share(mesh: Mesh) -> tuple[int, int]:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Puts this process's part of a batch onto the devices.
+    """Moves this process's part of a batch to the devices.
 
     Args:
-        batch: A tree of numpy arrays whose first axis is this process's rows (`process_share`).
+        batch: A tree of numpy arrays; the first axis holds the rows of this process (`process_share`).
         mesh: The mesh.
 
     Returns:
@@ -271,15 +276,16 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Shards an activation's rows over `data` and `fsdp` in a training step.
+    """Constrains the rows of an activation to be sharded over `data` and `fsdp` in a training step.
 
-    A product of sharded rows and a matrix that is sharded over `fsdp` can be computed in two ways. By itself XLA
-    gathers the rows, so that every device holds the activations of all of them; with this constraint it gathers the
-    matrix.
+    XLA can multiply sharded rows by a matrix that is sharded over `fsdp` in two ways: gather the rows or gather the
+    matrix. By default it gathers the rows, so that every device holds the activations of the whole batch. With this
+    constraint it gathers the matrix.
 
     Args:
         x: An activation [B, ...].
-        mesh: The mesh of the step; None, or a mesh without `fsdp`, leaves x unchanged.
+        mesh: The mesh of the step. x is returned unchanged if this is None, if `fsdp` has one device, or if the rows
+            cannot be split evenly.
 
     Returns:
         x with the constraint.
@@ -291,7 +297,7 @@ def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
-    """Returns the mesh axes over which any array of a tree varies, inside of a `shard_map`; () elsewhere.
+    """Returns the mesh axes over which any array of a tree varies inside a `shard_map`; () elsewhere.
 
     Args:
         tree: Arrays.
@@ -308,14 +314,14 @@ def varying_axes(tree: Any) -> tuple[str, ...]:
 
 
 def varying(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Marks arrays as varying over mesh axes, as `shard_map` demands of the carry of a loop.
+    """Marks arrays as varying over mesh axes, which `shard_map` requires for the initial carry of a loop.
 
     Args:
         tree: Arrays, some of which may be the same on all devices.
         axes: From `varying_axes`; () changes nothing.
 
     Returns:
-        The same arrays.
+        The arrays with unchanged values.
     """
 
     def mark(x: Any) -> Any:
@@ -328,20 +334,20 @@ def varying(tree: Any, axes: tuple[str, ...]) -> Any:
 def in_auto_axes(
     f: Callable[..., Any], rows: jax.Array, *args: Any, out: Callable[[Any], Any] = PartitionSpec
 ) -> Any:
-    """Calls a function with the Explicit axes of its arguments' mesh as Auto axes.
+    """Calls a function in which the Explicit mesh axes of its arguments are Auto axes.
 
-    `jax.make_mesh` makes Explicit axes, under which every gather must name the sharding of its result. Inside of the
-    function XLA chooses the shardings, as on a mesh of `sharding.mesh`.
+    `jax.make_mesh` makes Explicit axes by default, under which every gather must name the sharding of its result.
+    Inside the function XLA chooses the shardings, as on a mesh of `sharding.mesh`.
 
     Args:
         f: A function of `args`.
-        rows: An array whose first axis is sharded as the results' rows shall be.
+        rows: An array whose first axis has the sharding that the rows of the results get.
         args: Trees of arrays.
-        out: From the mesh axes of the rows to the shardings of the results, or of a prefix of their tree. Default:
-            the first axis of each result holds the rows.
+        out: Maps the mesh axes of the rows to the PartitionSpecs of the results (a prefix of their tree). Default: the
+            first axis of each result holds the rows.
 
     Returns:
-        f(*args); sharded where an argument has Explicit axes.
+        f(*args), sharded as `out` says if an argument has Explicit axes.
     """
     shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((rows, args))]
     explicit = [s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types]
@@ -356,14 +362,15 @@ def in_auto_axes(
 
 
 def rowwise(f: Callable[..., Any], mesh: Mesh | None, params: Params, *args: Any) -> Any:
-    """Computes f(params, *args) on every device for its own rows.
+    """Computes f(params, *args) with a `shard_map`: each device computes its own rows.
 
-    Each device gets the parameters that f uses whole, and their gradient is summed once, after f: for a product in a
-    loop XLA's partitioner would sum it in every iteration.
+    Each device gets the whole parameters that f uses, and their gradient is summed over devices once, after f. If f
+    contains a loop, XLA's partitioner would sum the gradient in every iteration.
 
     Args:
         f: A function of arrays [B, ...] that treats rows independently.
-        mesh: The mesh of the training step; None, or one that does not divide the rows, calls f directly.
+        mesh: The mesh of the training step. f is called directly if this is None, or if the mesh does not split the
+            rows, or not evenly.
         params: Parameters, the same for all rows.
         args: Arrays [B, ...].
 
@@ -383,15 +390,15 @@ def rowwise(f: Callable[..., Any], mesh: Mesh | None, params: Params, *args: Any
 
 
 def spans_processes(tree: Any) -> bool:
-    """Whether any array of the tree is also on devices of other processes."""
+    """Tells whether any array of the tree is partly on devices of other processes."""
     return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))
 
 
 def gather(x: Any) -> np.ndarray:
     """Copies a whole array to host memory.
 
-    A collective if the array spans processes: all of them must call it, in the same order. Each device then holds this
-    one array whole for a moment, never the tree that it belongs to.
+    If the array spans processes this is a collective: all processes must call it for the same arrays, in the same
+    order. Each device then temporarily holds this one array in full, but never the whole tree.
 
     Args:
         x: An array.
@@ -409,7 +416,8 @@ def gather(x: Any) -> np.ndarray:
 def to_first_process(params: Params, rules: Sequence[ShardingRule]) -> Params | None:
     """Moves parameters to the devices of process 0, split along `fsdp`.
 
-    A collective for parameters that span processes, one array at a time; others are returned unchanged.
+    For parameters that span processes this is a collective, which moves one array at a time. Other parameters are
+    returned unchanged.
 
     Args:
         params: Parameters.
@@ -437,9 +445,10 @@ def to_first_process(params: Params, rules: Sequence[ShardingRule]) -> Params | 
 
 @functools.cache
 def with_mesh(model: Model, mesh: Mesh | None) -> Model:
-    """The model with passes over a KV cache, and caches, that are divided explicitly over a mesh.
+    """Returns a model whose KV caches, and passes over them, are divided explicitly over a mesh.
 
-    The mesh is part of the functions, so that jit compiles one program per mesh where the model is a static argument.
+    The mesh is bound into the functions of the model. Programs take the model as a static argument of `jit`, so that
+    each mesh gets its own compilation.
 
     Args:
         model: A model.
@@ -457,7 +466,9 @@ def with_mesh(model: Model, mesh: Mesh | None) -> Model:
 
 @functools.cache
 def with_training_mesh(model: Model, mesh: Mesh | None) -> Model:
-    """The model for training steps on a mesh: activations keep their rows over `data` and `fsdp` (`constrain_rows`).
+    """Returns a model for training on a mesh: rows of activations stay sharded over `data` and `fsdp`.
+
+    The constraint is `constrain_rows`.
 
     Args:
         model: A model.
@@ -473,7 +484,7 @@ def with_training_mesh(model: Model, mesh: Mesh | None) -> Model:
 
 @functools.cache
 def with_device(model: Model, device: Device | None) -> Model:
-    """The model with passes that are compiled for another device than this machine's (ahead-of-time compilation).
+    """Returns a model whose passes are compiled for another device than this machine's (ahead-of-time compilation).
 
     Args:
         model: A model.
@@ -496,10 +507,10 @@ def _empty_sharded_cache(
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Any:
-    """The sharding of every leaf of a KV cache: rows over `data`, heads of keys and values over `tensor`.
+    """Chooses the sharding of every leaf of a KV cache: rows over `data`, heads of keys and values over `tensor`.
 
     Args:
-        cache: A cache, or its shapes. The leaves below a field `k` or `v` have heads in their third dimension.
+        cache: A cache, or its shapes. Leaves below a field `k` or `v` are [B, S, G, ...], with the heads G third.
         mesh: The mesh.
 
     Returns:

@@ -1,8 +1,8 @@
 """Tokenizers: the protocol that training, decoding and serving rely on, and our own SentencePiece tokenizer.
 
-`AnyTokenizer` is the protocol. It is implemented by `Tokenizer` here (a byte-complete SentencePiece BPE, trained with a
-model), by `hub.tokenizer.HFTokenizer` (tokenizer.json of a published checkpoint) and by `hub.tokenizer.IdTokenizer` (a
-checkpoint without a tokenizer). In all of them no user text is ever encoded as a special token.
+`AnyTokenizer` is the protocol. It is implemented by `Tokenizer` here (a byte-complete SentencePiece BPE, trained for a
+new model), by `hub.tokenizer.HFTokenizer` (tokenizer.json of a published checkpoint) and by `hub.tokenizer.IdTokenizer`
+(a checkpoint without a tokenizer). None of them ever encodes user text as a special token.
 
 `chat.py` describes the conversation format of `Tokenizer`.
 """
@@ -32,11 +32,11 @@ Messages = Sequence[Mapping[str, Any]]  # of {"role", "content"}; see `Tokenizer
 
 
 class Thinking(NamedTuple):
-    """Tokens around a model's thinking.
+    """The tokens that enclose a model's thinking.
 
     Attributes:
         opening: Ids before the thinking; the first one is the token that opens it.
-        close: The token that closes it.
+        close: Id of the token that closes the thinking.
     """
 
     opening: tuple[int, ...]
@@ -44,7 +44,7 @@ class Thinking(NamedTuple):
 
 
 class Fim(NamedTuple):
-    """Tokens of fill-in-the-middle: before the prefix, before the suffix, and before the part to generate."""
+    """Special tokens of fill-in-the-middle, which precede the prefix, the suffix, and the middle to generate."""
 
     prefix: int
     suffix: int
@@ -54,21 +54,21 @@ class Fim(NamedTuple):
 if TYPE_CHECKING:
 
     class AnyTokenizer(Protocol):
-        """What training, decoding and serving rely on in a tokenizer.
+        """The protocol of a tokenizer, as training, decoding and serving use it.
 
         Attributes:
             mask: Id of the mask token, or None.
-            pad: Id that fills rows of a batch.
+            pad: Id that pads the rows of a batch.
             eos: Id that ends a text.
             ends: All ids that end an answer; `eos` is the first.
-            begin: Ids that stand before a text that is not a conversation.
+            begin: Ids that are put before a text that is not a conversation.
             end_turn: Id that closes a turn of a conversation.
-            thinking: Tokens around thinking; None if the vocabulary has none.
+            thinking: Tokens that enclose the thinking; None if the vocabulary has none.
             fim: Tokens of fill-in-the-middle; None if the vocabulary has none.
             vocab_size: One more than the largest id that has a text.
-            fingerprint: SHA-256 in hex; equal tokenizers have equal ones.
+            fingerprint: SHA-256 in hex; equal tokenizers have equal fingerprints.
             proto: The whole tokenizer as bytes, as it is saved with a model.
-            files: Files for other libraries, by name.
+            files: Tokenizer files for other libraries, by file name.
             pieces: [vocab_size] UTF-8 bytes of each id; empty for ids that an answer does not show.
 
         `encode`, `decode`, `render`, `follow`, `example` and `split_answer` are documented at `Tokenizer`.
@@ -126,7 +126,7 @@ def valid(text: str, name: str = "text") -> str:
 
     Args:
         text: The value.
-        name: What the message calls it.
+        name: Name of the value in the error message.
 
     Returns:
         The text.
@@ -175,11 +175,11 @@ class Special(NamedTuple):
 
 SPECIAL = Special()
 
-_SPACE = "\u2581"  # SentencePiece writes a space as this character; a literal one is encoded as its bytes
-# For source code: newlines and runs of spaces are whole pieces, whatever the training text was.
+_SPACE = "\u2581"  # SentencePiece represents a space by U+2581; a literal one is encoded as its bytes
+# For source code: newlines and runs of spaces are single pieces, whether or not the training text contains them.
 _WHITESPACE = ("\n", "\n\n", "\t", *(_SPACE * n for n in (2, 4, 8, 12, 16)))
-# Split training text at what the trainer drops or reserves; also inside "<|" and "<0", so that no learned piece spells
-# a special token or a byte piece.
+# Training text is split at characters that the trainer drops or reserves. It is also split inside "<|" and "<0", so
+# that no learned piece can spell a special token or a byte piece.
 _BREAK = re.compile("[\n\0\u2581\u2585]|(?<=<)(?=[|0])")
 _MAX_SENTENCE = 2_000  # characters; the trainer skips sentences above `max_sentence_length` bytes
 
@@ -188,7 +188,7 @@ _MAX_SENTENCE = 2_000  # characters; the trainer skips sentences above `max_sent
 class Tokenizer:
     """A byte-complete SentencePiece BPE: `decode(encode(s)) == s` for every `str` that UTF-8 can encode.
 
-    Digits are single tokens, whitespace is preserved, characters outside of the vocabulary become byte tokens.
+    Digits are single tokens, whitespace is preserved, and characters outside the vocabulary become byte tokens.
     Special tokens have the ids of `SPECIAL`, and no text is encoded as one.
 
     Attributes:
@@ -208,14 +208,14 @@ class Tokenizer:
         try:
             if not self.proto:  # SentencePiece would load nothing, and then log an error at every call
                 raise ValueError("empty")
-            names = [  # of pieces that no text can match
+            names = [  # the pieces that no text can match
                 self._model.id_to_piece(i)
                 for i in range(min(self.vocab_size, len(SPECIAL)))
                 if self._model.is_control(i) or self._model.is_unknown(i)
             ]
             all_bytes = sum(self._model.is_byte(i) for i in range(self.vocab_size)) == 256
             complete = all_bytes and names == [f"<|{name}|>" for name in SPECIAL._fields]
-            if complete:  # a model cut at a field boundary still parses, but a text does not survive it
+            if complete:  # a file cut at a field boundary still parses, but fails this round trip
                 probe = " a  b\t<|mask|>\n\n    12"
                 ids = self.encode(probe)
                 complete = self.decode(ids) == probe and min(ids) >= len(SPECIAL)
@@ -229,17 +229,18 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learns a vocabulary. The same texts always give the same model.
+        """Trains a tokenizer. The same texts always give the same model.
 
         Args:
             texts: Training texts.
-            vocab_size: Number of pieces. 285 of them are fixed: special tokens, whitespace and the 256 bytes.
+            vocab_size: Number of pieces. 285 of them are fixed: special tokens, whitespace pieces and the 256 bytes.
 
         Returns:
             The tokenizer.
 
         Raises:
-            ValueError: `vocab_size` is too small for the characters of the texts, or larger than they have merges for.
+            ValueError: `vocab_size` is too small for the characters of the texts, or larger than the number of
+                pieces that can be learned from them.
         """
         fixed = len(SPECIAL) + len(_WHITESPACE) + 256
         if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
@@ -344,10 +345,10 @@ class Tokenizer:
         return tuple(found)
 
     def with_mask(self, mask: int) -> Tokenizer:
-        """Returns this tokenizer, whose mask is fixed.
+        """Returns this tokenizer unchanged: its mask id is fixed.
 
         Raises:
-            ValueError: `mask` is another id than its own.
+            ValueError: `mask` differs from the id of the mask token.
         """
         if mask != self.mask:
             raise refuse("mask", mask, f"{self.mask}, as in the tokenizer")
@@ -359,10 +360,10 @@ class Tokenizer:
         """Encodes a text.
 
         Args:
-            text: Any text; what looks like a special token is encoded as ordinary characters.
+            text: Any text; text that spells a special token is encoded as ordinary characters.
 
         Returns:
-            Ids, none of them special.
+            Ids, none of which is a special token.
 
         Raises:
             ValueError: The text contains a lone surrogate.
@@ -379,13 +380,13 @@ class Tokenizer:
 
         Args:
             ids: Any iterable of integers.
-            skip_special: Leave special tokens out; False writes them as `<|name|>`.
+            skip_special: Whether special tokens are left out; False writes them as `<|name|>`.
 
         Returns:
-            The text. Bytes that are no UTF-8, such as half a character, become U+FFFD.
+            The text. Bytes that are not valid UTF-8, such as half a character, become U+FFFD.
 
         Raises:
-            ValueError: An id is outside of the vocabulary.
+            ValueError: An id is outside the vocabulary.
         """
         found: list[bytes] = []
         size = len(self.pieces)
@@ -409,19 +410,21 @@ class Tokenizer:
         """Encodes a conversation.
 
         Args:
-            messages: {"role", "content"} each; roles are those of `chat.ROLES`. An assistant's message may have
-                `tool_calls`, {"function": {"name", "arguments"}} each with arguments as a mapping, and then content
-                None. A tool's message has the `tool_call_id` that it answers.
-            thinking: Also open the thinking, so that the answer starts with it. Otherwise the model decides.
-            add_generation_prompt: End with the start of an assistant's turn.
-            tools: What may be called: {"function": {"name", "description", "parameters"}} each.
-            at_once: For a checkpoint's own template: without `thinking`, tell it that there is none. No effect here.
+            messages: Mappings {"role", "content"}; a role is one of `chat.ROLES`. An assistant message may have
+                `tool_calls`, a list of {"function": {"name", "arguments"}} whose arguments are a mapping; its content
+                may then be None. A tool message has the `tool_call_id` of the call that it answers.
+            thinking: Append the token that opens the thinking, so that the answer starts with it. False: the model
+                decides whether to think.
+            add_generation_prompt: End with the start of an assistant turn.
+            tools: Functions that the model may call, {"function": {"name", "description", "parameters"}} each.
+            at_once: Only for chat templates of other checkpoints: without `thinking`, tell the template explicitly
+                that there is no thinking. No effect here.
 
         Returns:
             Ids.
 
         Raises:
-            ValueError: There is no message, a role is unknown, or content is missing or not a text.
+            ValueError: `messages` is empty, a role is unknown, or content is missing or not a text.
         """
         if isinstance(messages, (str, Mapping)) or not messages:
             raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
@@ -457,7 +460,7 @@ class Tokenizer:
         return ids
 
     def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
-        """Encodes what continues a conversation after an answer: the end of its turn, then further messages.
+        """Encodes the continuation of a conversation after an answer: the end of its turn, then further messages.
 
         Args:
             messages: As for `render`.
@@ -474,10 +477,11 @@ class Tokenizer:
         Args:
             prompt: Text of the user's turn.
             answer: Text of the answer.
-            thinking: Text of the thinking before it. Default: none.
+            thinking: Text of the thinking before the answer; None: no thinking.
 
         Returns:
-            (prompt ids, response ids): the user's turn with the start of the answer, and the answer with its `eos`.
+            (prompt ids, response ids): the user turn and the start of the assistant turn; then the thinking and the
+            answer, closed by `eos`.
         """
         response = [*self.encode(answer), SPECIAL.eos]
         if thinking is not None:
@@ -488,7 +492,8 @@ class Tokenizer:
         """Splits sampled ids into thinking and answer: `split_answer(example(p, a, t)[1]) == (t, a)`.
 
         Args:
-            ids: Sampled ids, read up to the first `eos`, `end_turn` or `pad`. The prompt may have opened the thinking.
+            ids: Sampled ids, read up to the first `eos`, `end_turn` or `pad`. The token that opens the thinking may be
+                missing, because the prompt may end with it.
 
         Returns:
             (thinking or None, answer). The answer is empty if the thinking was not closed.
@@ -509,7 +514,7 @@ class Tokenizer:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """The lines of the texts, at most `_MAX_SENTENCE` characters each, split where the trainer would fail."""
+    """Yields the lines of the texts, at most `_MAX_SENTENCE` characters each, split at `_BREAK`."""
     yield " "  # with `required_chars`, this makes the space a piece even if no text has one
     for text in texts:
         for line in _BREAK.split(text):

@@ -1,4 +1,8 @@
-"""The records that the packages exchange, the protocols of a model, and the legend of shapes.
+"""Records that the packages exchange, the protocols of a model, and the legend of shapes.
+
+`Model` is the interface between `models` (which builds it), `decode` and `train` (which call it). `Pass` and
+`PackedPass` are the arguments of its two kinds of forward pass, `View` and `Proposal` those of a decoding rule, `Batch`
+and `Loss` those of a training objective.
 
 Shape legend, used in every signature of the package:
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from mercury_jax.noise import Corruption
     from mercury_jax.tokenizer import AnyTokenizer
 
-Count = TypeVar("Count", int, np.ndarray)  # of one piece, or of each
+Count = TypeVar("Count", int, np.ndarray)  # an int for one piece, an array [P] for several
 Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
 Params = Any  # a nested dict of arrays
@@ -36,7 +40,7 @@ Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 
 
 def accumulation_dtype(dtype: Any) -> jnp.dtype:
-    """The dtype in which to normalise, exponentiate and sum: fp32, or fp64 if `dtype` is fp64."""
+    """Returns the dtype for norms, exponentials and sums: fp32, or fp64 if `dtype` is fp64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -45,14 +49,14 @@ def accumulation_dtype(dtype: Any) -> jnp.dtype:
 class LoraWeight:
     """A matrix base + scale * a b that is never formed (LoRA, arXiv 2106.09685): x base + scale * (x a) b.
 
-    It stands in a tree of parameters where its base stood. `train.lora` makes and trains it, `models.ops` and
-    `models.moe` multiply by it, `hub.adapters` writes and reads its factors.
+    In a tree of parameters it replaces the base matrix. `train.lora` creates and trains it, `models.ops` and
+    `models.moe` multiply by it, `hub.adapters` saves and loads its factors.
 
     Attributes:
-        base: [batch..., inputs..., outputs...]; the batch axes are the experts.
+        base: [batch..., inputs..., outputs...]; the batch axes are the experts, if any.
         a: [batch..., inputs..., rank].
         b: [batch..., rank, outputs...].
-        scale: Factor of the product, alpha / rank.
+        scale: Factor of the product of `a` and `b`: alpha / rank.
     """
 
     base: Any
@@ -69,12 +73,13 @@ class LoraWeight:
 class Batch(NamedTuple):
     """Packed training rows, laid out for the model's attention pattern (`Model.layout`).
 
-    In a row, each document is its clean tokens (encoded, never noised) followed by its canvases (noised).
+    A row is a sequence of documents. Each document is its clean tokens (encoded, never noised) followed by its
+    canvases (noised).
     """
 
     tokens: Int[Array, "B T"]  # clean ids everywhere; `corrupt` noises the editable ones
     positions: Int[Array, "B T"]  # absolute position in the document, for RoPE
-    ranges: Int[Array, "B T R 2"]  # key ranges [start, end) inside the row; empty where padding
+    ranges: Int[Array, "B T R 2"]  # key ranges [start, end) inside the row; empty at padding
     editable: Bool[Array, "B T"]  # may be noised, and counts in the loss
     canvas: Int[Array, "B T"]  # index of the canvas within the row, -1 outside of canvases
 
@@ -90,7 +95,7 @@ class LaidOutDocument(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What an objective returns. The loss of a batch is sum(per_example) / sum(weight).
+    """The result of an objective. The loss of a batch is sum(per_example) / sum(weight).
 
     Sums instead of means, so that gradient accumulation and data parallelism do not change the loss.
     """
@@ -101,10 +106,10 @@ class Loss(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """What rules need to know of the logits at each position of one row's canvas.
+    """The numbers that rules need instead of logits, for each position of one row's canvas.
 
     Computed from all logits at once by `decode.token_stats`, or over chunks of a large vocabulary by
-    `decode.chunked_vocab`. All values are those after the logits processors.
+    `decode.chunked_vocab`. All values are computed after the logits processors.
     """
 
     argmax: Int[Array, "L"]
@@ -114,24 +119,27 @@ class TokenStats(NamedTuple):
     p_canvas: Float[Array, "L"]  # probability of the token that the canvas holds now
     entropy: Float[Array, "L"]  # nats
     margin: Float[Array, "L"]  # p(first) - p(second)
-    p_eos: Float[Array, "L"]  # probability of the end of text; 0 where no id ends the answer
+    p_eos: Float[Array, "L"]  # probability of the end of text; 0 if no id ends the answer
 
 
 class View(NamedTuple):
-    """What rules, logits processors and stopping criteria see: one row, no batch axis. L is the active window."""
+    """The arguments of rules, logits processors and stopping criteria: one row, no batch axis.
 
-    canvas: Int[Array, "L"]  # state of the chain: tokens, and masks or noise
-    answer: Int[Array, "L"]  # what would have been emitted after the previous step
+    L is the length of the active window: the part of the canvas that the current pass may change.
+    """
+
+    canvas: Int[Array, "L"]  # state of the diffusion process: tokens, and masks or noise
+    answer: Int[Array, "L"]  # the answer if generation had ended after the previous step
     stats: TokenStats  # None while logits processors run
     leave_one_out: (
         TokenStats  # predicted by masks that do not see the token at their own position; on request
     )
-    logits: Float[Array, "L V"]  # processed; only for parts that need them (`needs_logits`)
+    logits: Float[Array, "L V"]  # after the processors; only for parts that set `needs_logits`
     editable: Bool[Array, "L"]  # in the active block and not given by the user
-    masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all that is editable
-    used: Int[Array, ""]  # positions of the window that hold something
+    masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all editable positions
+    used: Int[Array, ""]  # positions of the window in use, the first ones
     growth: Int[Array, ""]  # positions by which the window may still grow
-    noise: Int[Array, "L"]  # fresh tokens from the prior at time s; the mask id where there is one
+    noise: Int[Array, "L"]  # fresh tokens from the prior at time s; the mask id if the noise has one
     t: Float[Array, ""]  # time of this canvas, 1 = noise
     s: Float[Array, ""]  # time after this step, s < t
     alpha_t: Float[Array, ""]  # alpha(t)
@@ -142,16 +150,16 @@ class View(NamedTuple):
     position: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
     output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
     prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
-    first_id: int | Int[Array, ""] = 0  # id of the first logits column, where a processor sees one chunk of V
-    hidden: Any = None  # hidden states [L, D], or what a head makes of them; for rules with `needs_hidden`
+    first_id: int | Int[Array, ""] = 0  # id of the first logits column, if a processor gets one chunk of V
+    hidden: Any = None  # hidden states [L, D], or the output of an extra head; for rules with `needs_hidden`
 
 
 class Proposal(NamedTuple):
-    """What a rule returns: the next state of the chain, and what would be emitted now.
+    """The result of a rule: the next canvas, and the answer if generation ended now.
 
-    A rule that inserts or deletes positions also returns how many positions are used, and for each position the
-    old position that it continues (-1: new); the decoder moves the given tokens and their flags along. Other
-    rules keep the view's `used` and `source` = 0..L-1, as `accept` and `propose` do.
+    A rule that inserts or deletes positions also sets `used`, the new number of positions, and `source`, the old index
+    of each new position; the decoder uses `source` to move the tokens given by the user, and all flags. Other rules
+    keep the view's `used` and `source` = 0..L-1, as `accept` and `propose` do.
     """
 
     canvas: Int[Array, "L"]
@@ -161,10 +169,10 @@ class Proposal(NamedTuple):
 
 
 class Device(NamedTuple):
-    """The accelerator that a program is compiled for, if it is not the one of this machine.
+    """The accelerator that a program is compiled for, if it differs from the accelerator of this machine.
 
     Attributes:
-        kind: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "tpu". All kernels for it are used.
+        kind: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "tpu". The kernels for this kind are used.
         interpret: Parameters of the interpreter that runs the kernels on a CPU (Mosaic GPU's `InterpretGPUParams`,
             or True for a TPU); None compiles them.
     """
@@ -174,16 +182,17 @@ class Device(NamedTuple):
 
 
 class LeaveOneOut(NamedTuple):
-    """Further masks of a pass, each of which predicts one position without seeing the token there.
+    """Additional masks of a pass, each of which predicts one position without seeing the token there.
 
-    A mask attends to every key of the pass but that of its own position, and to its own key. Tokens attend to none of
-    these masks. Their keys occupy the slots from `Pass.end` on.
+    Each additional mask has the RoPE position of the token that it predicts. It attends to all keys of the pass except
+    the key of that token, and to its own key. The tokens of the pass attend to none of these masks. The keys of the
+    masks are written to the slots from `Pass.end` on, where no later pass reads them.
 
     Attributes:
         mask: Id of the mask.
         columns: Indices into `Pass.tokens` of the positions that are predicted [B, L]; -1 for none. Rows that encode
             have none.
-        joint: Whether the masks also attend to each other: the block of shadow masks of WINO (arXiv 2507.18578).
+        joint: Whether these masks also attend to each other, like the block of shadow masks of WINO (arXiv 2507.18578).
     """
 
     mask: int | Int[Array, ""]
@@ -194,25 +203,27 @@ class LeaveOneOut(NamedTuple):
 class Pass(NamedTuple):
     """One forward pass over a KV cache: the arguments of `Model.forward`, a pytree.
 
-    Row b's tokens have the absolute positions start[b] .. start[b] + used[b], which are also their cache slots; the
-    rest of its T tokens are neither read nor written. Keys at and after end[b] are hidden.
+    The tokens of row b have the absolute positions start[b] .. start[b] + used[b] - 1, which are also their cache
+    slots; the rest of the T tokens are padding, which is neither read nor written. Keys at and after end[b] are hidden.
 
     Attributes:
         tokens: Ids [B, T].
-        cache: From `Model.empty_cache`, with what earlier passes wrote.
+        cache: From `Model.empty_cache`, with the keys and values that earlier passes wrote.
         start: Position of each row's first token [B].
-        used: Number of its T tokens that each row uses [B]; 0 leaves the row and its cache unchanged.
+        used: Number of tokens that each row uses, of its T [B]; 0 leaves the row and its cache unchanged.
         end: End of the keys that each row attends to [B].
         encoding: Rows that write committed tokens, with the model's causal pattern [B]; the others denoise, and each of
             their tokens attends to all of [0, end).
-        self_cond: For models with self-conditioning, what `Model.condition` returned for the previous pass, leaves
-            [B, T, ...]; () for none.
+        self_cond: For models with self-conditioning, the result of `Model.condition` on the logits of the previous
+            pass, leaves [B, T, ...]; () for none.
         time: For models with `config.timed`, the time of each row's noise [B] in 0..1, 0 for clean text; otherwise
             None.
-        leave_one_out: Further masks, whose L hidden states follow those of the tokens; None: no such masks.
-        positions: Of the tokens, rising in each row, where they are not start .. start + T; the first `used` count.
-        slots: Where their keys are written, where these are not the positions: in a bidirectional row from which
-            positions are left out. All of [0, end) are attended to.
+        leave_one_out: Additional masks; their L hidden states follow the T hidden states of the tokens. None: no such
+            masks.
+        positions: Absolute positions of the tokens [B, T], rising in each row; only the first `used` are read. None:
+            start .. start + T - 1.
+        slots: Cache slots to which the keys are written [B, T]. They differ from the positions in a bidirectional row
+            from which positions are left out; all slots in [0, end) are attended to. None: the positions.
     """
 
     tokens: Int[Array, "B T"]
@@ -233,7 +244,7 @@ class PackedPass(NamedTuple):
 
     Attributes:
         tokens: Ids [B, T], laid out by `Model.layout`.
-        positions: Positions in their documents [B, T], for RoPE.
+        positions: Position of each token in its document [B, T], for RoPE.
         ranges: Key ranges [start, end) inside the row [B, T, R, 2].
         self_cond: As in `Pass`.
         time: For models with `config.timed`, the time of the noise of each row [B] or position [B, T]; otherwise None.
@@ -247,11 +258,11 @@ class PackedPass(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What the router of one layer with experts made of a packed pass.
+    """The output of the router of one mixture-of-experts layer in a packed pass.
 
     Attributes:
-        scores: Softmax or sigmoid of its logits.
-        experts: Ids of the `Experts.active` experts of each token.
+        scores: Softmax or sigmoid of the router's logits.
+        experts: Ids of the `Experts.active` experts chosen for each token.
     """
 
     scores: Float[Array, "B T E"]
@@ -265,14 +276,14 @@ class Forward(Protocol):
     def __call__(
         self, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
     ) -> tuple[Hidden, Cache]:
-        """Hidden states and the cache with this pass's keys and values.
+        """Computes hidden states, and writes the keys and values of this pass to the cache.
 
         Args:
             params: Parameters of the model.
             given: Tokens, cache and positions.
-            mesh: Over which heads, hidden units and experts are divided explicitly (`sharding.with_mesh`); None: by
-                XLA's partitioner.
-            device: To compile kernels for; None: the device of this machine.
+            mesh: Mesh over which heads, hidden units and experts are divided explicitly (`sharding.with_mesh`); None:
+                XLA's partitioner divides them.
+            device: Device to compile kernels for; None: the device of this machine.
 
         Returns:
             Opaque hidden states for `Model.head`, leaves [B, T, ...] (T + L with `leave_one_out`), and the
@@ -294,39 +305,39 @@ class Apply(Protocol):
         device: Device | None = None,
         routing: bool = False,
     ) -> Hidden:
-        """Hidden states of packed rows.
+        """Computes hidden states of packed rows.
 
         Args:
             params: Parameters of the model.
             given: Tokens, positions and key ranges.
-            mesh: Over whose axes `data` and `fsdp` the rows are sharded (`sharding.with_training_mesh`); None: by XLA's
-                partitioner.
-            device: To compile kernels for; None: the device of this machine.
-            routing: Also return what the routers did, for objectives that balance experts. Models without experts need
-                not take it.
+            mesh: Mesh over whose axes `data` and `fsdp` the rows stay sharded (`sharding.with_training_mesh`); None:
+                XLA's partitioner decides.
+            device: Device to compile kernels for; None: the device of this machine.
+            routing: Also return the routers' outputs, for objectives that balance experts. Models without experts need
+                not have this argument.
 
         Returns:
-            Opaque hidden states for `Model.head`, leaves [B, T, ...]. With `routing`: (hidden states, a `Routing` of
-            each layer with experts).
+            Opaque hidden states for `Model.head`, leaves [B, T, ...]. With `routing`: (hidden states, one `Routing`
+            per layer with experts).
         """
         ...
 
 
 @runtime_checkable
 class HeadChunk(Protocol):
-    """`Model.head_chunk`: logits of the ids first .. first + size alone."""
+    """`Model.head_chunk`: logits of the ids first .. first + size - 1 only."""
 
     def __call__(self, params: Params, hidden: Hidden, first: int | Int[Array, ""], size: int) -> Array:
-        """Logits [B, T, size], equal to those columns of `Model.head`; `first` may be traced."""
+        """Computes logits [B, T, size], equal to these columns of `Model.head`; `first` may be traced."""
         ...
 
 
 @runtime_checkable
 class EmbedMixture(Protocol):
-    """`Model.embed_mixture`: a chunk's part of the self-conditioning, so that it can be summed over chunks."""
+    """`Model.embed_mixture`: the part of the self-conditioning from one chunk of ids, to be summed over chunks."""
 
     def __call__(self, params: Params, weights: Array, first: int | Int[Array, ""]) -> Array:
-        """Embeddings [B, L, D] of the ids first .. first + v with weights [B, L, v].
+        """Computes the weighted sum [B, L, D] of the embeddings of ids first .. first + v - 1, weights [B, L, v].
 
         condition(params, x) equals embed_mixture(params, softmax(x), 0).
         """
@@ -335,12 +346,12 @@ class EmbedMixture(Protocol):
 
 @runtime_checkable
 class Layout(Protocol):
-    """`Model.layout`: one document as training and scoring see it."""
+    """`Model.layout`: lays out one document for training and scoring."""
 
     def __call__(
         self, ids: np.ndarray, prompt: int, fill: int | None = None, all_clean: bool | None = None
     ) -> LaidOutDocument:
-        """See `models.masks.layout`: ids [n], the first `prompt` of them are never noised."""
+        """See `models.masks.layout`: ids [n], of which the first `prompt` are never noised."""
         ...
 
 
@@ -348,10 +359,10 @@ class RowPieces(NamedTuple):
     """Pieces of running text that fill training rows, in the order of rows and positions; all int64 [P].
 
     Attributes:
-        row: The row of each piece; every row has one at least.
-        start: Its first token in the array of tokens.
-        length: Its tokens.
-        prompt: The first `prompt` of them are never noised.
+        row: Row of each piece; every row has at least one.
+        start: Index of the piece's first token in the array of tokens.
+        length: Number of tokens of the piece.
+        prompt: Number of tokens at its start that are never noised.
     """
 
     row: np.ndarray
@@ -362,13 +373,13 @@ class RowPieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PieceSizes(Generic[Count]):
-    """How many positions the parts of each piece take, its last canvas completed; all [P], or of one piece.
+    """Number of row positions that each piece takes, with its last canvas completed; arrays [P], or ints for one piece.
 
     Attributes:
         first: Position in the document at which the first canvas starts.
-        canvases: Canvases, of `block` tokens each; in a bidirectional model parts of its one canvas.
-        clean: Clean positions before the canvases.
-        slots: All positions.
+        canvases: Number of canvases of `block` tokens; in a bidirectional model, its one canvas counted in blocks.
+        clean: Number of clean positions before the canvases.
+        slots: Number of all positions.
     """
 
     first: Count
@@ -379,16 +390,16 @@ class PieceSizes(Generic[Count]):
 
 @runtime_checkable
 class Spans(Protocol):
-    """Narrows what may be noised in each of C canvases, as infilling does."""
+    """Narrows the editable positions of each of C canvases, as training for infilling does."""
 
     def __call__(self, piece: np.ndarray, editable: np.ndarray) -> np.ndarray:
-        """The piece of each canvas [C] and its editable positions [C, 2], from and to -> narrower ones [C, 2]."""
+        """Maps the piece [C] and the editable range [from, to) [C, 2] of each canvas to narrower ranges [C, 2]."""
         ...
 
 
 @runtime_checkable
 class RowLayout(Layout, Protocol):
-    """A `Layout` that lays out many rows at once, as sources that fill whole rows need it: `models.row_layout`."""
+    """A `Layout` that also lays out many rows at once, for data sources that fill whole rows (`models.row_layout`)."""
 
     @property
     def block(self) -> int:
@@ -396,15 +407,15 @@ class RowLayout(Layout, Protocol):
         ...
 
     def first_canvas(self, prompts: Count) -> Count:
-        """Where the first canvas of each document starts: the prompts [P] -> positions [P]; or of one document."""
+        """Finds the position at which the first canvas starts, from prompt lengths [P] or the length of one prompt."""
         ...
 
     def sizes(self, lengths: Count, prompts: Count) -> PieceSizes[Count]:
         """Counts the positions of pieces whose last canvas is completed.
 
         Args:
-            lengths: Tokens of each piece [P]; or of one.
-            prompts: Tokens at its start that are never noised [P].
+            lengths: Number of tokens of each piece [P], or of one piece.
+            prompts: Number of tokens at its start that are never noised [P].
 
         Returns:
             The sizes.
@@ -415,11 +426,11 @@ class RowLayout(Layout, Protocol):
         """Counts the tokens of the longest piece whose whole canvases fit into `room` positions.
 
         Args:
-            room: Positions.
-            prompt: Tokens at the piece's start that are never noised.
+            room: Number of free positions.
+            prompt: Number of tokens at the piece's start that are never noised.
 
         Returns:
-            Tokens; 0 where not one canvas fits.
+            Number of tokens; 0 if not even one canvas fits.
         """
         ...
 
@@ -436,21 +447,21 @@ class RowLayout(Layout, Protocol):
         """Lays out rows of pieces.
 
         Args:
-            tokens: The pieces' tokens, int32 [N].
-            pieces: The pieces, which fit their rows; each row has one at least.
-            shape: Rows B and positions T.
-            fill: Id that completes a last canvas.
+            tokens: Tokens of all pieces, int32 [N].
+            pieces: The pieces; those of a row fit into its T positions, and each row has at least one.
+            shape: (B rows, T positions).
+            fill: Id that completes the last canvas of a text.
             pad: Id that fills the rest of a row.
             spans: Narrows what is editable in each canvas; None keeps all of it.
 
         Returns:
-            numpy arrays [B, T], equal to those of the pieces laid out one by one and packed.
+            numpy arrays [B, T], equal to the result of laying out the pieces one by one and packing them.
         """
         ...
 
 
 class SoftMasking(NamedTuple):
-    """Numbers of soft masking; see `mercury_jax.soft_masking`, which checks them."""
+    """Settings of soft masking; see `mercury_jax.soft_masking`, which checks them."""
 
     scale: float
     steepness: float
@@ -459,7 +470,7 @@ class SoftMasking(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A denoiser as a record of pure functions; `decode` and `train` know nothing else of it.
+    """A denoiser as a record of pure functions. `decode` and `train` use a model only through this record.
 
     Attributes:
         config: Sizes and attention pattern.
@@ -470,16 +481,17 @@ class Model(NamedTuple):
         condition: condition(params, logits [B, L, V]) -> self_cond of the next pass, or () for models without
             self-conditioning. params=None gives zeros of the right shape.
         empty_cache: empty_cache(batch, slots) -> cache.
-        encodable: encodable(committed [B]) -> number of committed tokens that can be written to the cache for good [B].
-        layout: One document as training sees it.
-        shardings: Path rules, see `mercury_jax.sharding`.
-        head_chunk: Logits of a chunk of the vocabulary; None: the model computes only all of them.
-        embed_mixture: A chunk's part of self_cond; None: without self-conditioning.
-        soft_masked: soft_masked(settings) -> the model whose masks are fed as mixtures of embeddings
-            (`mercury_jax.soft_masking`); None: the architecture does not support it, or has it.
-        mesh: The mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for its passes, or None.
-        hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of several lengths share a pass.
-        reuses_keys: Whether a pass over a part of a canvas reads the other keys from the cache (`Plan.refresh`).
+        encodable: encodable(committed [B]) -> number of committed tokens whose keys no later token changes [B], so that
+            they are written to the cache once.
+        layout: Lays out one document for training.
+        shardings: Path rules of the parameters, see `mercury_jax.sharding`.
+        head_chunk: Computes the logits of a chunk of the vocabulary; None: the model can only compute all of them.
+        embed_mixture: Computes the part of self_cond from a chunk of ids; None: the model has no self-conditioning.
+        soft_masked: soft_masked(settings) -> the model that feeds masks as mixtures of embeddings
+            (`mercury_jax.soft_masking`); None: the architecture does not support it, or soft masking is already on.
+        mesh: Mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for the passes, or None.
+        hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of different lengths can share a pass.
+        reuses_keys: Whether a pass over part of a canvas reads the other keys from the cache (`Plan.refresh`).
         leave_one_out: Whether `Pass.leave_one_out` is supported.
     """
 
@@ -504,16 +516,16 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True)
 class LM:
-    """A loaded language model: functions, parameters, tokenizer and the noise that it was trained with.
+    """A loaded language model: functions, parameters, tokenizer, and the noise of its training.
 
     Attributes:
         model: The pure functions.
-        params: Their parameters.
-        tokenizer: Text to ids and back.
+        params: Parameters of the functions.
+        tokenizer: Encodes text to ids and decodes ids to text.
         corruption: The forward process that the model was trained to reverse.
-        name: Of the checkpoint.
-        card: What the checkpoint says about itself.
-        decoding: How its authors sample from it.
+        name: Name of the checkpoint.
+        card: Metadata of the checkpoint.
+        decoding: The sampling settings that the checkpoint's authors use.
     """
 
     model: Model
@@ -522,7 +534,7 @@ class LM:
     corruption: Corruption
     name: str = "unnamed"
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    # The rule, plan and temperature of its checkpoint, read by `decode.defaults`; empty: chosen by its noise.
+    # Rule, plan and temperature of the checkpoint, read by `decode.defaults`; empty: chosen by the kind of noise.
     decoding: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -532,7 +544,10 @@ class LM:
 
 
 class _Fixed(NamedTuple):
-    """What a tree of an LM holds beside its parameters: compared by value where that is cheap, else by identity."""
+    """The static part of an `LM` as a pytree: all fields except the parameters.
+
+    Fields are compared by value, except the tokenizer, whose comparison by value would be slow.
+    """
 
     lm: LM
 
@@ -550,7 +565,7 @@ class _Fixed(NamedTuple):
         return hash((self.lm.model, self.lm.corruption, self.lm.name))
 
 
-# An LM is a tree whose leaves are its parameters, so that `jit`, `grad` and `tree.map` take one.
+# An LM is a pytree whose leaves are its parameters, so that `jit`, `grad` and `tree.map` accept one.
 jax.tree_util.register_pytree_with_keys(
     LM,
     lambda lm: (((jax.tree_util.GetAttrKey("params"), lm.params),), _Fixed(replace(lm, params=None))),

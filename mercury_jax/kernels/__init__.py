@@ -1,7 +1,8 @@
-"""Attention over key ranges (`attend`) and grouped products (`grouped_matmul`): kernels, plain XLA, and the choice.
+"""Attention over key ranges (`attend`) and grouped matrix products (`grouped_matmul`), as kernels and in plain XLA.
 
 Kernels are written in Pallas: `hopper` and `blackwell` with Mosaic GPU, `tpu` with Mosaic TPU. `reference` and
-`chunked` run everywhere. `device` decides which kernels a program uses: those that passed their check on the device.
+`chunked` are plain XLA and run on every platform. `device` decides which kernels a program uses: by default those that
+passed their check on this device.
 """
 
 from mercury_jax.kernels.attention import attend, attend_paged, backends

@@ -1,9 +1,9 @@
 """`attend` and `attend_paged`: attention for every pattern of this package, and the choice of a backend.
 
-A backend refuses with a reason what it does not take, and the next one is tried. cuDNN is not among them: it takes
-one key length per row of a batch, or a causal mask that starts at the first key, but which of these holds is known
-only on the device, from the ranges: rows that encode and rows that denoise are in one batch, and training rows hold
-several documents with two ranges each. `mercury bench gpu` compares with it.
+A backend that does not support a call gives a reason, and the next backend is tried. cuDNN is not a backend: it
+supports one key length per row of a batch, or a causal mask from the first key on. Our patterns are more general, and
+are known only on the device, from the ranges: a batch mixes rows that encode and rows that denoise, and training rows
+hold several documents with two ranges per query. `mercury bench gpu` compares the kernels with cuDNN.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Backend(NamedTuple):
     """One implementation of attention.
 
     Attributes:
-        refuses: Why it does not take a call; None: it does.
+        refuses: Gives the reason why the backend does not support a call; None: it supports the call.
         run: Computes the call.
-        platforms: Platforms of lowering on which it is tried.
-        cached: True if it is only for passes over a cache (it has no gradient); False if only for those without one;
-            None for both.
-        device: The kind of device that it is written for; None: any.
+        platforms: Platforms for which it is tried when a program is lowered.
+        cached: True: only for passes over a cache (it has no gradient); False: only for passes without a cache; None:
+            for both.
+        device: The kind of device that it is written for; None: any device.
     """
 
     refuses: Callable[[AttentionCall], str | None]
@@ -43,7 +43,7 @@ class Backend(NamedTuple):
 
 
 def _kernel_backend(module: str, kind: str, label: str, platform: str) -> Backend:
-    """A backend in a module that is imported on its device alone, because importing Mosaic takes time."""
+    """Makes the backend of a module, which is only imported on its kind of device, because importing Mosaic is slow."""
     load = functools.partial(importlib.import_module, f"mercury_jax.kernels.{module}")
 
     def refuses(call: AttentionCall) -> str | None:
@@ -55,7 +55,7 @@ def _kernel_backend(module: str, kind: str, label: str, platform: str) -> Backen
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# Fastest first. The reference is last and takes everything.
+# Fastest first. The reference is last and supports every call.
 _BACKENDS: dict[str, Backend] = {
     "chunked": Backend(chunked.refuses_cached, chunked.run_cached, ("cpu",), cached=True),
     "hopper": _kernel_backend("hopper", kernel_device.HOPPER, "Hopper (sm_90a)", "cuda"),
@@ -88,27 +88,27 @@ def attend(
     backend: str | None = None,
     device: Device | None = None,
 ) -> AttentionResult:
-    """Attention in which each query attends to the keys of its R ranges [start, end), and no others.
+    """Computes attention in which each query attends only to the keys in its R ranges [start, end).
 
-    Softmax is in fp32. The GPU kernels copy keys whose S is no multiple of 8.
+    Softmax is in fp32. The GPU kernels first copy the keys if S is not a multiple of 8.
 
     Args:
         q: Queries. H is a multiple of G (grouped queries: head h reads key head h // (H / G)).
         k: Keys [B, S, G, K], an array or `Int8Vectors`.
         v: Values, with the shape of k.
         ranges: Key ranges of each query; those of one query must not overlap.
-        scale: Of the scores; None: 1 / sqrt(K).
+        scale: Factor of the scores; None: 1 / sqrt(K).
         softcap: Scores become softcap * tanh(scores / softcap); None: unchanged.
-        residual: Also return the log-sum-exp of each query's scores, by which calls over parts of the keys can be
-            merged.
-        cached: The keys are a cache with unused slots, and no gradient is needed. False: differentiable in reverse
-            mode.
-        backend: One of `backends()`; None: the first that does not refuse, for the platform of lowering.
-        device: To compile for; None: the device of this machine.
+        residual: Whether to also return the log-sum-exp of each query's scores, with which the results of calls over
+            parts of the keys can be merged.
+        cached: True: the keys are a cache with unused slots, and no gradient is needed. False: the result is
+            differentiable in reverse mode.
+        backend: One of `backends()`; None: the first that supports the call on the platform of lowering.
+        device: Device to compile for; None: the device of this machine.
 
     Returns:
-        [B, T, H, K] in the dtype of q, zeros for a query whose ranges are all empty. With `residual` also the
-        log-sum-exp [B, T, H] in fp32, -inf for such a query.
+        The outputs [B, T, H, K] in the dtype of q; zeros for a query whose ranges are all empty. With `residual` also
+        the log-sum-exp [B, T, H] in fp32, -inf for such a query.
 
     Raises:
         ValueError: If shapes do not match, or if the named backend refuses.
@@ -140,27 +140,29 @@ def attend_paged(
     backend: str | None = None,
     device: Device | None = None,
 ) -> AttentionResult:
-    """`attend` over keys and values in pages of a pool that all rows share (PagedAttention, arXiv 2309.06180).
+    """Computes `attend` with keys and values in pages of a pool that all rows share (PagedAttention, arXiv 2309.06180).
 
-    Slot s of row b has the key k[pages[b, s // page], s % page], likewise its value. Rows with the same prefix can name
-    the same pages. On Hopper the kernel of `attend` reads pages in place (a tile of keys lies within one page);
-    elsewhere the pages of each row are gathered first. There is no gradient.
+    Slot s of row b has the key k[pages[b, s // page], s % page], and the value at the same index of v. Rows with the
+    same prefix can refer to the same pages. On Hopper the kernel of `attend` reads pages in place (each tile of keys
+    lies in one page); on other devices the pages of each row are gathered first. There is no gradient.
 
-    If no slot of a page lies between the lowest start and the highest end that one range has over a row's queries, that
-    row may name any page there: one that holds NaN, or one outside 0..P-1.
+    Entries of `pages` that a row does not need may be any number, even outside 0..P-1, or a page that holds NaN. A row
+    needs a page if, for some range, a slot of the page lies between the lowest start and the highest end of that range
+    over all queries of the row.
 
     Args:
         q: Queries.
         k: Pool of keys [P, page, G, K], an array or `Int8Vectors` (scale [P, page, G]).
         v: Pool of values.
-        pages: Each row's pages, in order; a page may be in any number of rows.
+        pages: Indices of each row's pages, in order of slots; rows may share pages.
         ranges: Key ranges in slots, 0 <= start <= end <= N * page.
         scale: As in `attend`.
         softcap: As in `attend`.
         residual: As in `attend`.
         backend: "hopper" reads pages in place; the page size is then a multiple of 128 slots (64 for head size 256).
-            Any other of `backends()` gets them gathered. None: the first of both that does not refuse.
-        device: As in `attend`. On a Hopper, int8 scales of more than one key head are transposed over the whole pool.
+            Other `backends()` run on gathered pages. None: "hopper" if it supports the call and is enabled, otherwise
+            gathered pages.
+        device: As in `attend`. On Hopper, int8 scales of more than one key head are transposed over the whole pool.
 
     Returns:
         As `attend`.
@@ -184,13 +186,14 @@ def attend_paged(
 
 
 def _attend_gathered(backend: str | None, call: AttentionCall) -> AttentionResult:
-    """`attend` over a copy [B, N * page, G, K] of each row's pages."""
+    """Gathers each row's pages to [B, N * page, G, K], and calls `attend`."""
     pages = jnp.asarray(call.pages)
     k, v = (
         jax.tree.map(lambda y: y[pages].reshape(pages.shape[0], -1, *y.shape[2:]), x)
         for x in (call.k, call.v)
     )
-    # `attend` masks the scores of hidden keys, but a value that no query attends to could still be NaN.
+    # `attend` masks the scores of hidden keys, but a weight of 0 times a NaN value would still be NaN: set values that
+    # no query attends to to 0.
     seen = reference.visible(call.ranges, v.shape[1]).any(axis=1)  # [B, N * page]
     v = jax.tree.map(lambda y: jnp.where(jnp.expand_dims(seen, range(2, y.ndim)), y, 0), v)
     return attend(
@@ -209,7 +212,7 @@ def _run_named(backend: str, call: AttentionCall) -> AttentionResult:
 
 
 def _choose(platform: str, cached: bool, call: AttentionCall) -> Backend:
-    """The first backend of a platform that takes a call and, if it is a kernel, is used by default."""
+    """Finds the first backend of a platform that supports a call and, if it is a kernel, is enabled."""
     kernel = kernel_device.chosen(kernel_device.attention_form(call.q, call.k, call.softcap), call.device)
     return next(
         one
@@ -226,7 +229,7 @@ def _by_platform(
     default: Callable[[AttentionCall], AttentionResult],
     runs: Mapping[str, Callable[[AttentionCall], AttentionResult]],
 ) -> AttentionResult:
-    """Computes a call in the way of the platform for which the program is lowered."""
+    """Computes a call with the function for the platform that the program is lowered for."""
 
     names = ("q", "k", "v", "ranges", "pages")  # the fields that are traced; `pages` may be None
     arrays = (getattr(call, name) for name in names)

@@ -1,7 +1,7 @@
-"""What the attention backends take: the record of one call, and keys and values that may be int8.
+"""Inputs of the attention backends: the record of one call, and keys and values that may be int8.
 
-`attention` builds an `AttentionCall` and every backend takes it, so their arguments are described here only. int8 keys
-are read by the kernels as they are; formats with fewer bits are unpacked before the attention (`models.kv_quant`).
+`attention` builds an `AttentionCall`, which is the argument of every backend. The kernels read int8 keys directly;
+formats with fewer bits are unpacked before the attention (`models.kv_quant`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mercury_jax.types import Device, accumulation_dtype
 
 
 class Int8Vectors(NamedTuple):
-    """Vectors x = values * scale, with one scale for each position and head."""
+    """Vectors x = values * scale, with one fp32 scale per position and head."""
 
     values: Int8[Array, "B S G K"]
     scale: Float[Array, "B S G"]
@@ -28,7 +28,7 @@ class Int8Vectors(NamedTuple):
 
 
 KVArray = Float[Array, "B S G K"] | Int8Vectors  # keys or values
-KVPool = Float[Array, "P page G K"] | Int8Vectors  # the same, in pages that rows share
+KVPool = Float[Array, "P page G K"] | Int8Vectors  # the same, in P pages that all rows share
 # softmax(scores) v [B, T, H, K]; with `residual` also the log-sum-exp of the scores [B, T, H]
 AttentionResult = Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]
 
@@ -36,8 +36,8 @@ AttentionResult = Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float
 class AttentionCall(NamedTuple):
     """One call of attention, as `attend` and `attend_paged` pass it to a backend.
 
-    A backend is two functions of a call: `refuses(call)` gives the reason why it does not take it, or None, and
-    `run(call)` computes what `attend` returns. `refuses` reads shapes and dtypes only, so that the arrays may be
+    A backend has two functions: `refuses(call)` gives the reason why the backend does not support the call, or None;
+    `run(call)` computes the result of `attend`. `refuses` reads only shapes and dtypes, so that the arrays may be
     `jax.ShapeDtypeStruct`.
 
     Attributes:
@@ -47,9 +47,9 @@ class AttentionCall(NamedTuple):
         ranges: Key ranges [start, end) of each query.
         scale: Factor of the scores.
         softcap: Scores become softcap * tanh(scores / softcap); None leaves them unchanged.
-        residual: Also return the log-sum-exp of each query's scores.
-        device: To compile for; None: the device of this machine.
-        pages: With a pool, the pages of each row in order [B, N], all within 0..P-1.
+        residual: Whether to also return the log-sum-exp of each query's scores.
+        device: Device to compile for; None: the device of this machine.
+        pages: With a pool, indices of each row's pages in order of slots [B, N], within 0..P-1; None: no pool.
     """
 
     q: Float[Any, "B T H K"]
@@ -64,12 +64,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def group_rows(self) -> int:
-        """Rows of one key head, T * H / G: each of its query heads has a row for each query."""
+        """Number of rows per key head, T * H / G: one row for each query of each of its query heads."""
         return self.q.shape[1] * (self.q.shape[2] // self.k.shape[2])
 
 
 def quantise_int8(x: Float[Array, "*s K"]) -> Int8Vectors:
-    """Rounds vectors to int8, 255 evenly spaced levels up to the largest number of each.
+    """Rounds vectors to int8: 255 evenly spaced levels, scaled by the largest magnitude in each vector.
 
     Args:
         x: Vectors.
@@ -83,11 +83,11 @@ def quantise_int8(x: Float[Array, "*s K"]) -> Int8Vectors:
 
 
 def dequantise(x: KVArray, dtype: DTypeLike) -> Float[Array, "B S G K"]:
-    """Multiplies int8 vectors by their scales; arrays are only cast.
+    """Converts keys or values to an array of a dtype; multiplies int8 vectors by their scales.
 
     Args:
         x: Keys or values.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         The vectors as an array.

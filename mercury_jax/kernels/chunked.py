@@ -1,15 +1,15 @@
 """Attention in chunks of keys with an online softmax, in plain XLA: two backends of `attention.attend`.
 
-*Chunked* attention is for a KV cache on a CPU. A cache has more slots than a row has used; this backend reads only
-the chunks between the lowest start and the highest end of all ranges. The length of its loop is known on the device
-only, so it has no gradient.
+*Chunked* attention is for a KV cache on a CPU. Most slots of a cache are not used yet; this backend reads only the
+chunks between the lowest start and the highest end of all ranges. The number of loop steps depends on the ranges, which
+are only known when the program runs, so it has no gradient.
 
 *Blockwise* attention is for training and has a gradient. Each tile of queries visits only the tiles of keys that one
-of its rows attends to. In training a document is in its row twice, as clean tokens and as canvases (BD3-LM, arXiv
-2503.09573), and rows are packed: about a quarter of all pairs of positions attend to each other. Tiles are chosen on
-the device from the ranges, so packed documents, prompts of any length and short canvases are exact. The backward pass
-is FlashAttention's (arXiv 2205.14135; 2307.08691): scores are computed again, tile by tile, and no array has both
-axes of the scores.
+of its rows attends to. A training row is packed, and holds each document twice, as clean tokens and as canvases
+(BD3-LM, arXiv 2503.09573), so that only about a quarter of all pairs of positions attend to each other. The program
+chooses tiles from the ranges when it runs, and masks keys within a tile, so that results are exact for packed
+documents, prompts of any length and short canvases. The backward pass is FlashAttention's (arXiv 2205.14135;
+2307.08691): it computes scores again, tile by tile, and never stores the whole matrix of scores.
 
 Both keep a running maximum and sum (online softmax: Milakov and Gimelshein, arXiv 1805.02867).
 """
@@ -34,15 +34,21 @@ from mercury_jax.kernels.attention_inputs import (
 from mercury_jax.kernels.reference import apply_softcap, fold_heads, unfold_heads
 from mercury_jax.types import accumulation_dtype
 
-FLOOR = -1e30  # initial maximum of the scores; finite, so that queries without keys have no inf - inf
+FLOOR = -1e30  # initial maximum of the scores; finite, to avoid inf - inf for queries without keys
 
 # --- chunked: a cache on a CPU
 
-CHUNK = 64  # keys of one step: five steps over 320 keys cost as much as one product with 320 keys
+CHUNK = 64  # keys per step; five steps over 64 keys take as long as one product with 320 keys
 
 
 class RunningSoftmax(NamedTuple):
-    """State of the online softmax: sum of exp(score - peak) * value, maximum score, sum of exp(score - peak)."""
+    """State of the online softmax over the keys seen so far, with weights exp(score - peak).
+
+    Attributes:
+        sum: Weighted sum of the values.
+        peak: Maximum score.
+        total: Sum of the weights.
+    """
 
     sum: Float[Array, "P M K"]
     peak: Float[Array, "P M 1"]
@@ -50,26 +56,26 @@ class RunningSoftmax(NamedTuple):
 
 
 def refuses_cached(call: AttentionCall) -> str | None:
-    """Why chunked attention does not take a call.
+    """Gives the reason why chunked attention does not support a call.
 
     Args:
-        call: Reads the shape of the keys.
+        call: The call; only the shape of the keys is read.
 
     Returns:
-        A reason for few keys, for which one product is as fast; None: it takes the call.
+        A reason if there are few keys, for which one product is as fast; None: it supports the call.
     """
     slots = call.k.shape[1]
     return None if slots > 4 * CHUNK else f"{slots} keys; it takes more than {4 * CHUNK}"
 
 
 def run_cached(call: AttentionCall) -> AttentionResult:
-    """Attention in as many steps over chunks of keys as the ranges need, without a gradient.
+    """Computes attention in steps over the chunks of keys that the ranges need, without a gradient.
 
     Args:
-        call: A call that `refuses_cached` takes.
+        call: A call for which `refuses_cached` returns None.
 
     Returns:
-        As `attend`.
+        The result of `attend`.
     """
     q, k, ranges = call.q, call.k, call.ranges
     b, t, h, width = q.shape
@@ -81,7 +87,7 @@ def run_cached(call: AttentionCall) -> AttentionResult:
     last = -(-jnp.minimum(jnp.max(jnp.where(nonempty, ranges[..., 1], 0)), slots) // chunk)
 
     def step(i: Array, state: RunningSoftmax) -> RunningSoftmax:
-        # The last chunk may not fit: it starts earlier, and the keys of the chunk before it are masked.
+        # The last chunk may reach past the end. It then starts earlier, and keys of the chunk before it are masked.
         start = jnp.minimum(i * chunk, slots - chunk)
         keys, values = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1), (k, call.v)
@@ -94,7 +100,7 @@ def run_cached(call: AttentionCall) -> AttentionResult:
         slot = start + jnp.arange(chunk)
         mask = ((slot >= ranges[..., :1]) & (slot < ranges[..., 1:]) & (slot >= i * chunk)).any(axis=2)
         scores = jnp.where(mask[:, None, None], scores, -jnp.inf).reshape(b * g, -1, chunk)
-        # A higher maximum shrinks what was summed so far, so that all weights refer to the same maximum.
+        # If the maximum grows, scale the sums so far down, so that all weights refer to the same maximum.
         peak = jnp.maximum(state.peak, scores.max(axis=-1, keepdims=True))
         weights, shrink = jnp.exp(scores - peak), jnp.exp(state.peak - peak)
         added = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=dtype)  # [P, M, K]
@@ -107,17 +113,18 @@ def run_cached(call: AttentionCall) -> AttentionResult:
     end = jax.lax.fori_loop(first, last, step, start)
     unfold = lambda x: unfold_heads(x.reshape(b, g, h // g, t, -1), t)
     out = unfold(end.sum / jnp.where(end.total > 0, end.total, 1.0)).astype(q.dtype)
-    # A query without keys has a total of 0, whose logarithm is the -inf that it should have.
+    # For a query without keys, total is 0 and the log-sum-exp is -inf, as required.
     return (out, unfold(end.peak + jnp.log(end.total))[..., 0]) if call.residual else out
 
 
 # --- blockwise: training
 
-# Rows, and keys, of a tile. Small tiles waste little at the borders of the ranges and stay in a core's cache; an
-# accelerator starts as many kernels for a small tile as for a large one.
+# Queries, and keys, per tile. On a CPU, small tiles waste little work at the borders of the ranges and fit into a
+# core's cache. On an accelerator each tile starts several XLA kernels, so large tiles are better.
 TILE_CPU, TILE_ACCELERATOR = 64, 256
-# Minimum of queries and of keys. Values and gradients at 256, 512, 1024 and 2048 positions took 0.23, 0.20, 0.14 and
-# 0.19 of the reference's time on two CPU cores (a document as clean tokens and canvases, 12 heads of 64, 4 key heads).
+# Minimum number of queries, and of keys. Values and gradients at 256, 512, 1024 and 2048 positions took 0.23, 0.20,
+# 0.14 and 0.19 of the reference's time on two CPU cores (a document as clean tokens and canvases, 12 heads of 64, 4 key
+# heads).
 MIN_LENGTH = 256
 
 
@@ -130,22 +137,25 @@ class BlockwiseConfig(NamedTuple):
 
 
 class TileVisits(NamedTuple):
-    """Which tiles of keys each tile of queries visits. It follows from the ranges, so XLA computes it once per pass."""
+    """The tiles of keys that each tile of queries visits.
+
+    It depends only on the ranges, so that XLA computes it once per pass for all layers.
+    """
 
     edges: Int[Array, "N B M R 2"]  # ranges of the tile's rows
-    order: Int[Array, "N B J"]  # key tiles to visit, in order; the rest is J, which no row attends to
+    order: Int[Array, "N B J"]  # indices of the key tiles to visit, rising, then J: no tile
     count: Int[Array, "N"]  # number of key tiles to visit, the maximum over the rows of the batch
 
 
 def refuses_blockwise(call: AttentionCall) -> str | None:
-    """Why blockwise attention does not take a call.
+    """Gives the reason why blockwise attention does not support a call.
 
     Args:
-        call: Reads the form of the keys and the lengths.
+        call: The call; only the type of the keys and the lengths are read.
 
     Returns:
-        A reason for int8 keys, which have no gradient, and for short sequences, where one product is as fast; None: it
-        takes the call.
+        A reason for int8 keys, which have no gradient, and for short sequences, for which one product is as fast; None:
+        it supports the call.
     """
     if isinstance(call.k, Int8Vectors):
         return "rounded keys have no gradient"
@@ -156,13 +166,15 @@ def refuses_blockwise(call: AttentionCall) -> str | None:
 
 
 def run_blockwise(call: AttentionCall) -> AttentionResult:
-    """Attention tile by tile, with a gradient in q, k and v, of the log-sum-exp too; in reverse mode, once.
+    """Computes attention tile by tile.
+
+    Outputs and log-sum-exp are differentiable in q, k and v, in reverse mode, and only once (no second derivative).
 
     Args:
-        call: A call that `refuses_blockwise` takes.
+        call: A call for which `refuses_blockwise` returns None.
 
     Returns:
-        As `attend`.
+        The result of `attend`.
     """
     config = BlockwiseConfig(call.scale, call.softcap)
     found: Any = _blockwise(call.q, call.k, call.v, call.ranges, config)
@@ -170,12 +182,12 @@ def run_blockwise(call: AttentionCall) -> AttentionResult:
 
 
 def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVisits:
-    """The key tiles that hold a key which some row of a query tile attends to.
+    """Finds the key tiles that each query tile visits: tiles with a key that some query of the tile attends to.
 
     Args:
         ranges: Key ranges.
-        slots: S.
-        tile: Rows, and keys, of a tile.
+        slots: S, number of keys.
+        tile: Number of queries, and of keys, per tile.
 
     Returns:
         The visits of all N query tiles.
@@ -186,7 +198,7 @@ def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVis
     start, end = edges[..., 0, None], edges[..., 1, None]
     index = jnp.arange(-(-slots // tile), dtype=jnp.int32)
     seen = ((start < (index + 1) * tile) & (end > index * tile) & (end > start)).any(axis=(2, 3))  # [N, B, J]
-    # The n-th tile that is seen goes to place n. Not by a sort, which compiles for minutes on a TPU.
+    # Compact the seen tiles: the n-th one moves to place n. A sort would do the same but compiles for minutes on a TPU.
     place, count = jnp.cumsum(seen, axis=-1) - 1, seen.sum(axis=-1, dtype=jnp.int32)
     order = jnp.where(seen[..., None] & (place[..., None] == index), index[:, None], 0).sum(axis=-2)
     order = jnp.where(index < count[..., None], order, len(index))
@@ -195,7 +207,7 @@ def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVis
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _blockwise(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig) -> tuple[Array, Array]:
-    """(out [B, T, H, K], log-sum-exp [B, T, H])."""
+    """Returns (out [B, T, H, K], log-sum-exp [B, T, H])."""
     return _blockwise_forward(q, k, v, ranges, config)[0]
 
 
@@ -216,20 +228,20 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def _by_platform(f: Callable[..., Any], config: BlockwiseConfig, *args: Array) -> Any:
-    """f in tiles of the size for the platform of lowering."""
+    """Calls f with the tile size for the platform that the program is lowered for."""
     small, large = (
         functools.partial(f, config=config._replace(tile=tile)) for tile in (TILE_CPU, TILE_ACCELERATOR)
     )
     return jax.lax.platform_dependent(*args, cpu=small, default=large)
 
 
-# Shapes in the two passes: N tiles of queries, J of keys. A tile of `tile` queries has M = H / G * tile rows for each
-# key head; a tile of keys has C = tile keys.
+# Shapes in the forward and backward pass: N tiles of queries, J tiles of keys. For each key head, a tile of queries has
+# M = H / G * tile rows, and a tile of keys has C = tile keys.
 
 
 @functools.partial(jax.jit, static_argnames="config")  # all layers share one trace
 def _values(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig) -> tuple[Array, Array]:
-    """The forward pass: a scan over tiles of queries, within it a loop over the key tiles that they visit."""
+    """Computes the forward pass: a scan over query tiles, with a loop over the key tiles that each visits."""
     dtype, tile = accumulation_dtype(q.dtype), config.tile
     queries = _query_tiles(q * config.scale, q.dtype, k.shape[2], tile)  # [N, B, G, M, K]
     keys, values = _key_tiles(k, tile), _key_tiles(v, tile)  # [B, J, G, C, K]
@@ -240,7 +252,7 @@ def _values(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig
 
         def visit(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             total, before, sums = state
-            j = visits.order[:, i]  # [B]: each row of the batch visits key tiles of its own
+            j = visits.order[:, i]  # [B]: rows of the batch visit different key tiles
             _, scores = _scores(x, _take(keys, j), visits.edges, j, config)  # [B, G, M, C]
             peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - peak), jnp.exp(before - peak)
@@ -249,7 +261,7 @@ def _values(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig
 
         start = (jnp.zeros_like(floor), floor, jnp.zeros(x.shape, dtype))
         total, peak, sums = jax.lax.fori_loop(0, visits.count, visit, start)
-        # A query without keys has a total of 0, whose logarithm is the -inf that it should have.
+        # For a query without keys, total is 0 and the log-sum-exp is -inf, as required.
         out = (sums / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
         return None, (out, (peak + jnp.log(total)))
 
@@ -269,7 +281,7 @@ def _gradients(
     d_lse: Array,
     config: BlockwiseConfig,
 ) -> tuple[Array, Array, Array]:
-    """The backward pass, in the same loops: gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+    """Computes the gradients of q, k and v in the same two loops (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
     With weights p = exp(s - lse): dv = p' do, ds = p (do v' - delta), dq = ds k, dk = ds' q, where
     delta = o do - dlse is one number per row. Scores are computed again from the saved log-sum-exp.
@@ -282,7 +294,7 @@ def _gradients(
         fold(jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None], dtype), fold(delta[..., None], dtype),
     )  # fmt: skip
     keys, values = _key_tiles(k, tile), _key_tiles(v, tile)
-    # Adds to tile j[b] of each row b; j = J, for a row that visits fewer tiles than another, adds nothing.
+    # Adds to tile j[b] of each row b. For a row that visits fewer tiles than another row, j[b] = J drops the addition.
     add = jax.vmap(lambda x, j, more: x.at[j].add(more, unique_indices=True, mode="drop"))
 
     def query_tile(
@@ -328,7 +340,7 @@ def _query_tiles(
 def _from_query_tiles(
     x: Float[Array, "N B G M K"], shape: tuple[int, ...], tile: int
 ) -> Float[Array, "B T H K"]:
-    """The inverse of `_query_tiles`."""
+    """Inverts `_query_tiles`."""
     n, b, groups = x.shape[:3]
     x = x.reshape(n, b, groups, -1, tile, shape[3]).transpose(1, 0, 4, 2, 3, 5)
     return x.reshape(b, n * tile, *shape[2:])[:, : shape[1]]
@@ -341,12 +353,12 @@ def _key_tiles(x: Float[Array, "B S G K"], tile: int) -> Float[Array, "B J G C K
 
 
 def _take(x: Float[Array, "B J G C K"], j: Int[Array, "B"]) -> Float[Array, "B G C K"]:
-    """Tile j[b] of each row b."""
+    """Selects tile j[b] of each row b."""
     return jax.vmap(lambda y, i: jax.lax.dynamic_index_in_dim(y, i, 0, keepdims=False))(x, j)
 
 
 def _einsum(equation: str, x: Array, y: Array) -> Array:
-    """A product in the dtype of y, summed in at least fp32."""
+    """Computes a product in the dtype of y, with sums in at least fp32."""
     return jnp.einsum(equation, x.astype(y.dtype), y, preferred_element_type=accumulation_dtype(y.dtype))
 
 
@@ -357,7 +369,7 @@ def _scores(
     j: Int[Array, "B"],
     config: BlockwiseConfig,
 ) -> tuple[Float[Array, "B G M C"], Float[Array, "B G M C"]]:
-    """Scores of key tile j[b], and the same with -inf where a row does not attend to the key."""
+    """Computes the scores of key tile j[b], and the same scores with -inf where a row does not attend to the key."""
     scores = apply_softcap(_einsum("bgmk,bgck->bgmc", x, keys), config.softcap)
     tile = scores.shape[-1]
     slot = j[:, None, None, None] * tile + jnp.arange(tile)

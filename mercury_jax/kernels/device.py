@@ -1,10 +1,10 @@
-"""Which kernels a program uses: the device it is compiled for, and the kernel forms that passed their check there.
+"""Decides which kernels a program uses, from the device that it is compiled for and the results of kernel checks.
 
-The device is the machine's own, or a `types.Device` given to compile ahead of time. A *form* is a kernel for one head
-size or dtype, such as "attention-128-bfloat16-int8-paged". `mercury bench gpu check` runs all cases of each form and
-writes the results to a small JSON file; a form is used by default if it passed on this device, with this JAX and these
-sources of the kernels. `MERCURY_KERNELS=1` uses all forms, `MERCURY_KERNELS=0` none. All of this is read while a
-program is traced: a compiled program does not change.
+The device is the device of this machine, or a `types.Device` given to compile ahead of time. A *form* is a kernel for
+one head size or dtype, such as "attention-128-bfloat16-int8-paged". `mercury bench gpu check` runs all cases of each
+form and writes the results to a small JSON file; a form is used by default if it passed on this device, with this JAX
+and these sources of the kernels. `MERCURY_KERNELS=1` uses all forms, `MERCURY_KERNELS=0` none. All of this is read
+while a program is traced: a compiled program does not change.
 
 The file is `kernels.json` in `~/.cache/mercury_jax` (or `$XDG_CACHE_HOME/mercury_jax`, or the folder that
 `MERCURY_CACHE` names), beside the compiled programs. `MERCURY_KERNEL_CHECKS` names another file, for example one
@@ -33,8 +33,8 @@ from mercury_jax.types import Device
 
 SWITCH = "MERCURY_KERNELS"
 FILE, FOLDER = "MERCURY_KERNEL_CHECKS", "MERCURY_CACHE"
-HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # with wgmma, with tcgen05
-TPU = "tpu"  # of every generation: their kernels are the same
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # matrix instructions: wgmma, tcgen05
+TPU = "tpu"  # all generations use the same kernels
 _BY_CAPABILITY = {"9.0": HOPPER, "10.0": BLACKWELL}
 
 
@@ -42,7 +42,7 @@ _BY_CAPABILITY = {"9.0": HOPPER, "10.0": BLACKWELL}
 
 
 def target(kind: str) -> Device:
-    """A device to compile for that is not in this machine.
+    """Returns a device to compile for that is not in this machine.
 
     Compile for one device per process: Mosaic's cache does not distinguish them.
 
@@ -61,13 +61,13 @@ def target(kind: str) -> Device:
 
 
 def present(device: Device | None = None) -> str | None:
-    """The kind of device that a program is compiled for.
+    """Returns the kind of device that a program is compiled for.
 
     Args:
-        device: A device; None: the one of this machine.
+        device: A device; None: the device of this machine.
 
     Returns:
-        Its kind; None if no kernel is written for the machine's device.
+        The kind; None if no kernel is written for the machine's device.
     """
     if device is not None:
         return device.kind
@@ -85,12 +85,12 @@ def attention_form(
     softcap: float | None,
     paged: bool = False,
 ) -> str:
-    """The form of the attention kernel that computes a call, for example "attention-128-bfloat16-int8-paged".
+    """Names the form of the attention kernel for a call, for example "attention-128-bfloat16-int8-paged".
 
     Args:
         q: Queries [B, T, H, K].
         k: Keys as `attend` or `attend_paged` take them.
-        softcap: Of the scores.
+        softcap: Softcap of the scores, or None.
         paged: Whether the keys are in pages of a pool.
 
     Returns:
@@ -102,10 +102,10 @@ def attention_form(
 
 
 def grouped_form(dtype: DTypeLike, gradient: bool = False) -> str:
-    """The form of the grouped product that multiplies by matrices of a dtype.
+    """Names the form of the grouped product for matrices of a dtype.
 
     Args:
-        dtype: Of the matrices.
+        dtype: Dtype of the matrices.
         gradient: Whether it is the product of the backward pass, with transposed matrices.
 
     Returns:
@@ -119,7 +119,7 @@ def chosen(form: str, device: Device | None = None) -> str | None:
 
     Args:
         form: Of `attention_form` or `grouped_form`.
-        device: To compile for; None: the device of this machine.
+        device: Device to compile for; None: the device of this machine.
 
     Returns:
         The kind of device whose kernel is used; None: plain XLA computes it.
@@ -128,11 +128,11 @@ def chosen(form: str, device: Device | None = None) -> str | None:
 
 
 def why_off(form: str, device: Device | None = None) -> str | None:
-    """Why no kernel of a form is used by default.
+    """Gives the reason why no kernel of a form is used by default.
 
     Args:
         form: Of `attention_form` or `grouped_form`.
-        device: To compile for: all its kernels are used. None: the device of this machine.
+        device: Device to compile for, all of whose kernels are used. None: the device of this machine.
 
     Returns:
         The reason in words; None: the kernel is used.
@@ -158,7 +158,7 @@ def why_off(form: str, device: Device | None = None) -> str | None:
 
 
 def status() -> dict[str, Any]:
-    """The choice of kernels on this machine, for `mercury info`.
+    """Reports which kernels are used on this machine, for `mercury info`.
 
     Returns:
         {"chip": kind or None, "device": name, "rule": in words, "file": results of the check, "on": forms that are
@@ -203,7 +203,7 @@ def sources() -> str:
 
 
 def entry_key(device_kind: str, jax_version: str) -> str:
-    """Names an entry of the file: each device, JAX version and source of the kernels has its own.
+    """Names the entry of the file for a device, a JAX version and the current sources of the kernels.
 
     Args:
         device_kind: Name of the device, such as "NVIDIA H200".
@@ -216,7 +216,7 @@ def entry_key(device_kind: str, jax_version: str) -> str:
 
 
 def checks_file(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Path of the file.
+    """Finds the path of the file.
 
     Args:
         environ: Environment variables; None: those of this process.
@@ -255,7 +255,7 @@ def write_checks(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) 
     Args:
         entry: From `entry_key`.
         forms: Result of each form.
-        date: Of the check.
+        date: Date of the check.
 
     Returns:
         The file; None if the user wants no file.
@@ -274,7 +274,7 @@ def write_checks(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) 
 
 
 def _file_state(file: Path) -> tuple[int, ...]:
-    """Differs after the file was replaced, even if two files are written within one tick of the clock."""
+    """Returns a state that changes whenever the file is replaced, even twice within one tick of the clock."""
     stat = file.stat()
     return stat.st_mtime_ns, stat.st_ino, stat.st_size
 

@@ -1,7 +1,7 @@
-"""`grouped_matmul`: rows sorted by expert, each multiplied by its expert's matrix, with few rows per expert.
+"""`grouped_matmul`: multiplies rows that are sorted by expert by the matrix of their expert; few rows per expert.
 
-The kernel is `hopper.grouped_matmul`. This module decides whether it takes a call, cuts the rows into tiles of one
-expert each, and defines the gradient. `models.moe` uses it, and uses `tiles_of` for its own loop in plain jnp.
+The kernel is `hopper.grouped_matmul`. This module decides whether the kernel supports a call, cuts the rows into tiles
+of one expert each, and defines the gradient. `models.moe` calls it, and uses `tiles_of` for its loop in plain jnp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mercury_jax.types import Device
 
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 ALIGN = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
-# Rows of a tile: the accumulator of a block of 128 outputs then takes 128 registers per thread.
+# Maximum rows of a tile: with 128 rows, the accumulator of 128 outputs takes 128 registers per thread.
 MAX_TILE = 128
 
 
@@ -30,13 +30,14 @@ MAX_TILE = 128
 
 
 def tile_rows(rows: int, count: int) -> int:
-    """Rows of a tile: a quarter more than an expert has on average, so that most experts need one tile.
+    """Chooses the rows per tile: a quarter more than the average of an expert, so that most experts need one tile.
 
-    A tile costs a copy of its expert's matrices, and products of few rows are slow: at 32 rows per expert tiles of 32,
-    40, 48 and 64 took 11.8, 10.3, 10.7 and 12.6 ms per layer (16 experts, D = 512, F = 256, one CPU core).
+    Each tile copies the matrices of its expert, so more tiles cost more; but rows of a tile that its expert does not
+    fill are wasted. At 32 rows per expert, tiles of 32, 40, 48 and 64 rows took 11.8, 10.3, 10.7 and 12.6 ms per layer
+    (16 experts, D = 512, F = 256, one CPU core).
 
     Args:
-        rows: Of all experts.
+        rows: Number of rows of all experts.
         count: Number of experts.
 
     Returns:
@@ -47,11 +48,11 @@ def tile_rows(rows: int, count: int) -> int:
 
 
 class RowTiles(NamedTuple):
-    """Tiles of sorted rows, each of one expert; those from `count` on are not used."""
+    """Tiles of sorted rows, each with rows of one expert; only the first `count` tiles are used."""
 
     expert: Int[Array, "t"]
     start: Int[Array, "t"]
-    end: Int[Array, "t"]  # of the expert's rows
+    end: Int[Array, "t"]  # end of the expert's rows
     count: Int[Array, ""]
 
 
@@ -60,11 +61,11 @@ def tiles_of(sizes: Int[Array, "E"], rows: int, tile: int) -> RowTiles:
 
     Args:
         sizes: Rows of each expert.
-        rows: Of all experts, at most.
+        rows: Upper bound of sum(sizes); static.
         tile: Rows of a tile.
 
     Returns:
-        As many tiles as any sizes need.
+        The tiles. Their number is static: enough for any sizes.
     """
     ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
     last = jnp.cumsum(tiles)
@@ -89,18 +90,18 @@ def refuses(
     tile: int | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """Why `grouped_matmul` does not take its arguments. Reads shapes, dtypes and the device alone.
+    """Gives the reason why `grouped_matmul` does not support its arguments, from shapes, dtypes and the device.
 
     Args:
         x: Rows [M, I].
         w: Matrices [E, I, O].
-        scale: As in `grouped_matmul`, [E, O]; likewise the others.
-        dtype: Of the result.
+        scale: Scales [E, O], as in `grouped_matmul`.
+        dtype: Dtype of the result.
         tile: Rows of a tile.
-        device: To compile for.
+        device: Device to compile for.
 
     Returns:
-        The reason in words; None: it takes them.
+        The reason in words; None: it supports them.
     """
     kind = kernel_device.present(device)
     if kind == BLACKWELL:
@@ -133,29 +134,30 @@ def grouped_matmul(
     tile: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M O"]:
-    """y_m = x_m w_e (* scale_e), where e is the expert of row m.
+    """Computes y_m = x_m w_e (* scale_e), where e is the expert of row m.
 
-    Differentiable in x and w; 8-bit matrices and their scales are constants. If M is no multiple of 8, x is copied.
+    Differentiable in x and w; 8-bit matrices and their scales are constants. If M is not a multiple of 8, x is copied.
 
     Args:
         x: Rows sorted by expert, bfloat16.
         w: Matrices [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale.
-        sizes: Rows of each expert, sum(sizes) <= M. Rows behind the last expert's get anything, their gradient too.
-        scale: Of each output of 8-bit matrices; None otherwise.
-        dtype: Of the result, bfloat16 or float32; None: that of x.
+        sizes: Number of rows of each expert, sum(sizes) <= M. Results and gradients of rows after sum(sizes) are
+            undefined.
+        scale: Scale of each output of 8-bit matrices; None for bfloat16.
+        dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
         tile: Rows of a tile, a multiple of 8 up to 128; None: `tile_rows`.
-        device: To compile for; None: the device of this machine.
+        device: Device to compile for; None: the device of this machine.
 
     Returns:
-        [M, O], summed in fp32.
+        The products [M, O], summed in fp32.
 
     Raises:
-        ValueError: If `refuses` has a reason.
+        ValueError: If `refuses` gives a reason.
     """
     why = refuses(x, w, scale, dtype, tile, device)
     if why is not None:
         raise refuse("x, w", f"{x.dtype}{list(x.shape)}, {w.dtype}{list(w.shape)}", f"others: {why}")
-    # An expert's first tile may begin with up to 7 rows of the expert before it.
+    # The first tile of an expert may begin with up to 7 rows of the expert before it (`_visits`).
     tile = tile or tile_rows(len(x) + (ALIGN - 1) * len(sizes), len(sizes))
     return _grouped((jnp.dtype(dtype or x.dtype), tile, device), x, w, sizes, scale)
 
@@ -164,7 +166,7 @@ Static = tuple[Any, int, Device | None]  # dtype of the result, rows of a tile, 
 
 
 def _scaled(x: Float[Array, "M O"], scale: Array, sizes: Int[Array, "E"], dtype: Any) -> Float[Array, "M O"]:
-    """Rows times the scale of their expert."""
+    """Multiplies each row by the scales of its expert."""
     expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(x))
     return (x * scale[expert]).astype(dtype)
 
@@ -178,7 +180,7 @@ def _forward(static: Static, x: Array, w: Array, sizes: Array, scale: Array | No
 
 
 def _backward(static: Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
-    """dx = dy w^T by the same kernel, or by a loop if that form did not pass its check; dw by `outer_products`."""
+    """Computes dx = dy w^T with the same kernel, or with a loop if this form is off; and dw by `outer_products`."""
     (x, w, sizes, scale), (_, tile, device) = saved, static
     no_gradient = np.zeros(sizes.shape, jax.dtypes.float0)
     on = kernel_device.why_off(grouped_form(w.dtype, gradient=True), device) is None
@@ -208,7 +210,10 @@ def _kernel_product(
 
 
 def _loop_product(dy: Array, w: Array, sizes: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:
-    """dy_m w_e^T in plain jnp, a loop over tiles. What a tile writes to the next expert's rows is written again."""
+    """Computes dy_m w_e^T in plain jnp, in a loop over tiles.
+
+    A tile may write wrong results to rows of the next expert, which the tiles of that expert overwrite.
+    """
     tiles, padded = tiles_of(sizes, len(dy), tile), jnp.pad(dy, ((0, tile), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
@@ -223,28 +228,29 @@ def _loop_product(dy: Array, w: Array, sizes: Array, dtype: Any, tile: int) -> F
 def _visits(sizes: Int[Array, "E"], rows: int, tile: int, readable: int) -> Int[Array, "4 t"]:
     """Cuts each expert's rows into tiles for the kernel.
 
-    TMA sees x [M, I] as [M / 8, I / 64, 8, 64]. A load that starts within a group of 8 rows leaves the group's axis at
-    its end and is filled with zeros there, so an expert's tiles begin at the last multiple of 8 up to its first row.
-    The rows that a tile reads beside its expert's are multiplied too and not written, because each row of the result
-    depends on its own row alone. Padding every expert to a multiple of 8 would copy all rows twice.
+    TMA addresses x [M, I] as [M / 8, I / 64, 8, 64]. A load that starts inside a group of 8 rows would reach past the
+    end of the group's axis and get zeros there. The first tile of an expert therefore starts at the last multiple of 8
+    that is not after the expert's first row. A tile also multiplies the rows of other experts that it reads, but does
+    not write their results; this is correct because each row of the result depends only on the same row of x. The
+    alternative, padding the rows of every expert to a multiple of 8, would copy all rows twice.
 
     Args:
         sizes: Rows of each expert.
-        rows: Of all experts, at most.
+        rows: Upper bound of sum(sizes); static.
         tile: Rows of a tile, a multiple of 8.
-        readable: Rows that may be read, a multiple of 8: no tile reaches past them.
+        readable: Number of rows that may be read, a multiple of 8; no tile reaches past them.
 
     Returns:
-        For each tile the expert, the first row to read, and the rows [low, high) to write. As many tiles as any sizes
-        need; those that these sizes do not need write no row (low = high).
+        For each tile: the expert, the first row to read, and the rows [low, high) to write. Their number is static and
+        enough for any sizes; tiles that these sizes do not need write no row (low = high).
     """
     ends = jnp.cumsum(sizes)
     starts = ends - sizes
     bases = starts - starts % ALIGN
     tiles = jnp.where(sizes > 0, -(-(ends - bases) // tile), 0)
     last = jnp.cumsum(tiles)
-    # With k tiles an expert has more than (k - 1) * tile - 7 rows. Bound the sum of k - 1 over the experts by the sum
-    # over all experts, or by counting experts with k > 1 alone:
+    # An expert with k tiles has more than (k - 1) * tile - 7 rows. `more` bounds the sum of k - 1 over the experts in
+    # two ways: by adding this inequality over all experts, or over the experts with k > 1 only.
     more = min((rows + (ALIGN - 2) * len(sizes)) // tile, rows // (tile - ALIGN + 2))
     index = jnp.arange(min(len(sizes), rows) + more)
     expert = jnp.minimum((index[:, None] >= last).sum(-1), len(sizes) - 1)
@@ -258,9 +264,10 @@ def _visits(sizes: Int[Array, "E"], rows: int, tile: int, readable: int) -> Int[
 def outer_products(
     x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int[Array, "E"]
 ) -> Float[Array, "E I O"]:
-    """The gradient of the matrices: for each expert the sum over its rows of x_m dy_m^T, in plain jnp.
+    """Computes the gradient of the matrices: for each expert, the sum of x_m dy_m^T over its rows, in plain jnp.
 
-    A loop over an expert's tiles within a loop over experts: no array of the size of all matrices but the result.
+    The outer loop is over experts, the inner loop over the tiles of an expert, so that the result is the only array
+    with the size of all matrices.
 
     Args:
         x: Rows sorted by expert.
@@ -268,7 +275,7 @@ def outer_products(
         sizes: Rows of each expert.
 
     Returns:
-        Summed in fp32, in the dtype of x.
+        The gradients in the dtype of x, summed in fp32.
     """
     tile = tile_rows(len(x), len(sizes))
     padded_x, padded_dy = (jnp.pad(a, ((0, tile), (0, 0))) for a in (x, dy))

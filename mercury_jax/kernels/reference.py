@@ -1,4 +1,7 @@
-"""Attention over key ranges in plain jnp: every other backend is tested against it, and it takes what they refuse."""
+"""Attention over key ranges in plain jnp.
+
+All other backends are tested against it, and it computes the calls that they do not support.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mercury_jax.types import accumulation_dtype
 
 
 def visible(ranges: Int[Array, "B T R 2"], slots: int) -> Bool[Array, "B T S"]:
-    """The attention mask of key ranges.
+    """Computes the attention mask of key ranges.
 
     Args:
         ranges: Key ranges [start, end) of each query.
@@ -26,16 +29,16 @@ def visible(ranges: Int[Array, "B T R 2"], slots: int) -> Bool[Array, "B T S"]:
 
 
 def run(call: AttentionCall) -> AttentionResult:
-    """softmax(softcap(scale q k^T)) v over each query's ranges; differentiable, on every platform.
+    """Computes softmax(softcap(scale q k^T)) v over each query's ranges; differentiable, on every platform.
 
-    Heads are folded into two batched matrix products, P = B * G of them with M = H / G * T rows each: on a CPU that is
-    twice as fast as an einsum over five axes.
+    Each of the two products is a batched matrix product: P = B * G matrices, with the M = H / G * T queries of a key
+    head as rows. On a CPU this is twice as fast as an einsum over five axes.
 
     Args:
         call: Any call without pages.
 
     Returns:
-        As `attend`: zeros for a query without keys, its log-sum-exp is -inf.
+        The result of `attend`: zeros for a query without keys, and -inf for its log-sum-exp.
     """
     q, ranges = call.q, call.ranges
     k, v = dequantise(call.k, q.dtype), dequantise(call.v, q.dtype)
@@ -47,7 +50,7 @@ def run(call: AttentionCall) -> AttentionResult:
     scores = jnp.matmul(queries, keys, preferred_element_type=accumulation_dtype(q.dtype))  # [P, M, S]
     scores = apply_softcap(scores, call.softcap).reshape(b, g, h // g, t, slots)
     mask = visible(ranges, slots)[:, None, None]  # [B, 1, 1, T, S]
-    # A finite minimum keeps queries without keys free of NaN (inf - inf), in values and in gradients.
+    # -1e30 instead of -inf: for a query without keys, inf - inf would make values and gradients NaN.
     scores = jnp.where(mask, scores, -1e30)
     peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - peak)
@@ -62,7 +65,7 @@ def run(call: AttentionCall) -> AttentionResult:
 
 
 def fold_heads(q: Float[Array, "B T H K"], groups: int, scale: float) -> Float[Array, "P M K"]:
-    """Scales the queries and gathers those of one key head as the rows of a matrix, by head, then by query.
+    """Scales the queries, and makes a matrix of the queries of each key head: rows by head, then by query.
 
     Args:
         q: Queries.
@@ -78,11 +81,11 @@ def fold_heads(q: Float[Array, "B T H K"], groups: int, scale: float) -> Float[A
 
 
 def unfold_heads(x: Float[Array, "B G h T K"], queries: int) -> Float[Array, "B T H K"]:
-    """The inverse of `fold_heads`, after the rows were split into (G, h, T).
+    """Inverts `fold_heads`, after the rows have been split into axes (G, h, T).
 
     Args:
-        x: Results of each row, h = H / G.
-        queries: T.
+        x: Results of each row; h = H / G.
+        queries: T, number of queries.
 
     Returns:
         Results of each query and head.
@@ -91,7 +94,7 @@ def unfold_heads(x: Float[Array, "B G h T K"], queries: int) -> Float[Array, "B 
 
 
 def apply_softcap(scores: Array, softcap: float | None) -> Array:
-    """Bounds scores smoothly.
+    """Limits scores smoothly to (-softcap, softcap).
 
     Args:
         scores: Scores of any shape.

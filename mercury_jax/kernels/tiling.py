@@ -1,8 +1,8 @@
-"""What surrounds an attention kernel: rows folded into tiles, the keys each tile visits, splits and their merging.
+"""Preparation and merging around an attention kernel: tiles of rows, the keys that each tile visits, and splits.
 
-All of it is plain jnp on small arrays, or arithmetic on shapes. What depends on the ranges alone is the same in all
-layers of a pass, and XLA computes it once. P is the number of (row of the batch, key head) pairs, M the number of
-rows of each pair.
+Everything here is plain jnp on small arrays, or arithmetic on shapes. Arrays that depend only on the ranges are the
+same in all layers of a pass, and XLA computes them once. P is the number of (row of the batch, key head) pairs, M the
+number of rows (queries times heads) of each pair.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from jaxtyping import Array, Float, Int
 
 
 def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int) -> Float[Array, "P M K"]:
-    """The queries of each key head as the rows of a matrix.
+    """Makes a matrix of the queries of each key head.
 
-    Rows are ordered by query, then by head: a tile holds few queries, whose ranges are close to each other.
+    Rows are ordered by query, then by head, so that a tile holds few queries, whose ranges are close to each other.
 
     Args:
         q: Queries.
-        groups: Key heads G.
-        rows: Rows of a tile; zeros fill M up to a multiple.
+        groups: G, number of key heads.
+        rows: Rows of a tile; M is padded with zeros to a multiple of it.
 
     Returns:
-        P = B * G matrices of M = T * H / G rows.
+        P = B * G matrices of M = T * H / G rows, padded.
     """
     b, t, h, width = q.shape
     x = q.reshape(b, t, groups, h // groups, width).transpose(0, 2, 1, 3, 4)  # [B, G, T, H / G, K]
@@ -33,16 +33,16 @@ def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int) -> Float[Ar
 def unfold_queries(
     x: Float[Array, "P M *K"], batch: int, queries: int, heads: int
 ) -> Float[Array, "B T H *K"]:
-    """The inverse of `fold_queries`, for outputs and for their log-sum-exp.
+    """Inverts `fold_queries`, for outputs and for log-sum-exps.
 
     Args:
-        x: Numbers of each row, with the rows of the padding.
+        x: Results of each row, padding included.
         batch: B.
         queries: T.
         heads: H.
 
     Returns:
-        Numbers of each query and head.
+        Results of each query and head.
     """
     groups, rest = x.shape[0] // batch, x.shape[2:]
     x = x[:, : queries * (heads // groups)].reshape(batch, groups, queries, heads // groups, *rest)
@@ -50,12 +50,12 @@ def unfold_queries(
 
 
 def fold_ranges(ranges: Int[Array, "B T R 2"], heads: int, rows: int) -> Int[Array, "B E M"]:
-    """The ranges of each row of `fold_queries`.
+    """Lays out the key ranges in the order of the rows of `fold_queries`.
 
     Args:
         ranges: Key ranges.
-        heads: Query heads of a key head, H / G.
-        rows: Rows of a tile; the last row's ranges fill M up to a multiple.
+        heads: H / G, number of query heads per key head.
+        rows: Rows of a tile; M is padded with the last row's ranges to a multiple of it.
 
     Returns:
         E = 2 R numbers per row: start 0, end 0, start 1, ...
@@ -65,44 +65,47 @@ def fold_ranges(ranges: Int[Array, "B T R 2"], heads: int, rows: int) -> Int[Arr
 
 
 def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B N C"]:
-    """What a tile of rows must know before it loads its first key.
+    """Computes which keys each tile of rows visits, and which of them need no mask.
 
     Args:
-        edges: From `fold_ranges`.
+        edges: Result of `fold_ranges`.
         rows: Rows of a tile.
         keys: Keys of a tile.
-        slots: S.
+        slots: S, number of keys.
 
     Returns:
-        For each of the N = M / rows tiles C = 4 + E numbers: the first and the last (exclusive) tile of keys to visit;
-        the keys [from, to) that every row attends to in its first range, where no mask is needed; and for each
-        range its hull, the lowest start and the highest end over the rows (0, 0: empty).
+        C = 4 + E numbers for each of the N = M / rows tiles: the key tiles [first, last) to visit; the keys [from, to)
+        that all rows attend to in their first range, which need no mask; and for each range its hull, which is the
+        lowest start and the highest end over the rows (0, 0 if empty).
     """
     b, e, m = edges.shape
     x = jnp.clip(edges, 0, slots).reshape(b, e // 2, 2, m // rows, rows)
     start, end = x[:, :, 0], x[:, :, 1]  # [B, R, N, rows]
     nonempty = end > start
-    # The hull of each range over the rows of a tile [B, R, N]. It may hold keys that no single row attends to.
+    # The hull of each range over the rows of a tile [B, R, N]. It may include keys that no row attends to.
     low = jnp.where(nonempty, start, slots).min(axis=-1)
     high = jnp.where(nonempty, end, 0).max(axis=-1)
     first = low.min(axis=1) // keys
     last = jnp.maximum(-(-high.max(axis=1) // keys), first)
-    # Keys that all rows attend to in their first range; most tiles of a long prefix lie there and need no mask.
+    # Keys that all rows attend to in their first range. Most key tiles of a long prefix are among them.
     unmasked = [start[:, 0].max(axis=-1), end[:, 0].min(axis=-1)]
     hulls = jnp.stack([jnp.where(high > 0, low, 0), high], axis=2).reshape(b, e, -1)
     return jnp.concatenate([jnp.stack([first, last, *unmasked], axis=1), hulls], axis=1).transpose(0, 2, 1)
 
 
 def choose_splits(programs: int, steps: int, processors: int) -> int:
-    """Number of parts into which the keys of each program are split, so that the last wave of programs is full too.
+    """Chooses into how many parts the keys of each program are split, so that all processors are busy.
+
+    Programs run in waves of `processors`. A few programs, or a last wave that is not full, leave processors idle;
+    splitting makes more and shorter programs. Each part costs about one step more, for its queries and partial result.
 
     Args:
         programs: Number of programs without splitting.
-        steps: Key tiles of the longest program.
-        processors: Programs that run at the same time.
+        steps: Number of key tiles of the longest program.
+        processors: Number of programs that run at the same time.
 
     Returns:
-        The number of least cost; a part costs about one step more, for its queries and its partial result.
+        The number of parts with the least estimated cost.
     """
     # Waves of programs, times the steps of each program.
     cost = lambda n: -(-programs * n // processors) * (-(-steps // n) + 1)
@@ -112,16 +115,16 @@ def choose_splits(programs: int, steps: int, processors: int) -> int:
 def merge_splits(
     outs: Float[Array, "N P M K"], lses: Float[Array, "N P M"]
 ) -> tuple[Float[Array, "P M K"], Float[Array, "P M"]]:
-    """Merges attention over disjoint parts of the keys.
+    """Merges the results of attention over disjoint parts of the keys.
 
     Args:
-        outs: The output of each part.
-        lses: Its log-sum-exp, -inf for a row without keys in the part.
+        outs: Output of each of the N parts.
+        lses: Log-sum-exp of each part; -inf for a row without keys in the part.
 
     Returns:
         Output and log-sum-exp over all keys.
     """
-    peak = jnp.maximum(lses.max(axis=0), -1e30)  # finite where no part has keys
+    peak = jnp.maximum(lses.max(axis=0), -1e30)  # finite even if no part has keys
     weights = jnp.exp(lses - peak)
     total = weights.sum(axis=0)
     safe = jnp.where(total > 0, total, 1.0)

@@ -1,7 +1,7 @@
-"""Denoisers: `build(config)` returns the `types.Model` of a config, the record of pure functions that others use.
+"""Denoisers: `build(config)` returns a `types.Model`, the record of pure functions that decoding and training call.
 
-One file per architecture (`transformer`, `gemma`, `dit`); the others hold what they share. `decode` and `train` never
-import this package: a `Model` is passed to them.
+Each architecture has one file (`transformer`, `gemma`, `dit`); the other files hold shared parts. `decode` and `train`
+receive a `Model` as an argument.
 """
 
 from mercury_jax.config import ModelConfig, RematPolicy, refuse
@@ -20,7 +20,7 @@ def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
 
     Args:
         config: A `ModelConfig`, `GemmaConfig` or `DiTConfig`; its type chooses the architecture.
-        remat: What a training step keeps of each layer; parameters and results do not depend on it.
+        remat: Which intermediate values a training step keeps of each layer; it does not change parameters or results.
 
     Returns:
         The model. Equal configs give models that compute the same.
@@ -33,16 +33,16 @@ def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
 
 
 def kind(config: ModelConfig) -> str:
-    """The key of `CONFIGS` under which saved models name their architecture.
+    """Returns the name of a config's architecture, a key of `CONFIGS`, as saved models store it.
 
     Args:
-        config: Of a model.
+        config: Config of a model.
 
     Returns:
-        The key of its type.
+        The key.
 
     Raises:
-        ValueError: Another type, such as that of `mj.from_function`.
+        ValueError: The type is not in `CONFIGS`, such as the config of `mj.from_function`.
     """
     for name, config_type in CONFIGS.items():
         if type(config) is config_type:

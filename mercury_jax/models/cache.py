@@ -1,7 +1,7 @@
-"""The KV cache as an explicit value: a slot is an absolute position, the batch axis comes first.
+"""The KV cache as an explicit value. Slot s holds absolute position s; the batch axis comes first.
 
 Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.attention_inputs`), or in 4 or 3 bits
-(`models.kv_quant`). What slots hold before they are written does not matter: the key ranges of a pass hide them.
+(`models.kv_quant`). Slots that have not been written may hold any values: no key range of a pass includes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mercury_jax.kernels.attention_inputs import Int8Vectors, KVArray, quantise_
 from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.types import Cache, Model
 
-# How vectors are stored, beside the dtype of the arithmetic: a function of arrays [..., K].
+# Quantised formats of the cache: each function converts arrays [..., K].
 KV_KINDS: dict[str, Callable[[Array], Int8Vectors | RotatedVectors]] = {
     "int8": quantise_int8,
     "4bit": functools.partial(quantise_rotated, bits=4),
@@ -37,13 +37,13 @@ class KV(NamedTuple):
 def empty_cache(
     config: ModelConfig, batch: int, slots: int, shapes: Sequence[tuple[int, int]] | None = None
 ) -> tuple[KV, ...]:
-    """A cache of zeros in the dtype of the arithmetic.
+    """Creates a cache of zeros in the dtype of the arithmetic.
 
     Args:
         config: Sizes of the model.
-        batch: B.
-        slots: S, the longest sequence that fits.
-        shapes: (key heads G, head size K) of each layer with keys; None: those of the config in every layer.
+        batch: B, number of rows.
+        slots: S, length of the longest sequence that fits.
+        shapes: (key heads G, head size K) of each layer that has keys; None: the sizes of the config for every layer.
 
     Returns:
         One `KV` of [B, S, G, K] per layer.
@@ -57,13 +57,13 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
     """Writes each token's key and value at its slot.
 
     Args:
-        kv: A layer's cache.
-        k: Keys, quantised here if the cache is.
+        kv: The cache of one layer.
+        k: Keys; this function quantises them if the cache is quantised.
         v: Values.
-        slots: Of the tokens; a slot past the end drops the token (unused positions).
+        slots: Slot of each token. Tokens with slot >= S are not written; unused tokens get such a slot.
 
     Returns:
-        The cache with these tokens.
+        The updated cache.
     """
 
     if isinstance(kv.k, Int8Vectors):
@@ -91,9 +91,9 @@ def check_kv_kind(kind: str | None) -> None:
 
 @functools.cache
 def with_kv_kind(model: Model, kind: str | None) -> Model:
-    """The model with another format of its KV cache.
+    """Returns a model that stores its KV cache in another format.
 
-    A head of K numbers takes K + 4 bytes in int8, K / 2 + 2 in 4 bits and K * 3 / 8 + 2 in 3 bits.
+    A key or value of K numbers takes K + 4 bytes in int8, K / 2 + 2 in 4 bits and K * 3 / 8 + 2 in 3 bits.
 
     Args:
         model: A model.
@@ -103,7 +103,7 @@ def with_kv_kind(model: Model, kind: str | None) -> Model:
         The model; equal arguments give the same object.
 
     Raises:
-        ValueError: For another kind.
+        ValueError: `kind` is none of these.
     """
     check_kv_kind(kind)
     if kind is None:
@@ -112,7 +112,7 @@ def with_kv_kind(model: Model, kind: str | None) -> Model:
 
 
 def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, slots: int) -> Cache:
-    """Zeros in the format `kind` for each layer's keys and values; all other leaves are zeros of `empty`'s cache."""
+    """Creates the cache of `empty` with each layer's keys and values in the format `kind`, all zeros."""
 
     quantise: Callable[[Any], Any] = KV_KINDS[kind]
     shapes = jax.eval_shape(
@@ -126,5 +126,5 @@ def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, 
 
 
 def slot_count(cache: Cache) -> int:
-    """Number of slots per row of a cache of any model."""
+    """Returns S, the number of slots per row, of the cache of any model."""
     return jax.tree.leaves(cache)[0].shape[1]

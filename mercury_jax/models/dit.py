@@ -1,8 +1,8 @@
-"""Diffusion transformers: normalisation modulated by the noise level (MDLM, BD3-LM, DUO, GIDD).
+"""Diffusion transformers (DiT), whose norms are modulated by the noise level (MDLM, BD3-LM, DUO, GIDD).
 
-Every block gets the noise level as a vector. Models with `timed` get a time per row [B] or per position [B, T]
-(packed rows hold canvases of several times) with the tokens; for the others the level is 0. `build` turns a
-`DiTConfig` into a `Model` of pure functions.
+Every block gets an embedding of the noise level. Models with `timed` get the time as an input: one per row [B], or one
+per position [B, T] for packed rows, whose canvases have different times. For all other models the noise level is 0.
+`build` turns a `DiTConfig` into a `Model` of pure functions.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _FIXED = {
 class DiTConfig(ModelConfig):
     """Sizes of a diffusion transformer for masked diffusion (arXiv 2212.09748; MDLM, arXiv 2406.07524).
 
-    LayerNorm without a bias, shifted, scaled and gated by a function of the noise level; GELU; q, k and v from one
-    matrix. The pattern is bidirectional, or block_causal (BD3-LM, arXiv 2503.09573). Models with timed=False always
-    get noise level 0: the published weights of such models were trained with no other.
+    LayerNorm has no bias; a function of the noise level shifts, scales and gates each branch. The activation is GELU,
+    and one matrix projects to q, k and v. The pattern is bidirectional, or block_causal (BD3-LM, arXiv 2503.09573).
+    Models with timed=False always get noise level 0, as in the training of the published models of this kind.
 
     Attributes:
         cond: Width C of the embedded noise level.
-        frequencies: Number of cosines and sines of the level that the embedding starts from.
-        level: The number that represents noise of time t, with e = level_eps:
+        frequencies: Number of cosines and sines of the noise level that the embedding reads.
+        level: The noise level at time t, with e = level_eps:
             log_linear  -log(1 - (1 - e) t)             (MDLM, DUO)
             clipped     min(-log(1 - t), -log(e))       (BD3-LM)
             time        e + (1 - 2 e) t                 (GIDD)
-        level_eps: e.
+        level_eps: e, which bounds the level.
     """
 
     pattern: Pattern = "bidirectional"
@@ -95,14 +95,14 @@ class DiTConfig(ModelConfig):
 
 
 def noise_level(config: DiTConfig, time: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The number that represents noise of time t; see `DiTConfig.level`.
+    """Computes the noise level at time t; see `DiTConfig.level`.
 
     Args:
-        config: Kind of the level, and its e.
+        config: Its `level` and `level_eps` are used.
         time: t in 0..1.
 
     Returns:
-        The levels.
+        The noise levels, in the shape of `time`.
     """
     e = config.level_eps
     if config.level == "time":
@@ -114,9 +114,9 @@ def noise_level(config: DiTConfig, time: Float[Array, "*s"]) -> Float[Array, "*s
 
 
 class NoiseLevelEmbedding(nn.Module):
-    """The noise level as a vector: SiLU of a two-layer MLP over its cosines and sines.
+    """Embeds the noise level: SiLU of a two-layer MLP over cosines and sines of the level.
 
-    The frequencies are 10000**(-i / half), those of sinusoidal positions (arXiv 1706.03762).
+    The frequencies are 10000**(-i / half), as in sinusoidal position embeddings (arXiv 1706.03762).
     """
 
     config: DiTConfig
@@ -134,7 +134,7 @@ class NoiseLevelEmbedding(nn.Module):
 
 
 class AdaLNModulation(nn.Module):
-    """`count` vectors of the model's width from the noise level: shifts, scales and gates (adaLN)."""
+    """Maps the embedded noise level to `count` vectors of width D: shifts, scales and gates (adaLN)."""
 
     config: DiTConfig
     count: int
@@ -143,14 +143,14 @@ class AdaLNModulation(nn.Module):
     @nn.compact
     def __call__(self, condition: Float[Array, "B S C"]) -> list[Float[Array, "B S D"]]:
         c = self.config
-        # A new model ignores the noise level and every branch (adaLN-zero): the weight starts at 0.
+        # adaLN-zero: the weight starts at 0, so all gates start at 0 and each block of a new model is the identity.
         project = Linear((c.cond,), (self.count, c.width), 0.0, bias=True, ops=self.ops, name="proj")
         vectors = project(condition)
         return [vectors[..., i, :] for i in range(self.count)]
 
 
 class ModulatedLayerNorm(nn.Module):
-    """LayerNorm without a bias in at least fp32, then * (1 + scale_by) + shift."""
+    """Computes LayerNorm without a bias in at least fp32, then multiplies by 1 + scale_by and adds shift."""
 
     eps: float
 
@@ -164,7 +164,7 @@ class ModulatedLayerNorm(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Attention and MLP, each between a modulated norm and a gate."""
+    """Attention and MLP with residuals; a modulated norm precedes each branch, and a gate multiplies its output."""
 
     config: DiTConfig
     ops: Ops = Ops()
@@ -197,7 +197,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """Embedding, blocks and a modulated final norm; `head` gives logits and does not depend on the time."""
+    """Embedding, blocks and a modulated final norm; `head` computes logits and does not depend on the time."""
 
     config: DiTConfig
     ops: Ops = Ops()
@@ -220,7 +220,16 @@ class DiT(nn.Module):
         time: Float[Array, "#B #T"],
         cache: tuple[kv_cache.KV, ...] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
-        """Hidden states and the cache; `time` broadcasts over the tokens, the rest as in `transformer.Transformer`."""
+        """Computes hidden states, and updates the cache.
+
+        Args:
+            inputs: Tokens, positions and key ranges.
+            time: Time of the noise; broadcasts over rows and tokens.
+            cache: One `KV` per layer; None: a pass without a cache.
+
+        Returns:
+            Hidden states after the final norm, and one `KV` (or None) per layer.
+        """
         c = self.config
         condition = self.condition(noise_level(c, time) if c.timed else time)
         x = self.embed[inputs.tokens].astype(c.dtype)
@@ -231,7 +240,7 @@ class DiT(nn.Module):
         return self.norm(x, *self.modulation(condition)), tuple(new_cache)
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The output head.
+        """Computes logits.
 
         Args:
             hidden: Final hidden states.
@@ -243,17 +252,17 @@ class DiT(nn.Module):
 
 
 def build(config: DiTConfig, remat: RematPolicy = "none") -> Model:
-    """The DiT of a config as pure functions.
+    """Builds the DiT of a config as pure functions.
 
     Args:
         config: Sizes and noise level.
-        remat: What a training step keeps of each layer.
+        remat: Which intermediate values a training step keeps of each layer.
 
     Returns:
-        The model. If config.timed its `forward` and `apply` need a time [B] or [B, T], otherwise they accept none.
+        The model. With config.timed its `forward` and `apply` require a time [B] or [B, T]; otherwise they refuse one.
     """
     net = DiT(config, remat=remat)
-    # A pass that uses every parameter.
+    # Flax creates only the parameters that a pass uses: initialise with a pass that includes the head.
     whole = lambda net, inputs: net.head(net(inputs, jnp.zeros((1, 1)))[0])
     return model_of(
         config,
@@ -269,7 +278,7 @@ def build(config: DiTConfig, remat: RematPolicy = "none") -> Model:
 
 
 def _times(config: DiTConfig, time: Array | None) -> Float[Array, "#B #T"]:
-    """Times as [B, 1] or [B, T], or zeros [1, 1] for a model that is not timed."""
+    """Reshapes times to [B, 1] or [B, T]; zeros [1, 1] for a model without `timed`."""
     if config.timed != (time is not None):
         raise refuse("time", time, "a time of each row" if config.timed else "None: this model is not timed")
     dtype = accumulation_dtype(jnp.dtype(config.dtype))

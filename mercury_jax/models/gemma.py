@@ -1,9 +1,9 @@
 """Gemma 4 text models and DiffusionGemma: one backbone that encodes causally and denoises canvases.
 
-Written from the configurations and checkpoints of transformers 5.23 (`gemma4`, `diffusion_gemma`). Sliding and global
-attention layers alternate; a dense and an expert branch run side by side; logits are soft-capped. The same weights
-encode the prompt and denoise; encoded tokens never see the self-conditioning. `build` turns a `GemmaConfig` into a
-`Model` of pure functions.
+Written from the configurations and checkpoints of transformers 5.23 (`gemma4`, `diffusion_gemma`). Sliding-window and
+global attention layers alternate; a dense and an expert feed-forward run side by side; logits are soft-capped. The same
+weights encode the prompt and denoise the canvas; self-conditioning is added to canvas tokens only. `build` turns a
+`GemmaConfig` into a `Model` of pure functions.
 """
 
 from __future__ import annotations
@@ -72,29 +72,32 @@ _FIXED = dict(
 class GemmaConfig(ModelConfig):
     """Sizes of a Gemma 4 text model or of DiffusionGemma.
 
-    heads, head_dim, kv_heads and rope_theta are those of the sliding layers. `experts` adds an expert branch beside the
-    dense one (only count, active and width may be set). Diffusion models have the pattern "causal_encoder",
-    autoregressive ones "block_causal" with block 1.
+    `heads` holds for all layers; `head_dim`, `kv_heads` and `rope_theta` are the sizes of the sliding-window layers.
+    `experts` adds an expert branch to the dense feed-forward (only count, active and width may be set). Diffusion
+    models have the pattern "causal_encoder", autoregressive models "block_causal" with block 1.
 
     Attributes:
         window: Tokens that a clean token attends to in a sliding layer, itself included.
-        context_tail: Clean tokens before its canvas that a canvas token attends to in a sliding layer, beside the
-            canvas; None: window - 1, which is what the dynamic cache of transformers keeps.
-        global_layers: Indices of the layers without a window, which have sizes of their own.
+        context_tail: Number of clean tokens before its canvas that a canvas token attends to in a sliding layer, in
+            addition to its canvas; None: window - 1, which is what the dynamic cache of transformers keeps.
+        global_layers: Indices of the layers without a window. The fields below are their sizes.
         global_head_dim: Head size of global layers.
         global_kv_heads: Key heads of global layers.
-        global_rope_theta: Base of their frequencies.
-        global_rope_fraction: Share of the pairs that they rotate, those of the highest frequencies.
-        global_rope_factor: Divides their frequencies.
-        keys_as_values: In global layers v = norm(k before its norm and RoPE), without a projection.
-        activation: Of all gated branches.
+        global_rope_theta: Base of the RoPE frequencies of global layers.
+        global_rope_fraction: Fraction of the pairs that global layers rotate: the pairs of the highest frequencies.
+        global_rope_factor: Divisor of the frequencies of global layers.
+        keys_as_values: Whether the values of global layers are the projected keys (before key norm and RoPE),
+            normalised, instead of a projection of their own.
+        activation: Activation of the gates.
         softcap: Logits become softcap * tanh(logits / softcap); None: unchanged.
         self_conditioning: Whether a pass reads the expected embeddings of the previous pass.
-        encoder_scalars: Whether clean tokens have layer scalars of their own.
-        per_layer_width: Size of the additional embedding that each layer has of each token; 0: none.
-        per_layer_vocab: Rows of the table of these embeddings.
-        shared_kv: Number of last layers without keys: they read those of the last layer of their kind before them.
-        shared_ffn: Width of the dense branch in these layers; None: `ffn`.
+        encoder_scalars: Whether each layer multiplies clean tokens by a separate learned scalar.
+        per_layer_width: Size P of the per-layer embeddings, an additional embedding of each token for each layer; 0:
+            none.
+        per_layer_vocab: Number of rows in the table of per-layer embeddings.
+        shared_kv: Number of last layers without keys and values of their own. Such a layer reads those of the last
+            earlier layer of the same kind (sliding or global) that has them.
+        shared_ffn: Width of the dense branch in these last layers; None: `ffn`.
     """
 
     pattern: Pattern = "causal_encoder"
@@ -151,21 +154,21 @@ class GemmaConfig(ModelConfig):
 
     @property
     def tail(self) -> int:
-        """Clean tokens before its canvas that a canvas token attends to in a sliding layer."""
+        """Number of clean tokens before its canvas that a canvas token attends to in a sliding layer."""
         return self.window - 1 if self.context_tail is None else self.context_tail
 
     @property
     def windowed(self) -> bool:
-        """Sliding layers are defined for every pattern of this architecture."""
+        """Whether sliding windows are defined for this pattern."""
         return self.causal
 
     def source(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, or the last layer of its kind that has some."""
+        """Finds the layer whose keys and values a layer reads: itself, or the last layer of its kind that has them."""
         own = range(self.layers - self.shared_kv)
         return layer if layer in own else max(i for i in own if self.is_global(i) == self.is_global(layer))
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """(key heads, head size) of a layer."""
+        """Returns (key heads, head size) of a layer."""
         if self.is_global(layer):
             return self.global_kv_heads, self.global_head_dim
         return self.kv_heads, self.head_dim
@@ -175,14 +178,14 @@ class GemmaConfig(ModelConfig):
 
 
 def rotary_frequencies(config: GemmaConfig, is_global: bool) -> Float[np.ndarray, "C"]:
-    """Proportional RoPE: pair i rotates by theta**(-2i / K) / factor, the last pairs of a global layer not at all.
+    """Computes proportional RoPE: pair i rotates by theta**(-2i / K) / factor; the last pairs of a global layer by 0.
 
-    Unlike `layers.rope_frequencies` with a fraction, the exponent counts in the whole head size K, so that a pair has
-    the same frequency as it would without one.
+    With a fraction, `layers.rope_frequencies` would divide the exponent by the number of rotated dimensions. Here it is
+    divided by the whole head size K, so that the fraction does not change the frequencies of the rotated pairs.
 
     Args:
-        config: The model's config.
-        is_global: Whether for a global layer.
+        config: Config of the model.
+        is_global: Whether the layer is a global one.
 
     Returns:
         Angle per position of each of the C = K / 2 pairs, in float64.
@@ -199,7 +202,10 @@ def rotary_frequencies(config: GemmaConfig, is_global: bool) -> Float[np.ndarray
 
 
 class GemmaAttention(nn.Module):
-    """Attention with normalised queries, keys and values, scale 1. Keys may serve as values and be shared by layers."""
+    """Attention with normalised queries, keys and values, and scale 1.
+
+    Global layers may use keys as values, and the last layers may read the keys and values of an earlier layer.
+    """
 
     config: GemmaConfig
     layer: int
@@ -213,16 +219,16 @@ class GemmaAttention(nn.Module):
         kv: kv_cache.KV | None,
         shared: kv_cache.KV | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
-        """The output, and the keys and values for the layers that share them.
+        """Computes the output, and the keys and values for the layers that share them.
 
         Args:
             x: Normalised hidden states.
-            inputs: Positions, slots, and the key ranges of this kind of layers.
-            kv: The layer's cache; None: a pass without a cache.
-            shared: Keys and values of another layer to read; None: the layer has its own.
+            inputs: Positions, slots, and the key ranges of this kind of layer.
+            kv: The cache of this layer; None: a pass without a cache.
+            shared: Keys and values of an earlier layer to read; None: this layer computes its own.
 
         Returns:
-            [B, T, D]; and this pass's keys and values, or with a cache all of the row's.
+            The output [B, T, D], and the keys and values: with a cache all of the row, otherwise those of this pass.
         """
         c = self.config
         groups, width = c.kv_shape(self.layer)
@@ -245,7 +251,10 @@ class GemmaAttention(nn.Module):
 
 
 class GemmaRouter(nn.Module):
-    """Ids and weights [B, T, k] of each token's most probable experts; probabilities are normalised and scaled."""
+    """Chooses the k most probable experts of each token: ids and weights [B, T, k].
+
+    The weights are the probabilities of the chosen experts divided by their sum, times a learned scale of each expert.
+    """
 
     config: GemmaConfig
     ops: Ops = Ops()
@@ -268,21 +277,21 @@ class GemmaRouter(nn.Module):
 
 
 class GemmaExperts(nn.Module):
-    """The expert branch, with its own router."""
+    """The expert branch, including its router."""
 
     config: GemmaConfig
     ops: Ops = Ops()
 
     @nn.compact
     def term(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> Term:
-        """The branch as a term of a sum.
+        """Returns the output of the branch as a term of a sum.
 
         Args:
-            routed: What the router reads, before any norm.
-            x: What the experts read.
+            routed: Input of the router: hidden states before any norm.
+            x: Input of the experts.
 
         Returns:
-            Weighted sum of the chosen experts' outputs [B, T, D].
+            Weighted sum of the chosen experts' outputs [B, T, D] as a term.
         """
         c = self.config
         assert c.experts is not None
@@ -299,23 +308,23 @@ class GemmaExperts(nn.Module):
 
 
 class SelfConditioning(nn.Module):
-    """The previous pass's prediction of each canvas position, as a term that is added to its embedding."""
+    """Maps the previous pass's prediction of each canvas position to a term that is added to its embedding."""
 
     config: GemmaConfig
     ops: Ops = Ops()
 
     @nn.compact
     def term(self, self_cond: SelfCond, shape: tuple[int, int], dtype: DTypeLike) -> Term:
-        """Returns the term with its tensor-parallel sum still to be taken (`Ops.sum_terms`).
+        """Returns the term, not yet summed over devices (`Ops.sum_terms`).
 
         Args:
-            self_cond: Expected embeddings [B, T, D] of the previous pass; () counts as zeros (the canvas's
-                embeddings are normalised too).
+            self_cond: Expected embeddings [B, T, D] of the previous pass. () means zeros, so that the first
+                pass also normalises the embeddings of the canvas.
             shape: (B, T).
-            dtype: Of the arithmetic.
+            dtype: Dtype of the arithmetic.
 
         Returns:
-            [B, T, D].
+            The term [B, T, D].
         """
         c = self.config
         signal = (
@@ -326,7 +335,7 @@ class SelfConditioning(nn.Module):
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Each token's additional embeddings for all layers [B, T, N, P]: a table's plus a projection of its embedding."""
+    """Computes the per-layer embeddings [B, T, N, P] of each token: a table row plus a projection of its embedding."""
 
     config: GemmaConfig
     ops: Ops = Ops()
@@ -345,7 +354,7 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """Adds a layer's own embedding, gated by the hidden state, projected and normalised."""
+    """Adds the per-layer embedding of this layer to the hidden states, after gating, projection and norm."""
 
     config: GemmaConfig
     ops: Ops = Ops()
@@ -361,7 +370,10 @@ class PerLayerInput(nn.Module):
 
 
 class GemmaBlock(nn.Module):
-    """x + norm(attention(norm(x))), then the same with the sum of the branches, then times a learned scalar."""
+    """One layer: attention, then the feed-forward branches, each with a norm before and after and a residual.
+
+    x = x + norm(attention(norm(x))), then x = x + norm(sum of the branches), then x times a learned scalar.
+    """
 
     config: GemmaConfig
     layer: int
@@ -377,7 +389,19 @@ class GemmaBlock(nn.Module):
         clean: Bool[Array, "B T"],
         embedding: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
-        """The block; `embedding` is the layer's own of each token, the other arguments those of `GemmaAttention`."""
+        """Computes the layer.
+
+        Args:
+            x: Hidden states.
+            inputs: Positions, slots, and the key ranges of this kind of layer.
+            kv: The cache of this layer; None: a pass without a cache.
+            shared: Keys and values of an earlier layer to read; None: this layer computes its own.
+            clean: Whether each token is encoded (True) or denoised.
+            embedding: Per-layer embedding of each token; None: the model has none.
+
+        Returns:
+            Hidden states, and the keys and values of the layer.
+        """
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_eps, False)
         attention = GemmaAttention(c, self.layer, self.ops, name="attention")
@@ -391,7 +415,7 @@ class GemmaBlock(nn.Module):
             # The router reads x before any norm; the experts have a norm of their own.
             experts = GemmaExperts(c, self.ops, name="moe")
             branches.append(experts.term(x, norm(name="moe_norm")(x)))
-        # Each branch is normalised before they are added, so they are two sums.
+        # Each branch is normalised before the branches are added. They are therefore two sums, in one all-reduce.
         y, *mixed = self.ops.sum_terms(*([branch] for branch in branches))
         if mixed:
             y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed[0])
@@ -438,12 +462,12 @@ class Gemma(nn.Module):
         self_cond: SelfCond = (),
         cache: tuple[kv_cache.KV, ...] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV, ...]]:
-        """Hidden states, and the keys and values of the layers that have some.
+        """Computes hidden states, and updates the cache.
 
         Args:
             inputs: Tokens, positions, and the key ranges of global layers.
-            clean: The token is encoded, not denoised.
-            lowest: The first slot that the token attends to in a sliding layer.
+            clean: Whether each token is encoded (True) or denoised.
+            lowest: The first slot that each token attends to in a sliding layer.
             self_cond: Expected embeddings of the previous pass, or ().
             cache: One `KV` per layer that has keys; None: a pass without a cache.
 
@@ -457,7 +481,7 @@ class Gemma(nn.Module):
             terms.append([self.conditioned.term(self_cond, shape, dtype)])
         embedded, *signal = self.ops.sum_terms(*terms)
         x = embedded
-        if signal:  # clean tokens are unchanged
+        if signal:  # self-conditioning changes canvas tokens only
             conditioned = rms_normalise(embedded + signal[0], c.norm_eps).astype(dtype)
             x = jnp.where(clean[..., None], embedded, conditioned)
         per_layer = self.per_layer(tokens, embedded) if c.per_layer_width else None
@@ -476,11 +500,11 @@ class Gemma(nn.Module):
 
 
 def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
-    """The Gemma model of a config as pure functions.
+    """Builds the Gemma model of a config as pure functions.
 
     Args:
         config: Sizes and features.
-        remat: What a training step keeps of each layer.
+        remat: Which intermediate values a training step keeps of each layer.
 
     Returns:
         The model. Equal configs give models that compute the same.
@@ -493,7 +517,7 @@ def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
         init=lambda net, key, inputs: net.init(key, inputs, jnp.zeros((1, 1), bool), inputs.tokens),
         apply=_apply,
         forward=_forward,
-        # Slots for every position in every layer that has keys; sliding layers read only the last of them.
+        # All layers with keys have a slot for every position, although sliding layers only read the last ones.
         empty_cache=functools.partial(kv_cache.empty_cache, config, shapes=shapes),
         shardings=SHARDINGS,
         head=head,
@@ -508,7 +532,7 @@ def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
 
 
 def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> SelfCond:
-    """Expected embeddings [B, L, D] of processed logits, in at least fp32; zeros if params is None."""
+    """Computes expected embeddings [B, L, D] from processed logits, in at least fp32; zeros if params is None."""
     dtype = accumulation_dtype(jnp.dtype(config.dtype))
     if not config.self_conditioning:
         return ()
@@ -520,10 +544,10 @@ def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, 
 
 def _apply(net: Gemma, given: PackedPass) -> Array:
     inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
-    # Which tokens are clean, and the lowest slot that each attends to in a sliding layer, follow from the ranges of
-    # `masks.layout`: a clean token's first range ends with the token itself and its second is empty; a canvas token's
-    # first range ends where its context does, and its second is the canvas. A row holds several documents, so slots
-    # are not positions; within a range, differences of slots are differences of positions.
+    # `clean` and `lowest` follow from the key ranges of `masks.layout`. A clean token has an empty second range, and
+    # its first range ends with the token itself. A canvas token has its canvas as the second range, and its first range
+    # ends with the last clean token before the canvas. A row holds several documents, so slots are not positions; but
+    # within a range, differences of slots are differences of positions, so the window can be subtracted from the end.
     ranges, c = given.ranges, net.config
     clean = ranges[:, :, 1, 1] <= ranges[:, :, 1, 0]
     lowest = ranges[:, :, 0, 1] - jnp.where(clean, c.window, c.tail)
@@ -535,10 +559,11 @@ def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:
     inputs = masks.cache_pass_inputs(c, given, kv_cache.slot_count(given.cache))
     encoding = given.encoding[:, None]
     clean = jnp.broadcast_to(encoding, inputs.tokens.shape)
-    # Here slots are positions. A clean token's window ends with itself, a canvas token's tail where its canvas starts.
+    # Here slots are positions. The window of a clean token ends with the token; the tail of a canvas token ends where
+    # the canvas starts.
     lowest = jnp.where(encoding, inputs.positions + 1 - c.window, given.start[:, None] - c.tail)
     self_cond = given.self_cond
-    if given.leave_one_out is not None:  # these masks must not see the previous prediction of their own token
+    if given.leave_one_out is not None:  # zeros: they must not see an earlier prediction
         more = [(0, 0), (0, given.leave_one_out.columns.shape[1]), (0, 0)]
         self_cond = jax.tree.map(lambda x: jnp.pad(x, more), self_cond)
     return net.apply({"params": params}, inputs, clean, lowest, self_cond, given.cache)

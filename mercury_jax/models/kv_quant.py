@@ -1,18 +1,18 @@
 """A KV cache in 4 or 3 bits per number, after TurboQuant (Zandieh et al., arXiv 2504.19874).
 
-Each vector is multiplied by a fixed random rotation. Its direction is then a random point of the sphere: all
-coordinates have the same known density and none is an outlier. So one scalar codebook, optimal for that density,
-suits every vector, and no calibration is needed. The squared error is 0.009 of the vector's squared norm with 4 bits
-and 0.034 with 3. The norm is stored in 16 bits.
+Each vector is multiplied by a fixed random rotation. Its direction is then a random point on the sphere: all
+coordinates have the same known density, and there are no outlier coordinates. One scalar codebook that is optimal for
+this density therefore suits every vector, and no calibration is needed. The squared error is 0.009 of the vector's
+squared norm with 4 bits and 0.034 with 3 bits. The norm is stored in 16 bits.
 
-Keys and values stay rotated. <Rq, Rk> = <q, k>, so the few queries of a pass are rotated instead of all keys; a
-weighted sum of rotated values is the rotated sum, which is rotated back once. The rotation is drawn uniformly from
-all rotations, for every head size. A signed Hadamard transform would need fewer products, but these few rows cost
-little; it exists for powers of two only, and maps a vector with one large coordinate to two levels, for which the
-codebook is not optimal.
+Keys and values stay rotated in the cache. For keys, <Rq, Rk> = <q, k>: rotating the few queries of a pass replaces
+rotating all keys back. For values, a weighted sum of rotated values is the rotated weighted sum, so only the output is
+rotated back. The rotation is drawn uniformly from all rotations, for every head size. A signed Hadamard transform would
+need fewer operations, but the rotation of so few rows costs little; it also exists only for powers of two, and it maps
+a vector with one large coordinate to only two levels, for which the codebook is not optimal.
 
-This saves memory, not time: vectors are unpacked before the attention. int8 (`kernels.attention_inputs`) is read by the
-kernels.
+This format saves memory but no time: vectors are unpacked before the attention. The kernels read int8
+(`kernels.attention_inputs`) directly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mercury_jax import kernels
 from mercury_jax.kernels.attention_inputs import AttentionResult, KVArray
 from mercury_jax.types import accumulation_dtype
 
-SEED = 2504  # of the rotations: keys that one process has written, another reads
+SEED = 2504  # of the rotations; fixed, so that every process reads caches written by another
 GRID = 1 << 16  # angles at which the density is tabulated
 
 
@@ -40,14 +40,15 @@ GRID = 1 << 16  # angles at which the density is tabulated
 )
 @dataclass(frozen=True)
 class RotatedVectors:
-    """Rotated vectors x R = norm * levels[code] [B, S, G, K] in a few bits per number.
+    """Vectors x [B, S, G, K], stored as x R = norm * levels[code] in a few bits per number.
 
     Attributes:
-        codes: uint8 [B, S, G, bits * ceil(K / 8)], the bit planes of the codes, lowest first. (Shapes or shardings
-            where a tree of them is mapped; likewise `norm`.)
-        norm: bfloat16 [B, S, G]. It has the range of fp32; its error of up to 0.2% is small beside the codes' 10%.
+        codes: uint8 [B, S, G, bits * ceil(K / 8)], the bit planes of the codes, lowest bit first. (In a mapped
+            tree, `codes` and `norm` may be shapes or shardings.)
+        norm: bfloat16 [B, S, G], for the range of fp32. Its error of up to 0.2% is small compared with the 10% of the
+            codes.
         bits: Bits per number, 3 or 4.
-        width: K.
+        width: K, size of a head.
     """
 
     codes: Any
@@ -63,9 +64,10 @@ class RotatedVectors:
 
 @functools.cache
 def rotation(width: int) -> np.ndarray:
-    """The rotation R [K, K] of vectors of K = `width` numbers, always the same.
+    """Computes the rotation R [K, K] for vectors of K = `width` numbers; the same in every process.
 
-    The Q of the QR decomposition of a normal matrix, with R's diagonal made positive (Stewart 1980).
+    It is the orthogonal factor of the QR decomposition of a normal matrix, with signs that make the diagonal of the
+    triangular factor positive: a uniformly distributed orthogonal matrix (Stewart 1980).
     """
     q, r = np.linalg.qr(np.random.default_rng((SEED, width)).standard_normal((width, width)))
     return q * np.sign(np.diag(r))
@@ -73,13 +75,14 @@ def rotation(width: int) -> np.ndarray:
 
 @functools.cache
 def codebook(width: int, bits: int) -> np.ndarray:
-    """The levels of least squared error for a coordinate of a random unit vector of `width` numbers.
+    """Computes the levels with the least squared error for one coordinate of a random unit vector of `width` numbers.
 
-    Lloyd's iteration (1957; 1982): each level moves to the mean of the values that are closer to it than to the
-    other levels. The density of x = -cos(a) is proportional to sin(a)^(width - 2) in the angle a, without a pole.
+    Lloyd's iteration (1957; 1982): each level moves to the mean of the values that are closer to it than to any other
+    level. The coordinate is written as x = -cos(a): the density of the angle a is proportional to sin(a)^(width - 2),
+    which has no pole.
 
     Args:
-        width: K.
+        width: K, size of a vector.
         bits: Bits per code.
 
     Returns:
@@ -87,7 +90,8 @@ def codebook(width: int, bits: int) -> np.ndarray:
     """
     angles = np.linspace(0.0, np.pi, GRID)
     x, density = -np.cos(angles), np.sin(angles) ** (width - 2)
-    # Running integrals over the grid of x: of the density, and of x times the density.
+    # Running integrals over the grid: of the density, and of x times the density. Their differences between two cuts
+    # give the probability and the mean of the values between the cuts.
     integral = lambda y: np.concatenate([[0.0], np.cumsum((y[1:] + y[:-1]) / 2)])
     mass, moment = integral(density), integral(density * x)
     levels = np.interp((np.arange(1 << bits) + 0.5) / (1 << bits), mass / mass[-1], x)
@@ -106,10 +110,10 @@ def pack_bits(codes: Int[Array, "*s K"], bits: int) -> UInt8[Array, "*s P"]:
 
     Args:
         codes: The numbers.
-        bits: Bits of each.
+        bits: Bits per number.
 
     Returns:
-        P = bits * ceil(K / 8) bytes per vector.
+        The bytes of each vector, P = bits * ceil(K / 8).
     """
     # Plane i holds bit i of every number: [..., bits, K] bits, then [..., bits, ceil(K / 8)] bytes.
     planes = (codes[..., None, :] >> jnp.arange(bits)[:, None]) & 1
@@ -118,11 +122,11 @@ def pack_bits(codes: Int[Array, "*s K"], bits: int) -> UInt8[Array, "*s P"]:
 
 
 def unpack_bits(words: UInt8[Array, "*s P"], bits: int, width: int) -> UInt8[Array, "*s K"]:
-    """The inverse of `pack_bits`.
+    """Unpacks numbers: the inverse of `pack_bits`.
 
     Args:
         words: Packed vectors.
-        bits: Bits of each number.
+        bits: Bits per number.
         width: K, numbers of a vector.
 
     Returns:
@@ -147,19 +151,20 @@ def quantise_rotated(x: Float[Array, "*s K"], bits: int) -> RotatedVectors:
     cuts = jnp.asarray((levels[1:] + levels[:-1]) / 2, dtype)
     y = jnp.matmul(x.astype(dtype), jnp.asarray(rotation(width), dtype), precision="highest")
     norm = jnp.linalg.norm(y, axis=-1, keepdims=True)
-    codes = (y[..., None] > cuts * norm[..., None]).sum(-1)  # index of the nearest level
+    # The index of the nearest level is the number of cuts below the coordinate, for a vector of norm 1.
+    codes = (y[..., None] > cuts * norm[..., None]).sum(-1)
     return RotatedVectors(pack_bits(codes, bits), norm[..., 0].astype(jnp.bfloat16), bits, width)
 
 
 def dequantise_rotated(x: RotatedVectors, dtype: DTypeLike) -> Float[Array, "*s K"]:
-    """The vectors as numbers, still rotated.
+    """Unpacks vectors to arrays; they stay rotated.
 
     Args:
         x: Quantised vectors.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
-        [..., K].
+        The rotated vectors [..., K].
     """
     levels = jnp.asarray(codebook(x.width, x.bits), dtype)
     return levels[unpack_bits(x.codes, x.bits, x.width)] * x.norm[..., None].astype(dtype)
@@ -172,22 +177,22 @@ def attend(
     ranges: Int[Array, "B T R 2"],
     **options: Any,
 ) -> AttentionResult:
-    """`kernels.attend` for keys and values that may be `RotatedVectors`.
+    """Calls `kernels.attend` on keys and values that may be `RotatedVectors`.
 
     Args:
         q: Queries.
         k: Keys [B, S, G, K].
-        v: Values of the same kind.
+        v: Values in the same format.
         ranges: Key ranges [start, end) of each query.
-        **options: As of `kernels.attend`.
+        **options: Keyword arguments of `kernels.attend`.
 
     Returns:
-        As `kernels.attend`.
+        The result of `kernels.attend`.
     """
     if not (isinstance(k, RotatedVectors) and isinstance(v, RotatedVectors)):
         return kernels.attend(q, k, v, ranges, **options)  # pyright: ignore[reportArgumentType]
     matrix = jnp.asarray(rotation(k.width), q.dtype)
     keys, values = (dequantise_rotated(x, q.dtype) for x in (k, v))
-    # Scores need the queries in the rotated coordinates, and the weighted sum of rotated values is rotated back.
+    # Rotate the queries, so that scores with rotated keys are right; rotate the weighted sums of rotated values back.
     found = kernels.attend(q @ matrix, keys, values, ranges, **options)
     return (found[0] @ matrix.T, found[1]) if isinstance(found, tuple) else found @ matrix.T

@@ -1,7 +1,7 @@
-"""Layers that the architectures share: linear maps, RMSNorm, the gated MLP and rotary positions.
+"""Layers that the architectures share: linear maps, RMSNorm, the gated MLP and rotary position embeddings.
 
-Thin Flax modules: parameters by `self.param`, arithmetic by `Ops`. Each computes in the dtype of its input;
-parameters are stored in fp32 and cast where they are used.
+These are thin Flax modules: `self.param` creates the parameters, `Ops` does the arithmetic. Each module computes in the
+dtype of its input; parameters are stored in fp32 and cast when they are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Init = nn.initializers.Initializer
 
 
 def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
-    """Normal initialisation with variance scale / (product of the first `axes` dimensions).
+    """Makes a normal initialiser with variance scale / (product of the first `axes` dimensions).
 
     Args:
         axes: Number of input axes of the parameter.
@@ -41,16 +41,16 @@ def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
 
 
 def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Weight:
-    """A parameter that may have been loaded as int8 or fp8, or have a low-rank addition.
+    """Declares a parameter that may have been loaded as int8 or fp8, or have a LoRA addition.
 
     Args:
-        module: The module that owns it, inside a compact method.
-        name: Of the parameter.
-        init: Initialiser.
-        shape: Of the matrix.
+        module: The module that owns the parameter, inside a compact method.
+        name: Name of the parameter.
+        init: Initialiser of the array.
+        shape: Shape of the matrix.
 
     Returns:
-        The array, or what takes its place in the parameters: a `QuantisedWeight` or a `LoraWeight`.
+        The array, or the `QuantisedWeight` or `LoraWeight` that replaces it in the parameters.
     """
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
@@ -60,7 +60,7 @@ def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> 
 
 
 def rms_normalise(x: Float[Array, "*s D"], eps: float) -> Float[Array, "*s D"]:
-    """x / rms(x), computed and returned in at least fp32.
+    """Computes x / rms(x) in at least fp32, and returns it in that dtype.
 
     Args:
         x: Vectors.
@@ -100,7 +100,7 @@ class Linear(nn.Module):
         outputs: Sizes of the new axes.
         scale: Factor of the initial variance.
         bias: Whether there is a bias `b` of shape `outputs`.
-        ops: Where it is computed.
+        ops: The operations that may be divided among devices.
     """
 
     inputs: tuple[int, ...]
@@ -118,8 +118,9 @@ class Linear(nn.Module):
 
 
 class OutputProjection(nn.Module):
-    """The last `Linear` of an attention or feed-forward layer; its result is a term of a sum (`ops.Term`).
+    """The last `Linear` of an attention or feed-forward layer, whose result is a term of a sum (`ops.Term`).
 
+    With tensor parallelism each device holds part of the contracted axis, so that the product is a sum over devices.
     The attributes are those of `Linear`.
     """
 
@@ -135,7 +136,7 @@ class OutputProjection(nn.Module):
         return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
     def term(self, x: Float[Array, "B T *s"]) -> Term:
-        """The product as a term, so that several sums can be computed together. Only without a bias.
+        """Returns the product as a term, so that several sums can share one all-reduce. Only without a bias.
 
         Args:
             x: Outputs of the attention, or hidden units.
@@ -161,7 +162,7 @@ class GatedMLP(nn.Module):
         hidden: F.
         scale: Factor of the initial variance of `down`, 1 / (2 layers).
         bias: Whether the three projections have biases.
-        ops: Where it is computed.
+        ops: The operations that may be divided among devices.
         act: Activation of the gate.
     """
 
@@ -179,13 +180,13 @@ class GatedMLP(nn.Module):
         self.down = OutputProjection((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
 
     def term(self, x: Float[Array, "B T D"]) -> Term:
-        """The output as a term of a sum. Only without biases.
+        """Returns the output as a term of a sum. Only without biases.
 
         Args:
             x: Hidden states.
 
         Returns:
-            [B, T, D].
+            The output [B, T, D].
         """
         return self.down.term(self.act(self.gate(x)) * self.up(x))
 
@@ -193,7 +194,7 @@ class GatedMLP(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
-ROPE_TABLE = 1 << 17  # cosines in a table, at most: each program holds it as a constant
+ROPE_TABLE = 1 << 17  # maximum number of cosines in a table; each program holds the table as a constant
 
 
 def rope(
@@ -205,21 +206,23 @@ def rope(
 ) -> Float[Array, "B T H K"]:
     """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama.
 
-    Rotates the pairs (x[i], x[i + C]) of the first 2 C numbers by position * frequencies[i]; the rest is unchanged.
+    Rotates each pair (x[i], x[i + C]), i < C, by the angle position * frequencies[i]. The other
+    dimensions are unchanged.
 
     Args:
         x: Queries or keys.
-        positions: Of the tokens.
+        positions: Absolute position of each token.
         frequencies: Angle per position of each of the C <= K / 2 pairs.
         amplitude: Factor of cosines and sines (`RopeScaling.attention`).
-        context: No position is this large; None: not known.
+        context: All positions are below this number; None: unknown.
 
     Returns:
-        The rotated x, computed in at least fp32, in the dtype of x.
+        The rotated x in the dtype of x, computed in at least fp32.
     """
     half, dtype = len(frequencies), accumulation_dtype(x.dtype)
     if context is not None and context * half <= ROPE_TABLE:
-        # Looked up: fused into its readers, a CPU would compute each cosine again for every head.
+        # Look up cosines in a table: otherwise XLA fuses them into the products, and a CPU computes each cosine again
+        # for every head.
         angle = np.arange(context)[:, None] * frequencies
         table = jnp.asarray(amplitude * np.stack([np.cos(angle), np.sin(angle)]), dtype)  # [2, context, C]
         cos, sin = (x.at[positions].get(mode="clip", wrap_negative_indices=False)[:, :, None] for x in table)
@@ -234,12 +237,12 @@ def rope(
 def rope_frequencies(
     theta: float, half: int, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, "half"]:
-    """Angle per position of each rotated pair: theta**(-i/half), scaled.
+    """Computes the angle per position of each rotated pair: theta**(-i/half), scaled.
 
     Args:
-        theta: Base.
+        theta: Base of the frequencies.
         half: Number of pairs.
-        scaling: See `RopeScaling`, which describes the kinds.
+        scaling: Scaling for long contexts, of the kinds described in `RopeScaling`; None: none.
 
     Returns:
         Frequencies in float64, so that every caller rounds once.
@@ -254,10 +257,10 @@ def rope_frequencies(
     if scaling.kind == "llama3":
         wavelength = 2 * math.pi / plain
         share = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
-        share = np.clip(share, 0.0, 1.0)  # 1 for high frequencies, which are unchanged
+        share = np.clip(share, 0.0, 1.0)  # of the plain frequency: 1 for high frequencies, 0 for low ones
         return (1 - share) * plain / scaling.factor + share * plain
-    # Blends scaled and plain frequencies (YaRN, arXiv 2309.00071, equations 17 to 22): between the pairs that make
-    # `fast` and `slow` rotations over the original context.
+    # yarn: blends scaled and plain frequencies (arXiv 2309.00071, equations 17 to 22). `low` and `high` are the indices
+    # of the pairs that make `fast` and `slow` rotations over the original context; between them the blend is linear.
     low, high = (
         half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
         for turns in (scaling.fast, scaling.slow)

@@ -1,8 +1,8 @@
 """Attention patterns as key ranges: which keys each query attends to, in a pass over a cache and in training.
 
-A mask is never stored. Each query attends to at most two ranges of keys [start, end), three with leave-one-out masks.
-In training, the two ranges of a canvas token are the clean tokens before its canvas and the canvas itself (BD3-LM,
-arXiv 2503.09573). `kernels.attend` reads the ranges.
+No attention mask [T, S] is ever stored. Each query attends to at most two ranges of keys [start, end), or three with
+leave-one-out masks. In training, the two ranges of a canvas token are the clean tokens before its canvas and the canvas
+itself (BD3-LM, arXiv 2503.09573). `kernels.attend` reads the ranges.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from mercury_jax.types import LaidOutDocument, Pass
 
 
 def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Counts the committed tokens whose keys no later token changes.
+    """Counts the committed tokens whose keys are final, because no token after them can change them.
 
     Args:
-        config: Its pattern decides: none for bidirectional models, whole blocks for block_causal, all for
-            causal_encoder.
+        config: Its pattern decides. bidirectional: none; block_causal: the tokens of whole blocks; causal_encoder: all.
         committed: Number of committed tokens of each row.
 
     Returns:
-        Number of tokens whose keys no later token changes [B].
+        Number of tokens with final keys [B].
     """
     if config.pattern == "bidirectional":
         return jnp.zeros_like(committed)
@@ -39,19 +38,20 @@ def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"
 
 
 class NetworkInputs(NamedTuple):
-    """What every network gets of a pass. Leave-one-out masks follow the tokens: T is T + L of the `Pass`."""
+    """The inputs of a network in one pass. With leave-one-out masks, T here is T + L of the `Pass`: masks come last."""
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # absolute positions, for RoPE
-    ranges: Int[Array, "B T R 2"]  # key ranges; in a layer with a sliding window those of its window
-    slots: Int[Array, "B T"] | None = None  # where keys are written, the capacity for none; None: no cache
+    ranges: Int[Array, "B T R 2"]  # key ranges, clipped to the window in a layer with a sliding window
+    slots: Int[Array, "B T"] | None = None  # where keys are written (capacity: nowhere); None: no cache
 
 
 def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> NetworkInputs:
-    """Positions, slots and key ranges of a pass over a cache.
+    """Computes positions, slots and key ranges of a pass over a cache.
 
-    The masks of `given.leave_one_out` follow the tokens. Each attends to every position but its own, and to its own
-    key or, if they are joint, to those of all of these masks; these keys are written to the slots from `end` on.
+    The masks of `given.leave_one_out` follow the tokens. Each mask attends to all positions except the one that it
+    predicts, and to its own key; joint masks attend to the keys of all of these masks. The keys of the masks are
+    written to the slots from `end` on.
 
     Args:
         config: The model's config.
@@ -67,7 +67,9 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     positions = given.start[:, None] + offsets if given.positions is None else given.positions
     own = positions if given.slots is None else given.slots
     slots = jnp.where(used, own, capacity)  # unused tokens are dropped
-    # Encoding rows have the model's causal pattern, denoising rows attend to all of [0, end).
+    # Encoding rows use the causal pattern of the model: the keys up to themselves, or up to the end of their block.
+    # Denoising rows attend to all of [0, end). `stop` [B, T] is the end of the one range of each query; unused tokens
+    # get an empty range. The second range is only used in training.
     end = jnp.broadcast_to(given.end[:, None], positions.shape)
     causal = end
     if config.pattern == "causal_encoder":
@@ -85,7 +87,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     own = after + jnp.cumsum(predicted, axis=1) - 1  # slots from `end` on, without gaps
     count = predicted.sum(axis=1, keepdims=True)
     shared = [jnp.where(joint, after, own), jnp.where(joint, after + count, own + 1)]
-    # All positions before the mask's, all after it, and the keys of the masks that it attends to [B, L, 3, 2].
+    # Three ranges [B, L, 3, 2]: positions before the predicted one, positions after it, and keys of the masks.
     pairs = [(jnp.zeros_like(at), at), (at + 1, jnp.broadcast_to(after, at.shape)), shared]
     own_ranges = jnp.stack([jnp.stack(pair, axis=-1) for pair in pairs], axis=2)
     concat = lambda a, b: jnp.concatenate([a, b.astype(a.dtype)], axis=1)
@@ -104,7 +106,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
 
 
 def clip_ranges(ranges: Int[Array, "B T R 2"], lowest: Int[Array, "B T"]) -> Int[Array, "B T R 2"]:
-    """The ranges without the slots before `lowest`, for a layer with a sliding window.
+    """Removes the slots before `lowest` from key ranges, for a layer with a sliding window.
 
     Args:
         ranges: Key ranges.
@@ -118,11 +120,11 @@ def clip_ranges(ranges: Int[Array, "B T R 2"], lowest: Int[Array, "B T"]) -> Int
 
 
 def sliding_window_ranges(ranges: Int[Array, "B T R 2"], window: int) -> Int[Array, "B T R 2"]:
-    """The ranges of an autoregressive model in a layer with a sliding window.
+    """Clips key ranges to the window of a layer with sliding-window attention, in an autoregressive model.
 
-    A query attends to `window` tokens, itself included: those at positions (p - window, p]. Its first range ends with
-    itself; or, where its key is in another slot (a canvas token in training, a leave-one-out mask), with the token
-    before it, and a later range holds its own slot.
+    A query at position p attends to the `window` positions (p - window, p], itself included. Usually its first range
+    ends with its own key. A canvas token in training and a leave-one-out mask have their own key in a later range;
+    their first range then ends with the token before them, so that it is one token shorter.
 
     Args:
         ranges: Key ranges of layers without a window.
@@ -147,19 +149,21 @@ def layout(
 ) -> LaidOutDocument:
     """Lays out one document for training and scoring: its clean tokens, then its canvases, in one row.
 
-    The clean part ends where the last canvas starts, because no query attends to what would follow.
+    For example, block_causal with block 2, ids a b c d and prompt 1: the clean part is a b, the canvases are [a b] and
+    [c d]. The first canvas attends to itself, the second to a b and itself. The clean part ends where the last canvas
+    starts, because no query attends to clean tokens after that.
 
     Args:
-        config: Its pattern and block size.
+        config: Its pattern and block size are used.
         ids: Tokens of the document [n].
         prompt: Number of tokens at its start that are never noised.
-        fill: Id (end of text) that completes the last canvas, editable like the rest; None leaves it short.
-        all_clean: Keep the whole document in the clean part (without `fill`), so that each token is a target of
-            the token before it. None: where the model predicts the next token.
+        fill: Id (end of text) that completes the last canvas, editable like the rest; None leaves the canvas short.
+        all_clean: Whether the clean part holds the whole document (without `fill`), so that each of its tokens can be
+            predicted from the token before it. None: if the model predicts the next token.
 
     Returns:
-        The row's tokens, positions and key ranges; a bidirectional model has one canvas and no clean part, an
-        autoregressive one a clean part and no canvas.
+        Tokens, positions and key ranges of the document. A bidirectional model has one canvas and no clean part, an
+        autoregressive model a clean part and no canvas.
 
     Raises:
         ValueError: If `prompt` leaves no token to denoise.
@@ -173,7 +177,7 @@ def layout(
     if config.autoregressive and all_clean is not False:
         return _causal_document(ids, prompt)
     if config.pattern == "block_causal":
-        first = prompt // config.block * config.block  # the canvas that holds the first token to denoise
+        first = prompt // config.block * config.block  # start of the block with the first token to denoise
     else:
         first = prompt if config.pattern == "causal_encoder" else 0
     if fill is not None:
@@ -191,7 +195,7 @@ def layout(
 
 
 def _causal_document(ids: np.ndarray, prompt: int) -> LaidOutDocument:
-    """The document once, each token attending to those before it; what is editable is predicted by them."""
+    """Lays out a document for an autoregressive model: once, causally; editable tokens are predicted, never noised."""
     positions = np.arange(len(ids), dtype=np.int32)
     ranges = np.zeros((len(ids), 2, 2), np.int32)
     ranges[:, 0, 1] = positions + 1
@@ -201,15 +205,16 @@ def _causal_document(ids: np.ndarray, prompt: int) -> LaidOutDocument:
 def _clean_and_canvases(
     config: ModelConfig, ids: np.ndarray, prompt: int, starts: np.ndarray, clean: int
 ) -> LaidOutDocument:
-    """`clean` clean tokens, then canvases at the positions `starts`."""
+    """Lays out the first `clean` tokens, then the canvases that start at the positions `starts`."""
     noisy = np.arange(starts[0], len(ids))
     positions = np.concatenate([np.arange(clean), noisy]).astype(np.int32)
     canvas = (noisy - starts[0]) // config.block
-    clean_end = np.arange(clean) + 1  # causal
+    clean_end = np.arange(clean) + 1  # clean tokens attend to [0, clean_end): causal
     if config.pattern != "causal_encoder":
         clean_end = np.minimum(((clean_end - 1) // config.block + 1) * config.block, clean)
     ranges = np.zeros((len(positions), 2, 2), np.int32)
     ranges[:clean, 0, 1] = clean_end
+    # A canvas token attends to the clean tokens before its canvas, and to its canvas.
     ranges[clean:, 0, 1] = starts[canvas]
     # The canvas token at absolute position p is in slot clean + (p - starts[0]).
     ranges[clean:, 1, 0] = clean + canvas * config.block

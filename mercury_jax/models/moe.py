@@ -1,8 +1,9 @@
-"""Mixture of experts as plain functions: the choice of experts, and the feed-forward that the chosen ones compute.
+"""Mixture of experts as plain functions: routing (the choice of experts), and the feed-forward of the chosen experts.
 
-Tokens are sorted by expert, each expert's rows go through its gated feed-forward, and the results are weighted and
-summed. The matrix products use `kernels.grouped_matmul` on Hopper, `ragged_dot` on TPUs, and a loop over tiles of
-rows elsewhere. `ops.experts` and `tensor_parallel.experts` call `apply_experts`.
+A token has one row for each of its experts. Rows are sorted by expert, each expert applies its gated feed-forward to
+its rows, and the results are weighted and summed per token. The matrix products use `kernels.grouped_matmul` on Hopper,
+`ragged_dot` on TPUs, and a loop over tiles of rows elsewhere. `ops.experts` and `tensor_parallel.experts` call
+`apply_experts`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def route(
     """Chooses each token's experts and their weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     Args:
-        config: Number of experts, groups and normalisation.
+        config: Settings of the router.
         scores: Softmax or sigmoid of the router's logits, in at least fp32.
-        correction: Learned bias that is added for the choice alone; None: none.
+        correction: Learned bias that is added to the scores for the choice only, not for the weights; None: no bias.
 
     Returns:
-        Ids and weights [..., k] of the `config.active` best experts of each token.
+        Ids and weights [..., k] of the k = `config.active` best experts of each token.
     """
     choice = scores if correction is None else scores + correction
-    if config.groups > 1:  # only experts of the groups whose two best scores have the largest sums
+    if config.groups > 1:  # keep only the groups with the largest sums of their two best scores
         group_size = config.count // config.groups
         by_group = choice.reshape(*choice.shape[:-1], config.groups, group_size)
         strength = jax.lax.top_k(by_group, min(2, group_size))[0].sum(-1)  # [..., groups]
@@ -49,7 +50,7 @@ def route(
     _, ids = jax.lax.top_k(choice, config.active)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.renormalise:
-        # The sum of sigmoids may vanish, that of a softmax cannot.
+        # A sum of sigmoids can underflow to 0; the largest probabilities of a softmax cannot.
         floor = 1e-20 if config.score == "sigmoid" else 0.0
         weights = weights / (weights.sum(-1, keepdims=True) + floor)
     return ids.astype(jnp.int32), weights * config.scale
@@ -66,31 +67,32 @@ def apply_experts(
     total: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "*s D"]:
-    """sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, by the experts e = ids[n, j] of token n.
+    """Computes the weighted sum of the outputs of each token's experts.
 
-    Differentiable in x, weights and in stacks that are not quantised.
+    For token n it is the sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, with the matrices of expert
+    ids[n, j]. Differentiable in x, in weights, and in stacks that are not quantised.
 
     Args:
         x: Hidden states.
         ids: Experts of each token.
-        weights: Weight of each of them.
-        gate_up: [E, D, 2F]; the gate is the first half of the last axis.
-        down: [E, F, D].
+        weights: Weight of each of these experts.
+        gate_up: Gate and up matrices [E, D, 2F]; the gate is the first half of the last axis.
+        down: Down matrices [E, F, D].
         act: Activation of the gate.
-        first: With expert parallelism, the id of the first of the E experts of this device; the other experts
-            add nothing and cost nothing. None: the stacks hold all experts.
+        first: With expert parallelism, the id of the first of the E experts on this device. Experts of other devices
+            are skipped: they add nothing to the sum and cost nothing. None: the stacks hold all experts.
         total: Number of experts on all devices; None: E.
-        device: To compile kernels for; None: the device of this machine.
+        device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
-        [..., D] in the dtype of x; sums are in at least fp32.
+        The sums [..., D] in the dtype of x, accumulated in at least fp32.
     """
     shape, count = x.shape, gate_up.shape[0]
     x, ids, weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))  # N tokens
-    expert = ids.reshape(-1)  # [N * k]
-    if first is not None:  # experts of other devices are sorted behind all others
+    expert = ids.reshape(-1)  # [N * k] expert of each row; row i belongs to token i // k
+    if first is not None:  # give rows of other devices' experts the id E, which sorts them last
         expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
-    order = jnp.argsort(expert, stable=True)  # rows by expert; row r is of token order[r] // k
+    order = jnp.argsort(expert, stable=True)  # sorts rows by expert; row r is of token order[r] // k
     sizes = jnp.bincount(expert, length=count).astype(jnp.int32)  # rows of each expert [E]
     tile = tile_rows(expert.size, total or count)
     out = jax.lax.platform_dependent(
@@ -99,24 +101,25 @@ def apply_experts(
         tpu=lambda *args: ragged(act, *args, tile=tile),
         default=lambda *args: tiled(act, *args, tile=tile),
     )  # fmt: skip
+    # Put the results back in the order of tokens: [N * k, D] -> [N, k, D], then sum over k.
     index = jnp.arange(expert.size, dtype=order.dtype)
     rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)  # inverse of `order`
     out, exact = out[rank].reshape(*ids.shape, -1), accumulation_dtype(x.dtype)  # [N, k, D]
-    if first is not None:  # rows that the kernels do not write may hold anything, NaN too
+    if first is not None:  # the kernels do not write rows of skipped experts, which may hold NaN
         out = jnp.where((expert < count).reshape(*ids.shape, 1), out, 0)
     out = jnp.einsum("nk,nkd->nd", weights.astype(exact), out.astype(exact)).astype(x.dtype)
     return out.reshape(shape)
 
 
 def gated(act: Activation, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
-    """act(gate) * up of a fused projection.
+    """Computes act(gate) * up from a fused projection.
 
     Args:
         act: Activation of the gate.
-        hidden: Gates, then up-projections, W = 2F.
+        hidden: Gate and up projections, concatenated; W = 2F.
 
     Returns:
-        [..., F].
+        The hidden units [..., F].
     """
     gate, up = jnp.split(hidden, 2, axis=-1)
     return act(gate) * up
@@ -131,15 +134,15 @@ def grouped_or_tiled(
     tile: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M D"]:
-    """The experts' feed-forward on a GPU: by the grouped kernel where it takes both products, else `tiled`.
+    """Computes the experts' feed-forward on a GPU: with the grouped kernel if it supports both products, else `tiled`.
 
     XLA for GPUs has no grouped product: it turns `ragged_dot` into a dense product of every row with every expert,
-    with [E, M, D] in memory.
+    which needs an array [E, M, D].
 
     Args:
         act: Activation of the gate.
-        rows: Sorted by expert.
-        sizes: Rows of each expert. Rows behind the last expert's get anything.
+        rows: Rows sorted by expert.
+        sizes: Number of rows of each expert. The results of rows after sum(sizes) are undefined.
         gate_up: [E, D, 2F].
         down: [E, F, D].
         tile: Rows of a tile; None: `tile_rows`.
@@ -166,7 +169,7 @@ def refuses(
     tile: int | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """Why the grouped kernel does not take these experts.
+    """Gives the reason why the grouped kernel does not support these experts.
 
     Args:
         rows: Sorted by expert.
@@ -176,7 +179,7 @@ def refuses(
         device: To compile for.
 
     Returns:
-        The reason in words; None: it takes both products.
+        The reason in words; None: it supports both products.
     """
     for w in (gate_up, down):
         if isinstance(w, LoraWeight):
@@ -200,9 +203,9 @@ def ragged(
     down: Stack,
     tile: int | None = None,
 ) -> Float[Array, "M D"]:
-    """The experts' feed-forward on a TPU, whose compiler has a grouped product for `ragged_dot`.
+    """Computes the experts' feed-forward on a TPU, whose compiler has a grouped product for `ragged_dot`.
 
-    Quantised stacks use `tiled`: the compiler would first write all their matrices in the dtype of x.
+    Quantised stacks use `tiled`: `ragged_dot` would need all their matrices in the dtype of x in memory.
 
     Args:
         act: Activation of the gate.
@@ -234,7 +237,7 @@ def tiled(
     down: Stack,
     tile: int | None = None,
 ) -> Float[Array, "M D"]:
-    """The experts' feed-forward in plain jnp: a loop over tiles of rows, each of one expert.
+    """Computes the experts' feed-forward in plain jnp: a loop over tiles of rows, each with one expert.
 
     Args:
         act: Activation of the gate.
@@ -258,12 +261,12 @@ def _quantised(w: Stack) -> bool:
 
 
 def _of_expert(w: Stack, e: Array) -> Any:
-    """The matrices of expert e."""
+    """Selects the matrices of expert e from a stack."""
     return jax.tree.map(lambda x: x[e], w)
 
 
 def _one_expert(act: Activation, x: Float[Array, "t D"], gate_up: Any, down: Any) -> Float[Array, "t D"]:
-    """A tile through one expert, whose matrices alone are cast."""
+    """Applies one expert to a tile of rows; only the matrices of this expert are cast to the dtype of x."""
 
     def product(x: Array, w: Any) -> Array:
         if isinstance(w, LoraWeight):
@@ -276,7 +279,11 @@ def _one_expert(act: Activation, x: Float[Array, "t D"], gate_up: Any, down: Any
 
 
 def _tiled(act: Activation, tile: int, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> Array:
-    """The loop. A tile that reaches into the next expert's rows writes there; that expert's tiles write them again."""
+    """Runs the loop over tiles.
+
+    The last tile of an expert may reach into the rows of the next expert and write wrong results there. Tiles run in
+    the order of experts, so the tiles of the next expert overwrite these results.
+    """
     tiles, padded = tiles_of(sizes, len(rows), tile), jnp.pad(rows, ((0, tile), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
@@ -289,9 +296,10 @@ def _tiled(act: Activation, tile: int, rows: Array, sizes: Array, gate_up: Stack
 
 
 def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M D"]) -> tuple[Any, ...]:
-    """The same loop: hidden rows are computed again, and each expert's gradients are summed in place.
+    """Runs the backward pass in the same loop.
 
-    Of a stack with a low-rank addition only the two factors have a gradient; its base is frozen.
+    Hidden units are computed again for each tile, and the gradients of each expert are summed in place. In a stack with
+    a low-rank addition only the two factors get a gradient, because the base is frozen.
     """
     rows, sizes, gate_up, down = saved
     tiles = tiles_of(sizes, len(rows), tile)
@@ -303,25 +311,25 @@ def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M 
         stacks = _of_expert(gate_up, e), _of_expert(down, e)
         forward = lambda x, *learnt: _one_expert(act, x, *map(_with_learnt, stacks, learnt))
         _, vjp = jax.vjp(forward, x_tile, *map(_learnt, stacks))
-        own = (start + jnp.arange(tile) < tiles.end[i])[:, None]  # not rows of the next expert
+        own = (start + jnp.arange(tile) < tiles.end[i])[:, None]  # excludes rows of the next expert
         dx, *dw = vjp(jnp.where(own, dy_tile, 0))
         all_dx = jax.lax.dynamic_update_slice_in_dim(grads[0], dx, start, 0)
         return all_dx, jax.tree.map(lambda total, part: total.at[e].add(part), grads[1], tuple(dw))
 
     zeros = jax.tree.map(jnp.zeros_like, (padded_rows, (_learnt(gate_up), _learnt(down))))
     dx, (dw, dv) = jax.lax.fori_loop(0, tiles.count, step, zeros)
-    no_gradient = lambda w: jax.tree.map(jnp.zeros_like, w)  # of the frozen bases, which nobody reads
+    no_gradient = lambda w: jax.tree.map(jnp.zeros_like, w)  # for the frozen bases; never read
     dw, dv = (_with_learnt(no_gradient(w), d) for w, d in ((gate_up, dw), (down, dv)))
     return dx[: len(rows)], np.zeros(sizes.shape, jax.dtypes.float0), dw, dv
 
 
 def _learnt(w: Any) -> Any:
-    """The part of a stack that has a gradient."""
+    """Returns the part of a stack that has a gradient: the LoRA factors, or the whole stack."""
     return (w.a, w.b) if isinstance(w, LoraWeight) else w
 
 
 def _with_learnt(w: Any, learnt: Any) -> Any:
-    """A stack with other values of that part."""
+    """Replaces the part of a stack that `_learnt` returns."""
     return dataclasses.replace(w, a=learnt[0], b=learnt[1]) if isinstance(w, LoraWeight) else learnt
 
 

@@ -1,7 +1,7 @@
-"""From a network to a `types.Model`: the output head, and the record of pure functions that the architectures share.
+"""Turns a network into a `types.Model`, and computes logits and embedding mixtures; shared by the architectures.
 
-A network is a Flax module over `masks.NetworkInputs` with a field `ops`. The files of the architectures state what it
-computes; `model_of` gives it the operations of the mesh and the device that a pass runs on (`ops`, `tensor_parallel`).
+A network is a Flax module over `masks.NetworkInputs` with a field `ops`. The file of an architecture says what the
+network computes; `model_of` sets `ops` for the mesh and the device that a pass runs on (`ops`, `tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ BLOCK_POLICIES: dict[RematPolicy, Callable[..., bool]] = {
 
 
 def rematerialised(block: type[Net], policy: RematPolicy) -> type[Net]:
-    """A block whose intermediate values are computed again in the backward pass.
+    """Wraps a block so that the backward pass computes its intermediate values again.
 
     Args:
         block: A module; its parameters keep their names.
-        policy: What is kept beside the block's input; "none" keeps everything.
+        policy: Which intermediate values are kept (`RematPolicy`); "none" keeps all of them.
 
     Returns:
-        The module to build in its place.
+        The module to build instead of `block`.
     """
     return block if policy == "none" else nn.remat(block, policy=BLOCK_POLICIES[policy])
 
@@ -70,21 +70,21 @@ def model_of(
     explicit: bool = True,
     **fields: Any,
 ) -> Model:
-    """The model of a network.
+    """Builds the model of a network.
 
     Args:
         config: Sizes and attention pattern.
-        net: The network. For each pass a copy of it gets the operations of that pass.
+        net: The network. Each pass runs a copy of it with the operations (`ops`) of that pass.
         init: init(net, key, inputs of one token) -> Flax variables.
-        apply: A pass without a cache, of a network that is bound to its parameters.
-        forward: A pass over a KV cache.
+        apply: Computes a pass without a cache; gets the network bound to its parameters.
+        forward: Computes a pass over a KV cache; gets the unbound network and its parameters.
         empty_cache: empty_cache(batch, slots) -> cache.
         shardings: Path rules of the parameters.
-        explicit: Passes over a cache are divided among devices by `tensor_parallel`. False: by XLA's partitioner.
-        **fields: Of `Model`: `head`, and those of the features that the architecture has.
+        explicit: Whether `tensor_parallel` divides passes over a cache among devices. False: XLA's partitioner does.
+        **fields: Further fields of `Model`: `head`, and the optional features of the architecture.
 
     Returns:
-        The model. Its functions are those of `types.Model`.
+        The model.
     """
 
     def init_params(key: Key) -> Params:
@@ -100,7 +100,8 @@ def model_of(
         device: Device | None = None,
         routing: bool = False,
     ) -> Hidden:
-        # A collection of Flax that layers write to only where it is asked for; it leaves rematerialised layers, too.
+        # Routers write their outputs to the Flax collection "routing", which is only written if it is mutable. It
+        # also carries values out of rematerialised layers.
         run = nn.apply(
             apply, net.clone(ops=device_ops(device, mesh)), mutable=["routing"] if routing else False
         )
@@ -141,17 +142,19 @@ def lm_head(
     *,
     softcap: float | None = None,
 ) -> Float[Array, "B T V"]:
-    """Logits of the ids first .. first + size, so that `decode.chunked_vocab` never holds those of a large vocabulary.
+    """Computes logits of the ids first .. first + size - 1.
+
+    `decode.chunked_vocab` calls it for chunks of ids, so that it never stores all logits of a large vocabulary.
 
     Args:
-        params: With `head` [D, V], or without one; then the head is tied to `embed` [V, D].
+        params: Parameters with `head` [D, V]; without it, the head is tied to `embed` [V, D].
         hidden: Final hidden states.
         first: The first id; may be traced.
         size: Number of ids; None: all.
         softcap: Logits become softcap * tanh(logits / softcap); None: unchanged.
 
     Returns:
-        Logits [B, T, size], products in the dtype of `hidden`, sums in at least fp32.
+        Logits [B, T, size]. Products are in the dtype of `hidden`, sums in at least fp32.
     """
     if "head" in params:
         w, equation = _slice(params["head"], first, size, 1), "btd,dv->btv"
@@ -169,14 +172,14 @@ def embed_mixture(
     dtype: DTypeLike,
     scale: float = 1.0,
 ) -> Float[Array, "B T D"]:
-    """Weighted sum of embeddings: scale * sum over v of weights[..., v] * embed[first + v].
+    """Computes a weighted sum of embeddings: scale * sum over v of weights[..., v] * embed[first + v].
 
     Args:
-        params: With `embed` [V, D].
+        params: Parameters with `embed` [V, D].
         weights: Weight of each id of the chunk.
-        first: The chunk's first id; may be traced.
-        dtype: Of the products; sums are in at least fp32.
-        scale: Factor that the network applies to embeddings of tokens too.
+        first: First id of the chunk; may be traced.
+        dtype: Dtype of the products; sums are in at least fp32.
+        scale: The factor by which the network also multiplies token embeddings.
 
     Returns:
         Embeddings [B, T, D].

@@ -1,8 +1,8 @@
-"""The operations of a network that are divided among devices, as a record that the networks get as their field `ops`.
+"""The operations of a network that may be divided among devices: a record that is the field `ops` of each network.
 
-Model files state what is computed; this record decides where. `Ops()` runs everything on one device, `device_ops`
-also keeps the rows of a training step sharded, and `tensor_parallel.cache_ops` runs a pass over a KV cache with tensor
-and expert parallelism.
+Model files say what is computed, this record says where. `Ops()` runs everything on one device, `device_ops` also keeps
+the rows of a training step sharded, and `tensor_parallel.cache_ops` runs a pass over a KV cache with tensor and expert
+parallelism.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ Weight = Array | QuantisedWeight | LoraWeight
 class Term(NamedTuple):
     """One summand of a layer's output, not computed yet.
 
-    Where heads, hidden units or experts are divided among devices, each of them has a part of the value. A layer
-    states its terms, and `Ops.sum_terms` computes and adds those that are needed at the same time.
+    If heads, hidden units or experts are divided among devices, each device computes a partial value, and the summand
+    is the sum of these over the devices. A layer creates terms, and `Ops.sum_terms` computes and adds all terms that
+    are needed at the same time, with one all-reduce.
 
     Attributes:
         run: Computes the term from `args`.
@@ -50,9 +51,10 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
 
     Args:
         x: Activations.
-        w: A matrix, possibly quantised, whose scales multiply the result, or one with a low-rank addition.
+        w: A matrix. If it is quantised, its scales multiply the result; a low-rank addition (LoRA) is added.
         count: Number of contracted axes.
-        mesh: Of a training step: keeps the rows of x and of the result sharded (`sharding.constrain_rows`).
+        mesh: Mesh of a training step, on which the rows of x and of the result stay sharded
+            (`sharding.constrain_rows`); None: no constraint.
 
     Returns:
         The product, in the dtype of x.
@@ -69,30 +71,30 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
 
 
 def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> Term:
-    """`dot` as a term.
+    """Makes a term of `dot`.
 
     Args:
         x: Activations.
         w: A matrix, possibly quantised.
         count: Number of contracted axes.
-        mesh: Of a training step.
+        mesh: Mesh of a training step, or None.
 
     Returns:
-        The product [B, T, *o].
+        The product [B, T, *o] as a term.
     """
     return Term(functools.partial(dot, count=count, mesh=mesh), (x, w))
 
 
 def embed(table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> Term:
-    """Looks up embeddings.
+    """Makes a term that looks up embeddings.
 
     Args:
         table: Embeddings.
         tokens: Ids.
-        then: Applied to the embeddings; maps zeros to zeros.
+        then: Function applied to the embeddings; it must map zeros to zeros.
 
     Returns:
-        then(table[tokens]) [B, T, *w].
+        then(table[tokens]) [B, T, *w] as a term.
     """
     return Term(lambda tokens, table: then(table[tokens]), (tokens, table))
 
@@ -105,18 +107,18 @@ def experts(
     act: Activation,
     device: Device | None = None,
 ) -> Term:
-    """`moe.apply_experts` as a term.
+    """Makes a term of `moe.apply_experts`.
 
     Args:
         x: Hidden states.
         ids: Experts of each token.
-        weights: Weight of each of them.
-        stacks: [E, D, 2F] and [E, F, D].
+        weights: Weight of each of these experts.
+        stacks: Matrices of all experts: gate and up [E, D, 2F], and down [E, F, D].
         act: Activation of the gate.
-        device: To compile kernels for; None: the device of this machine.
+        device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
-        The weighted sum of the experts' outputs [B, T, D].
+        The weighted sum of the experts' outputs [B, T, D] as a term.
     """
     return Term(functools.partial(moe.apply_experts, act=act, device=device), (x, ids, weights, *stacks))
 
@@ -134,7 +136,7 @@ def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:
 
 
 class Ops(NamedTuple):
-    """What a network calls instead of the functions themselves. The defaults run on one device.
+    """The operations that a network calls. The defaults run on one device.
 
     Attributes:
         dot: dot(x, w, count) -> array.
@@ -146,7 +148,7 @@ class Ops(NamedTuple):
         sum_terms: sum_terms(*sequences of terms) -> their sums. Sums that are needed at the same time are passed
             together, so that on a mesh they share one all-reduce.
         map_rows: map_rows(f, x, *shared) -> f(x, *shared), for an f that treats the rows of x independently.
-        replicate: replicate(x) -> x; on a mesh every device then holds all columns of its rows.
+        replicate: replicate(x) -> x; on a mesh, gathers all columns of each row on the devices of that row.
     """
 
     dot: Callable[..., Array] = dot
@@ -160,8 +162,8 @@ class Ops(NamedTuple):
     replicate: Callable[[Array], Array] = lambda x: x
 
 
-# Initialising runs the network once to create its parameters, whose shapes and values do not depend on what attention
-# and experts compute. So both only return an array of the right shape, and no kernel is chosen or traced.
+# Initialisation runs the network once to create the parameters. Their shapes and values do not depend on the results of
+# attention and experts, so both only return an array of the right shape, and no kernel is chosen or traced.
 INIT_OPS = Ops(
     attend=lambda q, k, v, ranges, **options: q,
     experts=lambda x, ids, weights, stacks, act: Term(lambda x: x, (x,)),
@@ -169,14 +171,15 @@ INIT_OPS = Ops(
 
 
 def device_ops(device: Device | None, mesh: Mesh | None = None) -> Ops:
-    """The operations of a pass that XLA's partitioner divides among devices, if there are several.
+    """Makes the operations of a pass that runs on one device, or that XLA's partitioner divides among devices.
 
     Args:
-        device: To compile kernels for; None: the device of this machine.
-        mesh: Of a training step, whose products keep their rows sharded over `data` and `fsdp`; None: otherwise.
+        device: Device to compile kernels for; None: the device of this machine.
+        mesh: Mesh of a training step, in which products keep their rows sharded over `data` and `fsdp`; None: no
+            constraint.
 
     Returns:
-        Operations that do not communicate themselves.
+        Operations without explicit communication.
     """
     ops = Ops()
     if device is not None:

@@ -1,8 +1,8 @@
-"""`Model.layout`: how documents stand in training rows, one at a time or many rows at once.
+"""`Model.layout`: lays out documents in training rows, one document or many rows at a time.
 
-Calling a `DocumentLayout` lays out one document (`masks.layout`). Its other methods are the same arithmetic for arrays
-of pieces of running text, which `train.data` fills whole rows with: a row of pieces costs a few numpy calls, not a call
-for each piece. Here every piece has whole canvases; the last one of a text that ends is completed with `fill`.
+Calling a `DocumentLayout` lays out one document (`masks.layout`). Its other methods do the same arithmetic on arrays of
+pieces of running text, with which `train.data` fills whole rows: a batch of rows costs a few numpy calls instead of one
+call per piece. Every piece has whole canvases here; `fill` completes the last canvas at the end of a text.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mercury_jax.types import Batch, Count, LaidOutDocument, PieceSizes, RowPiec
 
 
 class Segments(NamedTuple):
-    """Runs of positions with the same key ranges, in the order of rows and positions, all [S].
+    """Runs of adjacent positions with the same key ranges, in the order of rows and positions; arrays [S].
 
-    A segment is a canvas or a part of the clean positions of one piece. `causal` marks clean positions each of which
-    attends to its piece up to itself: their ranges end with themselves.
+    A segment is a canvas, or part of the clean positions of one piece. `causal` marks segments of clean positions that
+    attend causally: the first range of each position ends with the position itself.
     """
 
     piece: np.ndarray
     length: np.ndarray
-    position: np.ndarray  # of its first token in the document
-    slot: np.ndarray  # of its first token in the row
-    ranges: np.ndarray  # [S, 4]
+    position: np.ndarray  # position of the segment's first token in the document
+    slot: np.ndarray  # position of its first token in the row
+    ranges: np.ndarray  # [S, 4] two key ranges in the row: start, end, start, end
     editable: np.ndarray  # [S, 2] positions [from, to)
-    canvas: np.ndarray
+    canvas: np.ndarray  # index of the canvas within the row, -1 for clean segments
     causal: np.ndarray | None
 
 
@@ -39,7 +39,7 @@ class DocumentLayout:
     """Lays documents out for a model's attention pattern; the `RowLayout` of every model.
 
     Attributes:
-        config: Its pattern and block size.
+        config: Its pattern and block size are used.
     """
 
     config: ModelConfig
@@ -50,10 +50,10 @@ class DocumentLayout:
         """Lays out one document.
 
         Args:
-            ids: See `masks.layout`, as for the other arguments.
+            ids: Tokens of the document [n]. `masks.layout` describes all arguments.
             prompt: Number of tokens at its start that are never noised.
             fill: Id that completes the last canvas.
-            all_clean: Keep the whole document in the clean part.
+            all_clean: Whether the clean part holds the whole document.
 
         Returns:
             The document.
@@ -62,11 +62,11 @@ class DocumentLayout:
 
     @property
     def block(self) -> int:
-        """Tokens of a canvas; those of a bidirectional model's one canvas are a multiple of it."""
+        """Tokens of a canvas. The single canvas of a bidirectional model has a multiple of this number."""
         return self.config.block
 
     def first_canvas(self, prompts: Count) -> Count:
-        """Finds where the first canvas of each document starts: the prompts [P] -> positions [P]; or of one."""
+        """Finds the position at which the first canvas starts, from prompt lengths [P] or one length."""
         if self.config.pattern == "causal_encoder":
             return prompts
         if self.config.pattern == "block_causal":
@@ -77,15 +77,15 @@ class DocumentLayout:
         """Counts the positions of pieces whose last canvas is completed.
 
         Args:
-            lengths: Tokens of each piece [P]; or of one, whose sizes Python counts faster than numpy.
-            prompts: Tokens at its start that are never noised [P].
+            lengths: Number of tokens of each piece [P], or an int for one piece (faster than an array of one).
+            prompts: Number of tokens at its start that are never noised [P].
 
         Returns:
             The sizes.
         """
         first = self.first_canvas(prompts)
         canvases = -((first - lengths) // self.block)
-        if self.config.autoregressive:  # each token stands once, as a clean one
+        if self.config.autoregressive:  # each token occurs once, in the clean part
             return PieceSizes(first, canvases, lengths, lengths)
         if self.config.pattern == "bidirectional":
             clean = lengths * 0
@@ -97,11 +97,11 @@ class DocumentLayout:
         """Counts the tokens of the longest piece whose whole canvases fit into `room` positions.
 
         Args:
-            room: Positions.
-            prompt: Tokens at the piece's start that are never noised.
+            room: Number of free positions.
+            prompt: Number of tokens at the piece's start that are never noised.
 
         Returns:
-            Tokens; 0 where not one canvas fits.
+            Number of tokens; 0 if not even one canvas fits.
         """
         first = self.first_canvas(prompt)
         if self.config.autoregressive:
@@ -127,19 +127,19 @@ class DocumentLayout:
         """Lays out rows of pieces.
 
         Args:
-            tokens: The pieces' tokens, int32 [N].
-            pieces: The pieces, which fit their rows; each row has one at least.
-            shape: Rows B and positions T.
-            fill: Id that completes a last canvas.
+            tokens: Tokens of all pieces, int32 [N].
+            pieces: The pieces; those of a row fit into its T positions, and each row has at least one.
+            shape: (B rows, T positions).
+            fill: Id that completes the last canvas of a text.
             pad: Id that fills the rest of a row.
-            spans: Narrows what is editable in each canvas; None keeps all of it.
+            spans: Narrows the editable positions of each canvas; None keeps all of them.
 
         Returns:
-            numpy arrays [B, T], equal to those of the pieces laid out one by one and packed.
+            numpy arrays [B, T], equal to the result of laying out the pieces one by one and packing them.
         """
         count, length = shape
         sizes = self.sizes(pieces.length, pieces.prompt)
-        # Where each piece starts in its row: the slots before it, less those of the rows before.
+        # 1. Where each piece starts in its row [P]: slots of all pieces before it, minus the slots of earlier rows.
         before = np.cumsum(sizes.slots) - sizes.slots
         firsts = np.searchsorted(pieces.row, np.arange(count))  # the first piece of each row
         begin = before - before[firsts][pieces.row]
@@ -148,7 +148,8 @@ class DocumentLayout:
             noised = np.flatnonzero(segments.canvas >= 0)
             segments.editable[noised] = spans(segments.piece[noised], segments.editable[noised])
 
-        # The rest of a row belongs to its last segment, until it is overwritten below.
+        # 2. Repeat the values of each segment over its positions [B * T]. The last segment of a row is extended over
+        # the free positions at the end of the row, so that rows stay aligned; step 4 overwrites these positions.
         ends = np.append(firsts[1:], len(begin)) - 1
         used = begin[ends] + sizes.slots[ends]
         lengths = segments.length.copy()
@@ -169,12 +170,13 @@ class DocumentLayout:
             own = slots % length + 1
             np.copyto(ranges[:, 1], own, where=every(segments.causal))
 
-        # What completes a last canvas stands at the end of its piece.
+        # 3. Completed canvases: the last `short` positions of a piece lie past its tokens and get `fill`.
         short = sizes.first + sizes.canvases * self.block - pieces.length
         after = pieces.row * length + begin + sizes.slots - np.cumsum(short)
         found[np.repeat(after, short) + np.arange(short.sum())] = fill
         found, positions, canvas = (x.reshape(shape) for x in (found, positions, canvas))
         ranges, editable = ranges.reshape(*shape, 2, 2), editable.reshape(shape)
+        # 4. Padding: free positions at the end of a row attend to nothing.
         for row, end in enumerate(used):
             if end < length:
                 found[row, end:], positions[row, end:], canvas[row, end:] = pad, 0, -1
@@ -184,7 +186,17 @@ class DocumentLayout:
     def _segments(
         self, pieces: RowPieces, sizes: PieceSizes[np.ndarray], begin: np.ndarray, firsts: np.ndarray
     ) -> Segments:
-        """Cuts pieces, which begin at the slots `begin` [P] of their rows, into segments."""
+        """Cuts pieces into segments.
+
+        Args:
+            pieces: The pieces.
+            sizes: Their sizes.
+            begin: Slot of its row at which each piece starts [P].
+            firsts: Index of the first piece of each row [B].
+
+        Returns:
+            The segments of all rows.
+        """
         block, number = self.block, np.arange(len(begin))
         if (
             self.config.autoregressive
@@ -208,12 +220,12 @@ class DocumentLayout:
         piece = np.repeat(number, count)
         nth = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
         first, clean, start = sizes.first[piece], sizes.clean[piece], begin[piece]
-        n = nth - clean_segments[piece]  # number of the canvas in its piece, below 0 for clean segments
+        n = nth - clean_segments[piece]  # index of the canvas in its piece, negative for clean segments
         noised = n >= 0
         position = np.where(noised, first + n * block, 0 if causal else nth * block)
-        inside = np.where(noised, clean + n * block, position)  # slot in the piece
+        inside = np.where(noised, clean + n * block, position)  # slot relative to the start of the piece
         length = np.where(noised, block, clean if causal else np.minimum(block, clean - position))
-        # A canvas attends to the clean positions before it and to itself, a clean block to all up to its end.
+        # A canvas attends to the clean positions before it and to itself, a clean block to all positions up to its end.
         seen = np.where(noised, position, position + length)
         slot = start + inside
         zero = np.zeros_like(slot)
@@ -222,7 +234,7 @@ class DocumentLayout:
             np.where(noised, slot, zero), np.where(noised, slot + block, zero),
         ]  # fmt: skip
         editable = [np.maximum(position, pieces.prompt[piece]) * noised, (position + block) * noised]
-        canvases = np.cumsum(sizes.canvases) - sizes.canvases  # of the pieces before, in all rows
+        canvases = np.cumsum(sizes.canvases) - sizes.canvases  # canvases of all pieces before, over all rows
         canvas = np.where(noised, (canvases - canvases[firsts][pieces.row])[piece] + n, -1)
         return Segments(
             piece, length, position, slot, np.stack(ranges, 1).astype(np.int32),

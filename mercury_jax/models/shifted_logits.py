@@ -1,8 +1,8 @@
 """Models whose logits are shifted: the hidden state at position i - 1 predicts the token at position i.
 
-A denoiser made from an autoregressive model may keep its habit of predicting the next token (Dream, DiffuCoder,
-Fast-dLLM v2). The token before the canvas then precedes each pass: it is computed again and its key is written
-nowhere. Nothing is carried from pass to pass but the tokens themselves, which the cache stores beside their keys.
+Denoisers that were made from autoregressive models may keep the next-token alignment (Dream, DiffuCoder, Fast-dLLM v2).
+A canvas then also needs the hidden state of the token before it. Each pass therefore computes that token again, in
+front of the canvas, without writing its key. The cache stores the ids of its tokens for this; no hidden state is kept.
 `transformer.build` uses these functions for configs with alignment="shifted".
 """
 
@@ -21,14 +21,14 @@ from mercury_jax.types import PackedPass, Params, Pass
 
 
 class ShiftedCache(NamedTuple):
-    """Keys and values, and the token of each slot."""
+    """Keys and values of each layer, and the token id of each slot."""
 
     kv: tuple[kv_cache.KV, ...]
     tokens: Int[Array, "B S"]
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> ShiftedCache:
-    """`Model.empty_cache` of a model with shifted logits.
+    """Creates a cache of zeros for a model with shifted logits (`Model.empty_cache`).
 
     Args:
         config: Sizes of the model.
@@ -43,10 +43,10 @@ def empty_cache(config: ModelConfig, batch: int, slots: int) -> ShiftedCache:
 
 
 def apply(net: nn.Module, given: PackedPass) -> Array:
-    """A pass without a cache in which each position takes the hidden state of the position before it.
+    """Runs a pass without a cache, and gives each position the hidden state of the position before it.
 
     Args:
-        net: The network, a `transformer.Transformer` that is bound to its parameters.
+        net: The network, a `transformer.Transformer` bound to its parameters.
         given: Packed rows.
 
     Returns:
@@ -56,9 +56,10 @@ def apply(net: nn.Module, given: PackedPass) -> Array:
     inputs = masks.NetworkInputs(given.tokens, positions, given.ranges)
     hidden = net(inputs)[0]  # pyright: ignore[reportCallIssue]  # flax names no call of a module
     slot = jnp.arange(given.tokens.shape[1])
-    # A canvas's first token follows the last of the clean tokens that it attends to, the end of its first range: the
-    # slot before it may hold the noised end of another canvas.
-    own = given.ranges[:, :, 1]  # of a canvas after clean tokens; empty elsewhere
+    # The position before a canvas is the last clean token that the canvas attends to: the end of its first key range.
+    # It is not the slot before the canvas, which may hold the noised end of another canvas. `source` [B, T] is the slot
+    # from which each position takes its hidden state; position 0 has no token before it and keeps its own.
+    own = given.ranges[:, :, 1]  # range of the canvas itself; empty for clean tokens
     first = (own[..., 0] == slot) & (own[..., 0] < own[..., 1])
     source = jnp.where(first, jnp.maximum(given.ranges[:, :, 0, 1] - 1, 0), jnp.maximum(slot - 1, 0))
     source = jnp.where(positions == 0, slot, source)
@@ -66,7 +67,7 @@ def apply(net: nn.Module, given: PackedPass) -> Array:
 
 
 def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, ShiftedCache]:
-    """A pass over a cache with the token before `start` in front of each row.
+    """Runs a pass over a cache with the token at start - 1 in front of each row.
 
     Args:
         net: The network, a `transformer.Transformer`, whose config has alignment="shifted".
@@ -74,8 +75,8 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
         given: Tokens, a `ShiftedCache` and positions.
 
     Returns:
-        Hidden states [B, T, D], aligned with the tokens that they predict in denoising rows; encoding rows keep
-        those of their own positions. And the cache.
+        The hidden states [B, T, D] and the cache. In denoising rows, hidden states are aligned with the tokens that
+        they predict; encoding rows keep the hidden states of their own positions.
 
     Raises:
         ValueError: For `leave_one_out`.
@@ -91,11 +92,11 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
     capacity = cache.tokens.shape[1]
     run = masks.cache_pass_inputs(config, given, capacity)
     cached = cache.tokens.at[jnp.arange(tokens.shape[0])[:, None], run.slots].set(tokens, mode="drop")
-    full = tokens.shape[1] == capacity  # then every row starts at 0, and no token precedes it
-    soft = given.self_cond or None  # of models with soft masking
+    full = tokens.shape[1] == capacity  # then every row starts at position 0, and no token comes before it
+    soft = given.self_cond or None  # set only with soft masking
     if not full:
         soft = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (1, 0), (0, 0)]), soft)
-        # One token in front, which attends to the keys that it attended to when it was encoded.
+        # Add one token in front; it attends to the same keys as when it was encoded.
         position = jnp.maximum(given.start - 1, 0)[:, None]  # [B, 1]
         used = ((given.start > 0) & (given.used > 0))[:, None]
         stop = given.end if config.pattern == "bidirectional" else given.start

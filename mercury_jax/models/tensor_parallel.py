@@ -1,8 +1,8 @@
-"""A pass over a KV cache with explicit tensor and expert parallelism (`sharding.with_mesh`).
+"""Passes over a KV cache with explicit tensor and expert parallelism (`sharding.with_mesh`).
 
-Every device computes with the parameters it holds: its heads and their keys, its hidden units, its experts, each
-whole. Norms, residuals and routers are computed on every device. The results are terms of sums, which are added by two
-all-reduces per layer, after the attention and after the feed-forward (Megatron-LM: Shoeybi et al., arXiv 1909.08053).
+Each device computes with the parameters that it holds: some heads and their keys, some hidden units, and some whole
+experts. Every device computes all norms, residuals and routers. Partial results are summed by two all-reduces per
+layer, after the attention and after the feed-forward (Megatron-LM, arXiv 1909.08053).
 
 `cache_ops` passes these functions to a network as its `ops`.
 """
@@ -27,19 +27,19 @@ from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Device, LoraWeight
 
-SUMMED = ("tensor", "expert")  # the axes whose devices may hold parts of a sum
+SUMMED = ("tensor", "expert")  # mesh axes along which devices may hold partial sums
 _on_each_device = functools.partial(jax.shard_map, check_vma=False)
 
 
 def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
-    """The operations of a pass over a cache that is divided over a mesh.
+    """Makes the operations of a pass over a cache that is divided over a mesh.
 
     Args:
-        mesh: With the axes of `sharding.AXES`; None: one device.
-        device: To compile kernels for; None: the device of this machine.
+        mesh: A mesh with the axes `sharding.AXES`; None: one device.
+        device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
-        Operations that communicate explicitly, by `shard_map`.
+        Operations that communicate explicitly in a `shard_map`.
     """
     if mesh is None:
         return device_ops(device)
@@ -56,15 +56,21 @@ def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
 
 
 def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
-    """The PartitionSpec entry of the rows of an array [B, ...]."""
+    """Returns the PartitionSpec entry for the rows of an array [B, ...]: `data` if it divides them, else None."""
     return dividing_axes(("data",), x.shape[0], mesh) or None
 
 
 def _weight_spec(w: Weight, spec: P, scale: P) -> Any:
-    """The spec of a matrix, and of its scales if it is quantised, or its factors if it has a low-rank addition.
+    """Builds the spec of a matrix, including the scales of a quantised one or the factors of a low-rank addition.
 
-    The first axis of `spec` is an axis of experts where `scale` has it too, else a contracted one: of the factors the
-    first has both, the second only the experts.
+    Args:
+        w: The matrix.
+        spec: Spec of its array; it names the first axis only, which holds the experts or is contracted.
+        scale: Spec of its scales: the same if the first axis holds the experts, P() if it is contracted.
+
+    Returns:
+        A tree of specs with the structure of w. The LoRA factor `a` has the expert and contracted axes of w and gets
+        `spec`; `b` has only the expert axis and gets `scale`.
     """
     if isinstance(w, LoraWeight):
         return dataclasses.replace(w, base=_weight_spec(w.base, spec, scale), a=spec, b=scale)
@@ -77,10 +83,10 @@ def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]
 
     Args:
         mesh: The mesh.
-        *sums: The terms of each sum; all sums have one shape.
+        *sums: The terms of each sum; all sums have the same shape.
 
     Returns:
-        The sums, on every device for its own rows.
+        The sums; each device holds its rows.
     """
     terms = [term for sequence in sums for term in sequence]
     axes = tuple(axis for axis in SUMMED if any(axis in term.axes for term in terms))
@@ -89,7 +95,7 @@ def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]
         values = []
         for term, own in zip(terms, args, strict=True):
             found = term.run(*own)
-            # Along the axes where all devices have the same value, only the first device adds it.
+            # Along an axis where all devices have the same value, only the first device may add it to the psum.
             first = [jax.lax.axis_index(axis) == 0 for axis in axes if axis not in term.axes]
             values.append(jnp.where(functools.reduce(operator.and_, first), found, 0) if first else found)
         each = iter(values)
@@ -106,9 +112,10 @@ def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]
 
 
 def dot_term(mesh: Mesh, x: Float[Array, "B T *s"], w: Weight, count: int) -> Term:
-    """`ops.dot` with the first contracted axis (x's third, w's first) sharded over `tensor`.
+    """Makes a term of `ops.dot` with the first contracted axis (third of x, first of w) sharded over `tensor`.
 
-    x was made by matrices sharded over `tensor` or by `attend`, so no data moves before the all-reduce.
+    x is the output of `attend`, or of matrices sharded over `tensor`, so it is already sharded in this way: no data
+    moves before the all-reduce.
 
     Args:
         mesh: The mesh.
@@ -117,7 +124,7 @@ def dot_term(mesh: Mesh, x: Float[Array, "B T *s"], w: Weight, count: int) -> Te
         count: Number of contracted axes.
 
     Returns:
-        The product [B, T, *o].
+        The product [B, T, *o] as a term.
     """
     axes = dividing_axes(("tensor",), x.shape[2], mesh)
     specs = (P(_row_axes(mesh, x), None, axes or None), _weight_spec(w, P(axes or None), P()))
@@ -125,16 +132,18 @@ def dot_term(mesh: Mesh, x: Float[Array, "B T *s"], w: Weight, count: int) -> Te
 
 
 def embed(mesh: Mesh, table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> Term:
-    """Looks up embeddings in a table whose rows are sharded over `tensor`: a device adds those of the ids it holds.
+    """Makes a term that looks up embeddings in a table whose rows are sharded over `tensor`.
+
+    Each device looks up the ids whose rows it holds, and has zeros for all other ids.
 
     Args:
         mesh: The mesh.
         table: Embeddings.
         tokens: Ids.
-        then: Applied to the embeddings; maps zeros to zeros.
+        then: Function applied to the embeddings; it must map zeros to zeros.
 
     Returns:
-        then(table[tokens]) [B, T, *w].
+        then(table[tokens]) [B, T, *w] as a term.
     """
     axes = dividing_axes(("tensor",), table.shape[0], mesh)
 
@@ -150,13 +159,15 @@ def embed(mesh: Mesh, table: Float[Array, "V *w"], tokens: Int[Array, "B T"], th
 
 
 def map_rows(mesh: Mesh, f: Callable[..., Any], x: Float[Array, "B *s"], *shared: Array) -> Any:
-    """Computes f on every device for its own rows; XLA's partitioner would gather all rows to sort some of them.
+    """Computes f on each device for the rows of that device.
+
+    For a function that sorts, such as top-k, XLA's partitioner would gather all rows on every device.
 
     Args:
         mesh: The mesh.
         f: A function that treats the rows of x independently.
-        x: Its first argument.
-        *shared: Its other arguments, the same on every device.
+        x: First argument of f.
+        *shared: Other arguments of f, the same on every device.
 
     Returns:
         f(x, *shared).
@@ -167,7 +178,7 @@ def map_rows(mesh: Mesh, f: Callable[..., Any], x: Float[Array, "B *s"], *shared
 
 
 def replicate(mesh: Mesh, x: Float[Array, "B *s"]) -> Float[Array, "B *s"]:
-    """Gathers all columns of each row on the devices that compute it.
+    """Gathers all columns of each row on the devices that compute this row.
 
     Args:
         mesh: The mesh.
@@ -188,19 +199,21 @@ def experts(
     act: Activation,
     device: Device | None = None,
 ) -> Term:
-    """`ops.experts` with the experts sharded over `expert` and `tensor`, each whole on one device.
+    """Makes a term of `ops.experts` with the experts sharded over `expert` and `tensor`, each whole on one device.
+
+    Each device computes the experts that it holds, and adds zeros for the others.
 
     Args:
         mesh: The mesh.
         x: Hidden states.
         ids: Experts of each token.
-        weights: Weight of each of them.
-        stacks: [E, D, 2F] and [E, F, D].
+        weights: Weight of each of these experts.
+        stacks: Matrices of all experts: gate and up [E, D, 2F], and down [E, F, D].
         act: Activation of the gate.
-        device: To compile kernels for.
+        device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
-        The weighted sum of the experts' outputs [B, T, D]; a device adds those of the experts it holds.
+        The weighted sum of the experts' outputs [B, T, D] as a term.
     """
     count = stacks[0].shape[0]
     axes = dividing_axes(("expert", "tensor"), count, mesh)
@@ -222,17 +235,17 @@ def write(
     v: Float[Array, "B T G K"],
     slots: Int[Array, "B T"],
 ) -> kv_cache.KV:
-    """`cache.write` on every device for the key heads that it holds.
+    """Runs `cache.write` on each device for the key heads that it holds.
 
     Args:
         mesh: The mesh.
-        kv: A layer's cache.
+        kv: The cache of one layer.
         k: Keys.
         v: Values.
-        slots: Of the tokens.
+        slots: Slot of each token.
 
     Returns:
-        The cache with these tokens.
+        The updated cache.
     """
     rows = _row_axes(mesh, k)
     heads = P(rows, None, dividing_axes(("tensor",), k.shape[2], mesh) or None)
@@ -248,9 +261,10 @@ def attend(
     ranges: Int[Array, "B T R 2"],
     **options: Any,
 ) -> Float[Array, "B T H K"]:
-    """`kv_quant.attend` on every device for its query heads.
+    """Runs `kv_quant.attend` on each device for the query heads of that device.
 
-    If `tensor` does not divide the key heads, every device holds all of them and reads those of its query heads.
+    If `tensor` does not divide the number of key heads, every device holds all key heads and selects the ones that its
+    query heads read.
 
     Args:
         mesh: The mesh.
@@ -258,10 +272,10 @@ def attend(
         k: Keys.
         v: Values.
         ranges: Key ranges.
-        **options: As of `kernels.attend`, without `residual`.
+        **options: Keyword arguments of `kernels.attend`, except `residual`.
 
     Returns:
-        [B, T, H, K], sharded over rows and heads.
+        The outputs [B, T, H, K], sharded over rows and heads.
     """
     rows, heads, group = _row_axes(mesh, q), q.shape[2], q.shape[2] // k.shape[2]
     axes = dividing_axes(("tensor",), heads, mesh)
@@ -279,10 +293,10 @@ def attend(
 
 
 def _select_key_heads(x: Any, heads: int, group: int, index: Array) -> Any:
-    """The key heads that device `index` reads for its `heads` query heads; `group` query heads share one."""
+    """Selects the key heads that device `index` reads for its `heads` query heads; `group` query heads share one."""
     first = index * heads
     if group % heads == 0:
         select = lambda y: jax.lax.dynamic_slice_in_dim(y, first // group, 1, axis=2)
-    else:  # its query heads begin or end within a group: each gets a key head of its own
+    else:  # its query heads begin or end inside a group: copy one key head for each of them
         select = lambda y: jnp.take(y, (first + jnp.arange(heads)) // group, axis=2)
     return jax.tree.map(select, x)

@@ -1,7 +1,7 @@
 """The default architecture: a transformer denoiser with RoPE, grouped queries, and SwiGLU or a mixture of experts.
 
-LLaDA, Dream, SDAR, LLaDA2, Qwen and Llama checkpoints are instances of it. `build` turns a config into a `Model` of
-pure functions; the attention pattern enters through the key ranges of `masks`.
+LLaDA, Dream, SDAR, LLaDA2, Qwen and Llama checkpoints use this architecture with different configs. `build` turns a
+config into a `Model` of pure functions. The attention pattern appears only in the key ranges of `masks`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ SHARDINGS = (
 
 
 class SoftInput(NamedTuple):
-    """Self-conditioning of a model with soft masking: what a mask is mixed with, and its share."""
+    """The self-conditioning input of a model with soft masking.
+
+    Attributes:
+        mixture: Embedding that is mixed into the embedding of each mask.
+        weight: Its share w; the mask's embedding has the share 1 - w.
+    """
 
     mixture: Float[Array, "B T D"]
     weight: Float[Array, "B T 1"]
@@ -77,7 +82,7 @@ class Attention(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], inputs: NetworkInputs, kv: kv_cache.KV | None
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
-        """The output, and the cache with this pass's keys and values (None: a pass without a cache)."""
+        """Returns the output, and the cache updated with the keys and values of this pass (None without a cache)."""
         c = self.config
         project = lambda heads, name: Linear(
             (c.width,), (heads, c.head_dim), bias=c.qkv_bias, ops=self.ops, name=name
@@ -105,13 +110,13 @@ class Attention(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Routed experts, each a SwiGLU, and a shared one where there is one.
+    """A mixture of experts: routed experts, each a SwiGLU, and optionally one shared expert that all tokens use.
 
     Attributes:
         config: Number, width and routing of the experts.
         width: D.
         scale: Factor of the initial variance of the last projection.
-        ops: Where it is computed.
+        ops: The operations that may be divided among devices.
     """
 
     config: Experts
@@ -185,13 +190,13 @@ class Transformer(nn.Module):
         cache: tuple[kv_cache.KV, ...] | None = None,
         soft: SoftInput | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
-        """Hidden states, and the cache with this pass's keys and values.
+        """Computes hidden states, and updates the cache.
 
         Args:
             inputs: Tokens, positions, and the key ranges of layers without a sliding window.
             cache: One `KV` per layer; None: a pass without a cache.
-            soft: What takes the place of a part of each mask's embedding, for the first tokens; the rest are fed as
-                they are, as are all tokens that are no masks.
+            soft: Mixtures for the first L <= T tokens, used only for masks. Other tokens, and masks after the first L,
+                keep their plain embeddings.
 
         Returns:
             Hidden states after the final norm, and one `KV` (or None) per layer.
@@ -213,11 +218,11 @@ class Transformer(nn.Module):
 
 
 def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
-    """The transformer of a config as pure functions.
+    """Builds the transformer of a config as pure functions.
 
     Args:
         config: Sizes, attention pattern and alignment.
-        remat: What a training step keeps of each layer.
+        remat: Which intermediate values a training step keeps of each layer.
 
     Returns:
         The model. Equal configs give models that compute the same.
@@ -242,26 +247,25 @@ def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
 def soft_masking(
     lm: LM, *, scale: float, steepness: float = 10 / 1.5, centre: float = -0.75, top_k: int = 3
 ) -> LM:
-    """Returns the language model with soft masking: what stays masked is fed as a mixture of embeddings.
+    """Returns the language model with soft masking: positions that stay masked are fed as mixtures of embeddings.
 
-    A position that is a mask in this pass and was predicted in the pass before it gets the embedding
+    A position that is a mask in this pass and was already predicted in the previous pass gets the embedding
 
         (1 - w) E[mask] + w sum_k p_k E[v_k],    w = scale * sigmoid(steepness * (-H - centre)),
 
-    where v_1 .. v_k are the ids of the largest logits, p their softmax among themselves, and H the entropy of the whole
-    distribution in nats (arXiv 2510.17206; `TransparencyHead` with "mixinputs_with_topk" in the authors' code). Tokens
-    are fed as they are. The first pass of a block, and masks after the active block, have no prediction and are plain
-    masks. Decoding reads all logits, so that a large vocabulary is not processed in chunks.
+    where v_1 .. v_k are the ids of the k largest logits, p is the softmax over these k logits, and H is the entropy of
+    the whole distribution in nats (arXiv 2510.17206; `TransparencyHead` with "mixinputs_with_topk" in the authors'
+    code). Tokens other than masks are not changed. In the first pass of a block, and after the active block, there is
+    no earlier prediction, and masks are plain. Decoding computes all logits, never chunks of a vocabulary.
 
-    Models are trained for it: without that, only a small `scale` is harmless.
+    Models must be trained with soft masking. For a model that was not, only a small `scale` does no harm.
 
     Args:
-        lm: A transformer with a mask: LLaDA, Dream, SDAR, LLaDA2 and models of one's own. At scale 0 it decodes as it
-            is.
-        scale: Largest share of the mixture, in [0, 1]; learnt.
-        steepness: Above 0; learnt. The default is the value that training starts from.
-        centre: Negative entropy at which the share is half of `scale`; learnt.
-        top_k: Ids that are mixed.
+        lm: A transformer with a mask: LLaDA, Dream, SDAR, LLaDA2, or your own. Scale 0 does not change its results.
+        scale: Largest share of the mixture, in [0, 1]; a learned value.
+        steepness: Slope of the sigmoid, above 0; a learned value. The default is the initial value of training.
+        centre: Negative entropy at which the share is half of `scale`; a learned value.
+        top_k: k, number of ids in the mixture.
 
     Returns:
         The language model; its parameters are shared with `lm`.
@@ -269,8 +273,8 @@ def soft_masking(
     Raises:
         ValueError: The model does not support it, or a number is out of range.
 
-    Departs from the reference: it also mixes masks after the active block, with predictions of the same pass; and its
-    schedules of the scale over time ("linear", "stepwise") are not offered.
+    Departs from the reference: the reference also mixes masks after the active block, with predictions of the same
+    pass; and its schedules of the scale over time ("linear", "stepwise") are not supported here.
     """
     if not isinstance(lm, LM):
         raise refuse("soft_masking(lm=)", lm, "a model as mj.load() returns it")
@@ -294,7 +298,7 @@ def soft_masking(
 
 @functools.cache
 def _with_soft_masking(model: Model, settings: SoftMasking) -> Model:
-    """The same object for equal arguments, so that programs are shared."""
+    """Builds the model once for equal arguments: equal model objects share compiled programs."""
     assert model.soft_masked is not None
     return model.soft_masked(settings)._replace(mesh=model.mesh)
 
@@ -307,7 +311,7 @@ def _soft_masked(config: ModelConfig, settings: SoftMasking) -> Model:
 def _soft_input(
     config: ModelConfig, settings: SoftMasking, params: Params | None, logits: Float[Array, "B L V"]
 ) -> SoftInput:
-    """`Model.condition` of a model with soft masking."""
+    """Computes the mixture and its share from logits: `Model.condition` of a model with soft masking."""
     dtype = accumulation_dtype(jnp.dtype(config.dtype))
     if params is None:
         shape = logits.shape[:2]

@@ -1,7 +1,7 @@
-"""Weight-only quantisation: matrices as int8 or fp8 values with one scale per output.
+"""Weight-only quantisation: matrices are stored as int8 or fp8 values with one scale per output.
 
-The arithmetic stays in the model's dtype; only memory and memory traffic shrink. `hub` quantises while it loads a
-checkpoint, `layers.Linear` and `moe` multiply by the result.
+The arithmetic stays in the model's dtype; only memory use and memory traffic shrink. `hub` quantises while it loads a
+checkpoint; `ops.dot` and `moe` multiply by quantised matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class QuantisedWeight(NamedTuple):
     """A matrix w = values * scale, with the scale broadcast over the input axes.
 
     Attributes:
-        values: int8 or float8_e4m3fn, [batch..., inputs..., outputs...]; the batch axes are the experts.
+        values: int8 or float8_e4m3fn, [batch..., inputs..., outputs...]; the batch axes are the experts, if any.
         scale: fp32, [batch..., outputs...].
     """
 
@@ -38,32 +38,33 @@ class QuantisedWeight(NamedTuple):
 
 
 def quantise_int8(w: Any, inputs: int, batch: int = 0) -> QuantisedWeight:
-    """Rounds a matrix to int8, 255 evenly spaced levels per output.
+    """Rounds a matrix to int8: 255 evenly spaced levels per output.
 
     Args:
         w: Matrix [batch..., inputs..., outputs...], a numpy array or a JAX array on the host.
         inputs: Number of axes that are contracted.
-        batch: Number of axes before them (1 for stacked experts).
+        batch: Number of axes before the contracted axes (1 for stacked experts).
 
     Returns:
-        numpy values and scales, max |w| / 127 for each output.
+        The values and scales in numpy; a scale is max |w| / 127 of its output.
     """
     return _quantise(w, inputs, batch, 127.0, lambda x: np.rint(x).astype(np.int8))
 
 
 def quantise_fp8(w: Any, inputs: int, batch: int = 0) -> QuantisedWeight:
-    """Rounds a matrix to float8_e4m3fn, with max |w| of each output at its largest number, 448.
+    """Rounds a matrix to float8_e4m3fn, scaled so that max |w| of each output becomes 448, the largest fp8 number.
 
-    The relative error of a number is at most 1/16. Compared with int8, small numbers are kept more precisely and
-    large ones less: columns of very different magnitudes gain, even ones lose.
+    The relative error of a number is at most 1/16, except for very small numbers. Compared with int8, small numbers are
+    more precise and large numbers less precise. fp8 is therefore better for outputs whose weights differ much in
+    magnitude, and int8 for outputs whose weights have similar magnitudes.
 
     Args:
         w: Matrix [batch..., inputs..., outputs...], a numpy array or a JAX array on the host.
         inputs: Number of axes that are contracted.
-        batch: Number of axes before them (1 for stacked experts).
+        batch: Number of axes before the contracted axes (1 for stacked experts).
 
     Returns:
-        numpy values and scales, max |w| / 448 for each output.
+        The values and scales in numpy; a scale is max |w| / 448 of its output.
     """
     return _quantise(w, inputs, batch, float(jnp.finfo(FP8).max), lambda x: x.astype(FP8))
 
@@ -82,7 +83,7 @@ def _quantise(
 
 
 def check_not_quantised(params: Params) -> None:
-    """Checks that parameters can be saved: that none was quantised when it was loaded, or has a low-rank addition.
+    """Checks that parameters can be saved: none may be quantised or have a low-rank addition.
 
     Args:
         params: Parameters of a model.
@@ -100,7 +101,7 @@ def check_not_quantised(params: Params) -> None:
 
 
 def dequantise(w: Array | QuantisedWeight, batch: int = 0) -> Array:
-    """The fp32 matrix that a `QuantisedWeight` represents; other arrays are returned unchanged.
+    """Computes the fp32 matrix that a `QuantisedWeight` represents; returns other arrays unchanged.
 
     Args:
         w: Matrix [batch..., inputs..., outputs...].

@@ -1,4 +1,4 @@
-"""Written addition and subtraction: `347+585=` -> `932`, with the columns as thinking."""
+"""Addition and subtraction as in writing, `347+585=` -> `932`; the columns from right to left are the thinking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _WORDS = {2: "two", 3: "three", 4: "four"}
 
 
 def arithmetic(name: str, digits: int, op: str) -> Task:
-    """Sums or differences of two numbers of up to `digits` digits; on the test side both have exactly that many.
+    """Makes a task of sums or differences of two numbers with up to `digits` digits.
+
+    In the test split both numbers have exactly `digits` digits.
 
     Args:
         name: Name of the task.
@@ -32,7 +34,7 @@ def arithmetic(name: str, digits: int, op: str) -> Task:
     def generate(rng: np.random.Generator) -> Problem:
         numbers = []
         for _ in range(2):
-            # Mostly of full length; from shorter numbers the model learns what a missing column is.
+            # Most numbers have full length; shorter ones teach the model what to do where a digit is missing.
             n = digits if rng.random() < 0.75 else int(rng.integers(1, digits + 1))
             numbers.append(int(rng.integers(10 ** (n - 1) if n > 1 else 0, 10**n)))
         a, b = numbers
@@ -53,7 +55,7 @@ def arithmetic(name: str, digits: int, op: str) -> Task:
         return f"{a}{op}{b}="
 
     def split(text: str) -> Split:
-        # Shorter problems are always on the train side.
+        # Problems with a shorter number are always in the train split.
         full_length = all(len(str(number)) == digits for number in parse(text))
         return hashed_split(name, canonical(text)) if full_length else "train"
 
@@ -62,15 +64,15 @@ def arithmetic(name: str, digits: int, op: str) -> Task:
         return prediction.strip() == str(a + b if op == "+" else a - b)
 
     about = f"{'sums' if op == '+' else 'differences'} of two numbers of {_WORDS.get(digits, digits)} digits"
-    # The columns of two digits fit into one canvas, those of three and four do not.
+    # The columns of two-digit numbers fit into one canvas, the columns of longer numbers do not.
     return Task(name, about, generate, canonical, split, check, max_tokens=32 if digits < 3 else 64)
 
 
 def columns(a: int, op: str, b: int) -> str:
     """Writes the columns of a sum or difference, lowest digit first: `7+5=12,4+8+1=13,3+5+1=9`.
 
-    The third term is the carry, which the first column cannot have. In a difference, the upper digit is written with
-    the ten that it borrows, so that no column is negative: 932-585 is `12-5=7,13-8-1=4,9-5-1=3`.
+    The third term is the carry of the column before; the first column has none. In a difference, a column that borrows
+    adds the ten to its upper digit, so that no column is negative: 932-585 is `12-5=7,13-8-1=4,9-5-1=3`.
 
     Args:
         a: The first number, 0 or more.
@@ -85,7 +87,7 @@ def columns(a: int, op: str, b: int) -> str:
     for place in range(max(len(str(a)), len(str(b)))):
         p, q = a // 10**place % 10, b // 10**place % 10
         if op == "-":
-            # Borrow ten if the column falls short, also because of what the column before borrowed (`down`).
+            # Borrow ten if the upper digit is smaller than the lower one plus the previous borrow (`down`).
             carry, down = int(p < q + carry), carry
             p += 10 * carry
             steps.append(f"{p}-{q}{f'-{down}' * (place > 0)}={p - q - down}")
