@@ -1,4 +1,7 @@
-"""`create_app`: all routes of the server. Public ones are outside of the access control, all others within it."""
+"""The ASGI app and its routes.
+
+`create_app` puts every route behind the access control (`auth.AuthMiddleware`), except the public health checks.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
-# Of models for chat; those of fill-in-the-middle and edits have none.
+# `supported_features` in the lists of chat models; the lists of FIM and edit models have none.
 MODEL_FEATURES = ("tools", "json_mode", "structured_outputs")
-# The vendor's client expects these two lists.
+# Fields of a model object that the vendor's client reads.
 SUPPORTED_ENDPOINTS = (
     "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions",
 )  # fmt: skip
@@ -51,7 +54,7 @@ SUPPORTED_SAMPLING = (
 
 
 async def _health(service: Service, request: Request) -> Response:
-    """GET /health: the process answers. It says nothing about the model."""
+    """GET /health: 200 as soon as the process answers, whether or not the model is ready."""
     return JsonResponse({"status": "ok"})
 
 
@@ -64,7 +67,7 @@ async def _ready(service: Service, request: Request) -> Response:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
-    """GET /metrics, for Prometheus."""
+    """GET /metrics: metrics in the text format of Prometheus."""
     text = await run_in_threadpool(generate_latest, service.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -72,24 +75,24 @@ async def _metrics(service: Service, request: Request) -> Response:
 async def _list_models(
     service: Service, request: Request, features: tuple[str, ...] = MODEL_FEATURES
 ) -> Response:
-    """GET /v1/models: the model that is loaded, under each of its names."""
+    """GET /v1/models: one entry for each name of the loaded model."""
     data = [_model_object(service, name, features) for name in service.names]
     return JsonResponse(ModelList(object="list", data=data))
 
 
-# The models of fill-in-the-middle and of edits, which have neither tools nor schemas.
+# FIM and edit requests support neither tools nor schemas.
 _list_code_models = functools.partial(_list_models, features=())
 
 
 async def _get_model(service: Service, request: Request) -> Response:
-    """GET /v1/models/{id}."""
+    """GET /v1/models/{id}: one model by its name; 404 for other names."""
     name = request.path_params["id"]
     if name not in service.names:
         raise errors.unknown_model(name)
     return JsonResponse(_model_object(service, name, MODEL_FEATURES))
 
 
-# Load balancers ask these without a key; they contain no data. All other routes are behind the access control.
+# Load balancers call these without an API key; the responses contain no data of users or of the model.
 PUBLIC_ROUTES: Mapping[str, Handler] = {"/health": _health, "/ready": _ready}
 GET_ROUTES: Mapping[str, Handler] = {
     "/v1/models": _list_models,
@@ -110,17 +113,17 @@ POST_ROUTES: Mapping[str, Handler] = {
 
 
 def create_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:
-    """Returns the ASGI app of an engine.
+    """Makes the ASGI app of an engine.
 
     Args:
-        engine: A `serve.engine.engine.Engine`, which may still be warming up. The caller starts and stops it.
-        options: How the server answers.
+        engine: The engine, which may still be warming up. The caller starts and stops it.
+        options: Options of the server.
 
     Returns:
         The app. Its `state.service` is the `Service`.
 
     Raises:
-        ValueError: An alias stands for a model that is not loaded.
+        ValueError: If an alias names a model that is not loaded.
     """
     service = Service(engine, options, (*PUBLIC_ROUTES, *GET_ROUTES, *POST_ROUTES))
 
@@ -137,7 +140,8 @@ def create_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Star
         middleware=[Middleware(RequestMiddleware, metrics=service.metrics)],
         exception_handlers={HTTPException: _routing_error},
     )
-    # Whatever is not one of the public routes goes through the access control, even where no route exists.
+    # Every path except the public routes goes through the access control, even a path without a route: a client
+    # without a key gets 401 for it and cannot find out which routes exist.
     within = AuthMiddleware(Router(protected, redirect_slashes=False), options)
     app.router = Router(routes(PUBLIC_ROUTES, "GET"), redirect_slashes=False, default=within)
     app.state.service = service
@@ -145,12 +149,13 @@ def create_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Star
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
-    """Turns 404 and 405 of the router into the API's envelope."""
+    """Converts 404 and 405 of the router into the API's error envelope."""
     assert isinstance(error, HTTPException)
     return error_response(ApiError(error.status_code, f"{error.detail}", headers=error.headers))
 
 
 def _model_object(service: Service, name: str, features: tuple[str, ...]) -> ModelObject:
+    """Describes the loaded model under one of its names."""
     engine = service.engine
     about = f"{engine.lm.name}, a diffusion language model of {engine.lm.parameters:,} parameters"
     return {

@@ -1,7 +1,7 @@
 """Access control: the Host header, the API key and the request rate.
 
-`AuthMiddleware` surrounds every route that is not public, whatever its path, so that no route has to be listed to be
-protected, and no path is compared to decide it. It reads headers only.
+`AuthMiddleware` wraps all routes that are not public. Protection does not depend on a list of paths or on a comparison
+of paths, so a new route is protected by default. The middleware reads headers only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from mercury_jax.serve.options import ANY_HOST, ServerOptions
 Headers = Sequence[tuple[bytes, bytes]]
 
 HOST_PATTERN = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
-# Key of the ASGI scope: the digest of the API key, never the key itself; "" where the server has no keys. It separates
-# the prefix caches of different keys (`EngineRequest.cache_salt`).
+# Key of the ASGI scope under which the digest of the API key is stored, never the key itself; "" if the server has no
+# keys. The digest separates the prefix caches of different keys (`EngineRequest.cache_salt`).
 KEY_DIGEST = "mercury.key"
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks host, key and rate in this order; refused requests never reach the app within.
+    """ASGI middleware that checks host, API key and request rate, in this order.
+
+    A refused request never reaches the wrapped app.
 
     Args:
-        app: The app within.
+        app: The wrapped app.
         options: Keys, hosts and rate.
-        clock: Seconds; a test passes its own.
+        clock: Returns the time in seconds; a test passes its own.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, clock: Callable[[], float] = time.monotonic):
@@ -54,10 +56,13 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def authenticate(self, headers: Headers) -> str:
-        """Returns the digest of the client's key, in hex; "" where the server has no keys.
+        """Checks the API key of a request.
 
         Args:
             headers: Headers of the request.
+
+        Returns:
+            The SHA-256 digest of the key, in hex; "" if the server has no keys.
 
         Raises:
             ApiError: 401 for a missing or unknown key.
@@ -65,10 +70,10 @@ class AuthMiddleware:
         if not self._digests:
             return ""
         given = digest(_given_key(headers))
-        # All keys are compared, in a time that depends neither on the given key nor on the one that matches.
+        # Compare with all keys, without an early exit: the time depends neither on the given key nor on the match.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(matches):
-            # Browsers show a password dialog for Basic; programs should send a bearer key.
+            # A browser that opens the playground shows a password dialog for Basic; programs should send a bearer key.
             page = any(b"text/html" in value for value in _values(headers, b"accept"))
             challenge = 'Basic realm="mercury", charset="UTF-8"' if page else 'Bearer realm="mercury"'
             raise ApiError(
@@ -91,10 +96,10 @@ def check_host(values: Sequence[bytes], allowed: Iterable[str]) -> None:
 
     Args:
         values: All values of the header.
-        allowed: Names under which the server is known, or "*".
+        allowed: Allowed host names; "*" allows any.
 
     Raises:
-        ApiError: 400 for what is not one host, 403 for a name under which the server is not known.
+        ApiError: 400 if the header is missing, repeated or malformed; 403 if the name is not allowed.
     """
     found = HOST_PATTERN.fullmatch(values[0].decode("latin-1")) if len(values) == 1 else None
     if not found:
@@ -106,25 +111,25 @@ def check_host(values: Sequence[bytes], allowed: Iterable[str]) -> None:
 
 
 class RateLimiter:
-    """A token bucket for each key, filled at `rate` per minute, that holds at most one minute's worth.
+    """A token bucket per API key, refilled at `rate` per minute; its capacity is one minute of requests.
 
     Args:
         rate: Requests per minute and key.
-        clock: Seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float]):
         self.rate, self.capacity, self._clock = rate / 60.0, max(1.0, rate), clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # only known keys, so it cannot grow
+        self._buckets: dict[str, tuple[float, float]] = {}  # (tokens left, time) by known key
 
     def take(self, key: str) -> None:
-        """Counts one request.
+        """Takes one token from the bucket of a key.
 
         Args:
             key: Digest of the API key.
 
         Raises:
-            ApiError: 429, with the seconds until the next request would pass.
+            ApiError: 429 if the bucket is empty, with the seconds until the next request is allowed.
         """
         now = self._clock()
         left, last = self._buckets.get(key, (self.capacity, now))
@@ -136,7 +141,7 @@ class RateLimiter:
 
 
 def _given_key(headers: Headers) -> str:
-    """Returns the key of `Authorization: Bearer KEY`, or the password of Basic, which a browser sends for a page."""
+    """Extracts the key from `Authorization: Bearer KEY`, or the password of Basic, which browsers send; else ""."""
     values = _values(headers, b"authorization")
     if len(values) != 1:
         return ""

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: the prompt of a conversation, and the constraints on its answer.
+"""POST /v1/chat/completions: renders the prompt of a conversation, and compiles the constraints on its answer.
 
-A constraint is a JSON Schema, or the tools that the answer may or must call. It becomes a grammar, which the engine
-enforces while it samples, and a check of the finished answer by another implementation of JSON Schema.
+A constraint is a JSON Schema, or the tools that the answer may or must call. It is enforced twice: by a grammar during
+sampling, and by a check of the finished answer with an independent implementation of JSON Schema (`jsonschema`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mercury_jax.serve.service import Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
 from mercury_jax.types import LM
 
-# What a schema may refer to outside of itself: nothing. jsonschema's default registry fetches over the network.
+# A schema may refer only to itself: jsonschema's default registry would fetch references over the network.
 NO_REFERENCES: Registry[Any] = Registry()
 Tools = Sequence[Mapping[str, Any]]
 
 
 class OutputConstraint(NamedTuple):
-    """What an answer must obey.
+    """The constraint on an answer.
 
     Attributes:
-        grammar: What the engine enforces; None for nothing.
-        check: Whether a finished answer obeys it; None for no check.
-        json: Whether the content is JSON as a whole, so that no stop sequence may cut it.
+        grammar: Grammar that the engine enforces; None for no constraint.
+        check: Says whether a finished answer satisfies the constraint; None for no check.
+        json: Whether the whole content is JSON. Stop sequences are then ignored, because they could cut it.
     """
 
     grammar: grammars.Grammar | None = None
@@ -51,7 +51,7 @@ class OutputConstraint(NamedTuple):
 
 
 class ToolPolicy(NamedTuple):
-    """The tools that an answer may call, and how many calls there may be (`max_calls` None: no limit)."""
+    """The tools that an answer may call, and the number of calls (`max_calls` None: no limit)."""
 
     tools: Tools = ()
     min_calls: int = 0
@@ -75,17 +75,20 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[ResponsePlan, list[EngineRequest]]:
-    """Makes one request per answer. Not for the event loop's thread: it renders and may compile a grammar.
+    """Makes the response plan and one engine request per answer.
+
+    Must not run in the event loop's thread: it renders a template, tokenizes, and may compile a grammar for seconds.
 
     Raises:
-        ApiError: 400 for what cannot be honoured.
+        ApiError: 400 if a parameter cannot be honoured.
     """
     lm, options, top = service.engine.lm, service.options, body.top_logprobs
     if top is not None and not body.logprobs:
         raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
     tools = conversation.plain_tools(body.tools)
     messages = conversation.plain_messages(body.messages)
-    # Any template writes the content of a message and the arguments of its calls.
+    # Lower bound of the prompt's size, before rendering: every template writes the content of messages and the
+    # arguments of their calls.
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     texts = [message["content"] or "" for message in messages]
     texts += [json.dumps(c["arguments"], ensure_ascii=False, separators=(",", ":")) for c in calls]
@@ -97,10 +100,11 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     called = policy.tools or None
     prompt = conversation.render_prompt(lm, messages, called, thinking=decoding.thinking > 0)
     budget = engine_requests.token_budget(context, len(prompt), max_tokens, decoding.thinking)
-    if decoding.thinking and not budget.thinking:  # without room for thinking, the prompt does not open it
+    # If there is no room for thinking, render again: the prompt must not start a thinking section.
+    if decoding.thinking and not budget.thinking:
         prompt = conversation.render_prompt(lm, messages, called)
         budget = engine_requests.token_budget(context, len(prompt), max_tokens, 0)
-    # Compiling comes last: it may take seconds, and a prompt that is too long is refused before.
+    # Compile last, because it may take seconds: a prompt that is too long has been refused by now.
     constrained = bool(policy.tools or body.response_format)
     constraint = output_constraint(lm, body, policy) if constrained else OutputConstraint()
     temperature, warning = body.temperature, None
@@ -142,13 +146,13 @@ def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
 
     Args:
         request: The request.
-        tools: Its tools, as `chat.messages` returns them.
+        tools: Its tools, from `chat.messages.plain_tools`.
 
     Returns:
-        The tools that may be called, and how often.
+        The tools that may be called, and the allowed number of calls.
 
     Raises:
-        ApiError: 400 where `tool_choice` names a tool that is not there, or needs tools and there are none.
+        ApiError: 400 if `tool_choice` names an unknown tool, or requires a call and there are no tools.
     """
     choice, named = request.tool_choice or "auto", None
     if choice == "none":
@@ -171,20 +175,22 @@ def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
 
 
 def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolicy) -> OutputConstraint:
-    """Compiles the grammar of a request. That may take seconds.
+    """Compiles the constraint of a request, which may take seconds.
 
-    With tools and a format, an answer that need not call may do either: agent frameworks send both in every turn.
+    The answer is one of: calls only (`tool_choice` requires one), free text or calls (tools, but no format), content in
+    the wanted format (no tools), or calls or formatted content (both). The last case is needed because agent frameworks
+    send tools and a format in every turn.
 
     Args:
-        lm: The model; its tokenizer has the tokens and the form of tool calls.
+        lm: The model; its tokenizer defines the tokens and the form of tool calls.
         request: The request.
-        policy: What `tool_choice` leaves of the tools.
+        policy: The tools that `tool_choice` allows.
 
     Returns:
-        The grammar and the check; empty where nothing is constrained.
+        The grammar and the check; empty if nothing is constrained.
 
     Raises:
-        ApiError: 400, with the reason, for what cannot be guaranteed.
+        ApiError: 400, with the reason, if the constraint cannot be guaranteed.
     """
     wanted, form = request.response_format, tool_format(lm.tokenizer)
     content: grammars.JSONSchema | grammars.JSONObject | None = None
@@ -197,11 +203,11 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
         schema, content = {"type": "object"}, grammars.JSONObject()
     elif not policy.tools:
         return OutputConstraint()
-    if content is None or policy.min_calls:  # the answer is calls, or free where none is required
+    if content is None or policy.min_calls:  # calls only, or free text or calls
         if form.quote is not None and policy.min_calls:  # this model's tool calls are not JSON
             message = f"{lm.name} cannot be required to call a tool; allowed: auto, none"
             raise errors.invalid_request("tool_choice", message)
-        if form.quote is not None:
+        if form.quote is not None:  # calls stay unconstrained; `OutputParser` shows malformed ones as content
             return OutputConstraint()
         calls = _call_grammar(form, policy)
         spec = calls if policy.min_calls else grammars.FreeOr(calls)
@@ -221,14 +227,14 @@ def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar
 
     Args:
         lm: The model, whose tokenizer has the tokens.
-        spec: What the grammar describes.
-        param: Field that an error names.
+        spec: Specification of the grammar.
+        param: Field of the request that an error names.
 
     Returns:
         The compiled grammar.
 
     Raises:
-        ApiError: 400, with the part of the grammar that is not supported.
+        ApiError: 400, naming the part of the specification that is not supported.
     """
     try:
         return grammars.compile(lm.tokenizer, spec)
@@ -249,9 +255,9 @@ def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:
 
 
 def _answer_check(policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMessage], bool]:
-    """Returns the check of an answer: its calls are allowed, valid, and neither too few nor too many.
+    """Makes the check of a finished answer: its calls are allowed and valid, and their number is allowed.
 
-    With a schema, an answer without calls is valid where its content obeys the schema.
+    With a schema, an answer without calls is valid if its content matches the schema.
     """
     functions = [tool["function"] for tool in policy.tools]
     valid = {f["name"]: _validator(f.get("parameters") or {"type": "object"}) for f in functions}
@@ -268,7 +274,10 @@ def _answer_check(policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMes
 
 
 def _validator(schema: Any) -> Callable[[Any], bool]:
-    """Returns a validator that fetches nothing. Only for schemas that were compiled, which bounds them."""
+    """Makes a validator that fetches no references.
+
+    Call it only with schemas that compiled to a grammar: the compiler limits their size and depth.
+    """
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)

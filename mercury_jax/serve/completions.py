@@ -1,7 +1,7 @@
 """Completions of text and code: /v1/completions, /v1/fim/completions, /v1/edit/completions, /v1/apply/completions.
 
-Each handler reads its request, and passes `streaming.respond` a function that makes the requests of the engine and the
-plan of the response. `chat.code_prompts` and `chat.apply_edit` have the prompts and replies of the editors' endpoints.
+Each handler reads its request, and passes `streaming.respond` a function that makes the engine's requests and the
+response plan. `chat.code_prompts` and `chat.apply_edit` contain the prompts and replies of the endpoints for editors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mercury_jax.types import LM
 EditBody = protocol.EditCompletionsRequest | protocol.ApplyCompletionsRequest
 CodeBody = protocol.CompletionsRequest | protocol.FimCompletionsRequest | EditBody
 
-END_OF_TEXT = "<|endoftext|>"  # what editors send as the suffix at the end of a file
+END_OF_TEXT = "<|endoftext|>"  # suffix that editors send at the end of a file, instead of an empty one
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continues one prompt or several; with a suffix, fills the gap.
+    """Continues one or several prompts; with a suffix, fills the gap.
 
     Args:
         service: The service.
@@ -41,7 +41,7 @@ async def completions(service: Service, request: Request) -> Response:
         A JSON response or an event stream.
 
     Raises:
-        ApiError: 400 for more than `MAX_CHOICES` answers.
+        ApiError: 400 if prompts times `n` exceeds `MAX_CHOICES`.
     """
     body = await service.read(request, protocol.CompletionsRequest)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -95,10 +95,10 @@ async def apply_completions(service: Service, request: Request) -> Response:
 
 
 class PrecomputedAnswer:
-    """A finished answer in the place of a submitted request.
+    """An `AnswerHandle` with a fixed answer, for a reply that needs no decoding.
 
     Args:
-        tokens: Its ids.
+        tokens: Token ids of the answer.
     """
 
     def __init__(self, tokens: Sequence[int]):
@@ -119,7 +119,7 @@ def _prepare_texts(
     prompts: Sequence[str],
     n: int,
 ) -> tuple[ResponsePlan, list[EngineRequest]]:
-    """Makes n requests for each prompt, prompt by prompt."""
+    """Makes the plan and n requests per prompt; the requests of a prompt are adjacent."""
     lm, stops = service.engine.lm, body.stop_sequences
     suffix = "" if body.suffix == END_OF_TEXT else body.suffix or ""
     logprobs = body.logprobs if isinstance(body, protocol.CompletionsRequest) else None
@@ -142,8 +142,10 @@ def _prepare_texts(
 def _prepare_edit(
     service: Service, body: protocol.EditCompletionsRequest
 ) -> tuple[ResponsePlan, list[EngineRequest]]:
-    """Makes the request of an edit. Its content is known at the end only: what begins it depends on whether anything
-    changed."""
+    """Makes the plan and the request of an edit.
+
+    The content is sent at the end only: its first characters depend on whether anything changed (a fence or `None`).
+    """
     lm, instruct = service.engine.lm, follows_instructions(service.engine.lm)
     edit = code_prompts.parse_edit(_message_text(service, body))
     code = code_prompts.edit_prompt(lm, edit, instruct)
@@ -154,9 +156,10 @@ def _prepare_edit(
 def _prepare_apply(
     service: Service, body: protocol.ApplyCompletionsRequest
 ) -> tuple[ResponsePlan, Sequence[EngineRequest | PrecomputedAnswer]]:
-    """Makes the request of a merge. Where the update itself says where it belongs, the model is not needed."""
+    """Makes the plan and the request of a merge, or a precomputed answer if the update is unambiguous."""
     lm, instruct = service.engine.lm, follows_instructions(service.engine.lm)
     update = apply_edit.parse_apply(_message_text(service, body))
+    # A model without instructions cannot merge, so similar lines are resolved by a guess before the request fails.
     merged = apply_edit.apply_update(update, guess=not instruct)
     if merged is None:
         code = apply_edit.apply_prompt(lm, update, instruct)
@@ -168,10 +171,13 @@ def _prepare_apply(
 
 
 def follows_instructions(lm: LM) -> bool:
-    """Returns whether a model takes an edit or a merge as an instruction; others fill the region as a gap.
+    """Says whether a model takes an edit or a merge as an instruction; other models fill the region as a gap.
 
     Args:
-        lm: The model. Its card may say so; otherwise imported checkpoints count as chat models.
+        lm: The model.
+
+    Returns:
+        The field `instruct` of the model card; if it is missing, True for imported (Hugging Face) checkpoints.
     """
     return bool(lm.card.get("instruct", isinstance(lm.tokenizer, HFTokenizer)))
 
@@ -196,7 +202,10 @@ def _edit_plan(lm: LM, body: EditBody, code: CodePrompt, finish: Callable[[str, 
 def _code_request(
     service: Service, body: CodeBody, code: CodePrompt, param: str, logprobs: int | None = None
 ) -> EngineRequest:
-    """Makes the request of a code prompt; `max_tokens` is cut to what is left and to what the answer can need."""
+    """Makes the request of a code prompt.
+
+    `max_tokens` is reduced to the tokens left in the context and to the maximum that the answer can need.
+    """
     used = len(code.prompt) + len(code.suffix or ())
     answer = token_budget(service.engine.context, used, body.max_tokens, 0, param).answer
     return make_request(

@@ -1,7 +1,7 @@
-"""From a validated API request to the requests of the engine: token budget, sampling parameters, continuation.
+"""Conversion of a validated API request into engine requests: token budget, sampling parameters, continuation.
 
-The endpoints call `make_request` once for each prompt and `with_seeds` for several answers to it. `continuation_of`
-makes the request that follows an answer without content; `streaming.ContinuedAnswer` submits it.
+The endpoints call `make_request` once per prompt, and `with_seeds` for several answers to a prompt. `continuation_of`
+makes the request that continues an answer without content; `streaming.ContinuedAnswer` submits it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mercury_jax.serve.protocol import ApiRequest
 from mercury_jax.serve.service import Service
 from mercury_jax.types import LM
 
-# Of a request and its last snapshot: what is kept of the snapshot, and the request that follows; None for no request.
+# (request, its last snapshot) -> the part of the snapshot to keep and the next request; None if no request follows.
 Continuation = Callable[[EngineRequest, Snapshot], "tuple[Snapshot, EngineRequest] | None"]
 
-DEFAULT_MAX_TOKENS = 16384  # the vendor's, for a chat answer
-MIN_THINKING = 8  # tokens; with less room there is no thinking
-# With `strict_temperature`: the range of the vendor's model, and what replaces other values.
+DEFAULT_MAX_TOKENS = 16384  # the vendor's default for a chat answer
+MIN_THINKING = 8  # tokens; with less room, thinking is disabled
+# With `strict_temperature`: the temperature range of the vendor's model, and the replacement for other values.
 VENDOR_MIN_TEMPERATURE, VENDOR_MAX_TEMPERATURE, VENDOR_TEMPERATURE = 0.5, 1.0, 0.75
-MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # logits are divided by it: beyond this they overflow
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # logits are divided by it, so extreme values overflow
 
 
-# Sampling fields that mean the same in the API and in `EngineRequest`; an endpoint may lack some.
+# Sampling fields with the same name and meaning in the API and in `EngineRequest`; an endpoint may lack some of them.
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
@@ -37,7 +37,7 @@ SAMPLING_FIELDS = (
 
 
 class TokenBudget(NamedTuple):
-    """Tokens for thinking, and those kept for the answer."""
+    """Maximum tokens of the thinking, and of the answer."""
 
     thinking: int
     answer: int
@@ -46,23 +46,23 @@ class TokenBudget(NamedTuple):
 def token_budget(
     context: int, prompt: int, max_tokens: int | None, thinking: int, param: str = "messages"
 ) -> TokenBudget:
-    """Divides what the prompt leaves of the context.
+    """Divides the rest of the context, after the prompt, between thinking and answer.
 
-    `max_tokens` is served first, and thinking shrinks to what is left; without `max_tokens`, thinking takes at most
-    half. Values beyond the context are cut, since editors send 8192 to any model.
+    A requested `max_tokens` has priority, and thinking gets what is left. Without `max_tokens`, thinking takes at most
+    half. A `max_tokens` beyond the context is reduced, not refused, since editors send 8192 to any model.
 
     Args:
-        context: Tokens of prompt and answer.
-        prompt: Tokens of the prompt.
-        max_tokens: Most tokens of the answer, as requested.
-        thinking: Most tokens of thinking; 0 for none.
-        param: Field that holds the prompt.
+        context: Maximum tokens of prompt and output.
+        prompt: Number of prompt tokens.
+        max_tokens: Requested maximum tokens of the answer; None for the default.
+        thinking: Wanted maximum tokens of thinking; 0 for none.
+        param: Field of the request that holds the prompt.
 
     Returns:
-        The budget. Its `thinking` is 0 where less than `MIN_THINKING` tokens would be left for it.
+        The budget. Its `thinking` is 0 if fewer than `MIN_THINKING` tokens would be left for it.
 
     Raises:
-        ApiError: 400 where the prompt leaves nothing.
+        ApiError: 400 if the prompt fills the context.
     """
     left = context - prompt
     if left < 1:
@@ -81,7 +81,7 @@ def token_budget(
 
 
 class DecodingParams(NamedTuple):
-    """How strictly tokens are accepted, in the fields of `EngineRequest`, and most tokens of thinking."""
+    """The decoding rule with its strictness and step limit, as in `EngineRequest`, and the thinking budget."""
 
     rule: str
     p: float | None
@@ -90,14 +90,15 @@ class DecodingParams(NamedTuple):
 
 
 def decoding_params(service: Service, effort: str | None) -> DecodingParams:
-    """Returns the decoding parameters of an effort.
+    """Selects the decoding parameters for an effort.
 
     Args:
-        service: Its engine says which rules there are; its options may set a default effort.
-        effort: Name of an effort; None for the server's default, and where there is none for the model's own rule.
+        service: The service. Its engine has the rules; its options may set a default effort.
+        effort: Name of an effort. None: the server's default effort, or, if there is none, the model's own rule with
+            the thinking budget of "medium" if that is at most a quarter of the context.
 
     Returns:
-        Rule, `p`, steps per block, and most tokens of thinking.
+        Rule, `p`, maximum denoising steps per block, and maximum tokens of thinking.
     """
     name = effort or service.options.effort
     lm, engine = service.engine.lm, service.engine
@@ -110,7 +111,7 @@ def decoding_params(service: Service, effort: str | None) -> DecodingParams:
     chosen = EFFORTS[name]
     thinking = chosen.thinking if can_think else 0
     steps = lambda available: max(1, round(chosen.steps * available))
-    # `p` of an effort is a probability, so it is for the threshold rule only.
+    # `p` of an effort is a confidence threshold, so it applies to the threshold rule only.
     if lm.corruption.mask is None or "threshold" not in engine.rules.names:
         return DecodingParams(default_rule, None, steps(default_steps or engine.block), thinking)
     return DecodingParams("threshold", chosen.p, steps(engine.block), thinking)
@@ -119,13 +120,13 @@ def decoding_params(service: Service, effort: str | None) -> DecodingParams:
 def make_request(
     service: Service, body: ApiRequest, decoding: DecodingParams, **fields: Any
 ) -> EngineRequest:
-    """Returns the engine's request.
+    """Makes the engine request of an API request.
 
     Args:
-        service: Its model says how large the vocabulary is.
-        body: The API request. Sampling fields that its endpoint does not have keep the defaults of `EngineRequest`.
+        service: The service, whose model has the vocabulary.
+        body: The API request. Sampling fields that its endpoint lacks keep the defaults of `EngineRequest`.
         decoding: Rule, `p` and steps.
-        **fields: Other fields of `EngineRequest`: prompt, max_tokens, ...
+        **fields: Other fields of `EngineRequest`, such as `prompt` and `max_tokens`. They take precedence.
 
     Returns:
         The request.
@@ -137,7 +138,7 @@ def make_request(
     sampling = {name: getattr(body, name) for name in SAMPLING_FIELDS if name in type(body).model_fields}
     sampling["seed"] = (
         secrets.randbits(31) if body.seed is None else body.seed % (1 << 31)
-    )  # the engine takes 31 bits
+    )  # the engine takes seeds of 31 bits
     if not 1 <= sampling.get("top_k", 0) < vocab:
         sampling["top_k"] = 0
     if "repetition_penalty" in sampling:
@@ -172,10 +173,11 @@ def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:
     """Returns the temperature that the vendor would use, and its warning.
 
     Args:
-        wanted: The requested temperature.
+        wanted: The requested temperature; None if the request has none.
 
     Returns:
-        0.75 where none is requested, or one outside of 0.5 to 1; the latter with a warning.
+        The temperature and a warning or None: 0.75 without a requested temperature; 0.75 and a warning for a
+        temperature outside of 0.5 to 1; otherwise the requested temperature.
     """
     if wanted is None:
         return VENDOR_TEMPERATURE, None
@@ -191,24 +193,24 @@ def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:
 def continuation_of(
     lm: LM, context: int, opened: bool, request: EngineRequest, last: Snapshot
 ) -> tuple[Snapshot, EngineRequest] | None:
-    """Returns how an answer without content is continued.
+    """Makes the request that continues an answer without content, so that no client receives empty content.
 
-    Thinking that used up `max_tokens` gets a thinking budget of its own, and `max_tokens` is kept for the answer. Any
-    other answer without content has its thinking closed, and is followed by a request whose first token is visible
-    text, so that the content is never empty, whatever the weights are.
+    Two cases. If unbudgeted thinking used up `max_tokens`, the next request continues the thinking with its own budget,
+    and `max_tokens` is kept for the answer. In all other cases the thinking, if any, is closed, and the first token of
+    the next request is restricted to visible text.
 
     Args:
-        lm: The model; its tokenizer has the marks of thinking.
-        context: Tokens of prompt and answer.
-        opened: Whether the prompt opened the thinking.
+        lm: The model; its tokenizer has the ids that open and close thinking.
+        context: Maximum tokens of prompt and output.
+        opened: Whether the prompt starts a thinking section.
         request: The request that has ended.
         last: Its last snapshot.
 
     Returns:
-        What is kept of the snapshot, and the request that follows; None for no request.
+        The part of the snapshot to keep and the next request; None if no request follows.
     """
     tokenizer, marks = lm.tokenizer, lm.tokenizer.thinking
-    if request.grammar is not None or request.visible:  # these always have content
+    if request.grammar is not None or request.visible:  # their answers always have content
         return None
     answer, inside = tuple(last.tokens.tolist()), opened or request.thinking > 0
     left = context - len(request.prompt) - len(answer) - 1

@@ -66,8 +66,8 @@ def invalid_value(param: str, value: object, allowed: str) -> ApiError:
 
     Args:
         param: The field.
-        value: The refused value. At most `MAX_SHOWN` characters of it are repeated; of a list or object only its size.
-        allowed: What the field takes.
+        value: The refused value. The message shows at most `MAX_SHOWN` characters; for a list or object only its size.
+        allowed: Description of the allowed values.
 
     Returns:
         The error, to be raised.
@@ -79,10 +79,10 @@ def invalid_value(param: str, value: object, allowed: str) -> ApiError:
 
 
 def context_length_exceeded(context: int, param: str = "messages") -> ApiError:
-    """Returns a 400 in the vendor's words, which editors search for.
+    """Returns a 400 with the vendor's message text, which editors search for.
 
     Args:
-        context: Tokens of prompt and answer that the server allows.
+        context: Maximum tokens of prompt and output.
         param: Field that holds the prompt.
 
     Returns:
@@ -131,30 +131,30 @@ def unavailable(message: str, retry_after: float = 1.0) -> ApiError:
 
 
 def internal_error(request_id: str) -> ApiError:
-    """Returns a 500 that contains nothing of the exception but the id under which the log has it."""
+    """Returns a 500 that shows the request id but nothing of the exception, which is in the log under that id."""
     message = f"The server had an error while processing your request. (request id: {request_id})"
     return ApiError(500, message, "server_error", code="server_error")
 
 
 def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: ValidationError) -> ApiError:
-    """Returns a 400 for the first field that does not fit its model.
+    """Returns a 400 for the first field that fails validation.
 
-    pydantic's `loc` holds the fields, with labels of union members in between. The walk along the JSON Schema of the
-    model tells labels from fields, and ends at the schema of what is allowed.
+    pydantic's `loc` is a path of fields, mixed with labels of union members. The function follows this path through the
+    JSON Schema of the model, which distinguishes labels from fields, and ends at the schema of the allowed values.
 
     Args:
         schema: JSON Schema of the model.
-        data: What was validated.
-        error: What pydantic says.
+        data: The validated object.
+        error: The error of pydantic.
 
     Returns:
         The error, to be raised.
     """
     problems = error.errors(include_url=False)
-    # Of the members of a union, the one of the value's JSON type reports the innermost field.
+    # Each member of a union reports its own errors. The longest path is from the member that has the value's JSON type.
     field = problems[0]["loc"][0]
     loc = max((p["loc"] for p in problems if p["loc"][0] == field), key=len)
-    wrong_key = loc[-1] == "[key]"  # of a mapping; the key itself stands before it
+    wrong_key = loc[-1] == "[key]"  # the error is in a key of a mapping; the key precedes it in `loc`
     node, path, required = schema, "", False
     value: Any = data
     for part in loc[:-2] if wrong_key else loc:

@@ -1,7 +1,7 @@
-"""HTTP of the server: limits on headers and bodies, JSON in and out, request ids, and errors as responses.
+"""The HTTP layer: limits on headers and bodies, JSON parsing and writing, request ids, and error responses.
 
-Everything is bounded before it is parsed: headers and body in bytes, the body also in time and in depth.
-`RequestMiddleware` is the outermost layer of the app; endpoints read their body by `read_json`.
+Headers and body are limited in bytes before they are parsed; the body is also limited in time and in nesting depth.
+`RequestMiddleware` is the outermost layer of the app; endpoints read their bodies with `read_json`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mercury_jax.serve.options import ServerOptions
 log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
 
-MAX_HEADER_BYTES = 16 << 10  # of a request's path and headers together
-INLINE_BYTES = 64 << 10  # up to this size, parsing takes less time than switching the thread
+MAX_HEADER_BYTES = 16 << 10  # maximum size of path and headers together
+INLINE_BYTES = 64 << 10  # up to this size, parsing takes less time than switching to a thread
 REQUEST_ID = "mercury.request_id"  # key of the ASGI scope
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 JSON_TYPE = re.compile(
@@ -38,7 +38,11 @@ JSON_TYPE = re.compile(
 
 
 def dump_json(value: Any) -> str:
-    """Returns compact JSON in ASCII: no Unicode line separator can split an event, no lone surrogate can fail."""
+    """Serialises to compact ASCII JSON, so that no Unicode line separator can split an event.
+
+    Args:
+        value: A JSON value; lone surrogates are escaped, NaN and infinities are refused.
+    """
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
@@ -58,7 +62,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def to_reported_error(error: Exception, request_id: str) -> ApiError:
-    """Returns what a client may see of an exception: an `ApiError` as it is, and nothing of any other.
+    """Converts an exception to the error that the client sees: an `ApiError` unchanged, any other as a bare 500.
 
     Args:
         error: The exception. It is logged with its traceback unless it is an `ApiError`.
@@ -88,7 +92,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # The client's X-Request-Id where it is harmless, else a fresh one.
+        # Use the client's X-Request-Id if it has only harmless characters, else a new id.
         given = (v for k, v in scope["headers"] if k == b"x-request-id" and REQUEST_ID_PATTERN.fullmatch(v))
         scope[REQUEST_ID] = request_id = next(given, b"req_" + secrets.token_hex(12).encode()).decode()
         own = {b"x-request-id": request_id.encode(), b"x-content-type-options": b"nosniff"}
@@ -106,7 +110,7 @@ class RequestMiddleware:
             check_headers(scope)
             await self.app(scope, receive, send_named)
         except asyncio.CancelledError:
-            # The server shuts down: a response that has not begun is a 503 and not a failure.
+            # The server is shutting down: a request without a response yet gets a 503.
             if status is None:
                 refusal = errors.unavailable("The server is shutting down.")
                 await error_response(refusal)(scope, receive, send_named)
@@ -122,9 +126,9 @@ class RequestMiddleware:
 def check_headers(scope: Scope) -> None:
     """Refuses headers that no well-behaved client sends, and closes the connection.
 
-    With two lengths of the body, a proxy in front may see another end of this request and take what follows for the
-    next one (request smuggling, RFC 9112 section 6.1). HTTP libraries limit incomplete headers only, so that one
-    large packet passes them.
+    If a request has both Content-Length and Transfer-Encoding, a proxy may disagree with this server about its end, and
+    take the rest of the body for the next request (request smuggling, RFC 9112 section 6.1). The size is checked here
+    because HTTP libraries limit incomplete headers only: headers that arrive in one large packet would pass.
 
     Raises:
         ApiError: 400 or 431.
@@ -147,14 +151,14 @@ async def read_json(request: Request, options: ServerOptions, convert: Callable[
         request: The request.
         options: Limits: `max_body` (counted while the body arrives; `Content-Length` is not trusted), `max_depth`
             and `read_timeout`.
-        convert: Validates the object, which is without NaN, infinities and lone surrogates.
+        convert: Validates the object. The object has no NaN, infinities or lone surrogates.
 
     Returns:
-        What `convert` returns.
+        The result of `convert`.
 
     Raises:
         ApiError: 400 (not a valid JSON object), 408 (too slow), 413 (too large), or 415 (not JSON: a form or plain
-            text, which a foreign web page may send, is not taken for JSON).
+            text, which another web page can send without permission, is not accepted as JSON).
     """
     if not JSON_TYPE.fullmatch(request.headers.get("content-type", "").strip()):
         raise ApiError(415, "Content-Type must be application/json")
@@ -188,13 +192,13 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
 
     Args:
         body: UTF-8 text.
-        max_depth: Most levels of nested lists and objects.
+        max_depth: Maximum nesting of lists and objects.
 
     Returns:
         The object.
 
     Raises:
-        ApiError: 400, with the place where the text is not valid.
+        ApiError: 400 if the text is not a valid JSON object; a syntax error is reported with its position.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=refuse_constant, parse_float=refuse_constant)
@@ -222,10 +226,10 @@ def check_json(
 
     Args:
         value: A list or an object.
-        what: How the error calls it.
-        max_depth: Most levels of nested lists and objects.
+        what: Name of the value in the error message.
+        max_depth: Maximum nesting of lists and objects.
         param: Field that the error names.
-        check_text: Whether texts may hold lone surrogates.
+        check_text: Whether to search texts for lone surrogates.
 
     Raises:
         ApiError: 400.
@@ -253,13 +257,13 @@ def refuse_constant(number: str) -> float:
     """Refuses NaN and Infinity, which are not JSON though Python reads them, and floats beyond the range of 64 bits.
 
     Args:
-        number: What `json.loads` has read, as its `parse_constant` or `parse_float`.
+        number: The text of the number, from `json.loads`, which calls this as `parse_constant` and `parse_float`.
 
     Returns:
         The number.
 
     Raises:
-        ValueError: The number is not finite.
+        ValueError: If the number is not finite.
     """
     value = float(number)
     if not math.isfinite(value):

@@ -1,6 +1,6 @@
 """Metrics for Prometheus.
 
-The engine's own counters are read at each scrape; HTTP responses and answers are counted as they end.
+The counters and gauges of `EngineStats` are read at each scrape. HTTP responses and answers are counted when they end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mercury_jax.serve.engine.request import EngineStats
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 TOKENS_PER_FORWARD_BUCKETS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
-# Fields of the engine's statistics, with their help texts.
+# Fields of `EngineStats` with their help texts.
 ENGINE_GAUGES = {
     "waiting": "Requests that have no slot yet.",
     "running": "Slots in use.",
@@ -42,16 +42,17 @@ ENGINE_COUNTERS = {
 
 
 class Metrics:
-    """The registry of one app; nothing is global, so that one process may hold several apps.
+    """The metrics of one app, in their own registry, so that a process may hold several apps.
 
     Args:
-        stats: The engine's statistics.
-        ready: Whether the engine takes requests.
-        paths: Paths that are counted one by one; all others are counted together, so that no client makes up labels.
+        stats: Returns the statistics of the engine.
+        ready: Returns whether the engine accepts requests.
+        paths: Paths with their own label. All other paths share the label "other", so that clients cannot create an
+            unbounded number of time series.
 
     Attributes:
-        registry: Of all metrics.
-        schema_failures: Counts answers that did not obey their schema.
+        registry: The registry of all metrics.
+        schema_failures: Counts answers that did not match their schema.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool], paths: Collection[str]):
@@ -74,7 +75,7 @@ class Metrics:
         self.schema_failures = counter("mercury_structured_output_failures", about)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields a family for each field of the engine's statistics; `prometheus_client` calls it at each scrape."""
+        """Yields a metric family for each field of `EngineStats`; `prometheus_client` calls it at each scrape."""
         stats = self._stats()
         for name, about in ENGINE_GAUGES.items():
             yield GaugeMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
@@ -88,7 +89,7 @@ class Metrics:
 
         Args:
             scope: ASGI scope of the request.
-            status: HTTP status; 499 where the client disconnected.
+            status: HTTP status; 499 if the client disconnected.
         """
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._responses.labels(path, str(status)).inc()
@@ -100,7 +101,7 @@ class Metrics:
             first: Seconds from the request's arrival to its first snapshot.
             last: Seconds from the request's arrival to its last token.
             tokens: Tokens of the answer, thinking included.
-            forwards: Denoising passes.
+            forwards: Denoising passes; 0 for an answer that needed no decoding, which has no tokens per pass.
         """
         self._first_frame.observe(first)
         self._last_token.observe(last)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from mercury_jax.config import refuse
 from mercury_jax.decode.defaults import EFFORTS
 
-# Names of the vendor's models that clients have built in. By default each of them gets the model that is loaded.
+# Names of the vendor's models that are built into clients. By default each of them is an alias of the loaded model.
 VENDOR_MODELS = (
     "mercury", "mercury-2", "mercury-2.5", "mercury-3", "mercury-coder", "mercury-coder-small",
     "mercury-coder-small-beta", "mercury-edit", "mercury-edit-2",
@@ -24,25 +24,25 @@ ANY_HOST = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server answers. What concerns the engine is in `serve.engine`.
+    """Options of the HTTP server. Options of the engine are in `serve.engine.request.EngineConfig`.
 
     Args:
-        keys: API keys; each of them opens every route. Empty: none is needed.
-        hosts: Names that `Host` may have, or "*" for any. The loopback names keep foreign web pages from using a local
-            server (DNS rebinding).
-        aliases: Further names of the model, each with the name it stands for; None for the vendor's names.
-        rate: Requests per minute and key; None for no limit.
-        effort: Effort of requests that set none; None for the model's own rule, with the thinking of "medium" where
-            that takes at most a quarter of the context.
-        strict_temperature: As the vendor does, temperatures outside of 0.5 to 1 become 0.75, with a warning.
-        max_body: Most bytes of a request's body.
-        max_depth: Most levels of nesting of its JSON.
-        read_timeout: Seconds in which the body must arrive.
-        keep_alive: Seconds of silence after which a comment is sent on an event stream.
+        keys: API keys; each of them gives access to every route. Empty: no key is needed.
+        hosts: Allowed values of the `Host` header, or "*" for any. The default, the loopback names, prevents other web
+            pages from using a local server by DNS rebinding.
+        aliases: Further names of the model, as a mapping from alias to model name; None for the vendor's names.
+        rate: Maximum requests per minute and key; None for no limit.
+        effort: Default effort of requests that set none. None: the model's own rule, with the thinking budget of
+            "medium" if that is at most a quarter of the context.
+        strict_temperature: Whether temperatures outside of 0.5 to 1 become 0.75 with a warning, as with the vendor.
+        max_body: Maximum bytes of a request's body.
+        max_depth: Maximum nesting of the body's JSON.
+        read_timeout: Seconds within which the body must arrive.
+        keep_alive: Seconds without an event after which a comment is sent on an event stream.
         playground: Whether `/` serves the playground.
 
     Raises:
-        ValueError: A value is out of range, or a key is short or not printable ASCII.
+        ValueError: If a value is out of range, or a key is too short or not printable ASCII.
     """
 
     keys: tuple[str, ...] = field(default=(), repr=False)  # never in logs or errors
@@ -74,14 +74,14 @@ def model_names(model: str, options: ServerOptions) -> dict[str, str]:
     """Lists the names that requests may use.
 
     Args:
-        model: Name of the model that is loaded.
+        model: Name of the loaded model.
         options: Options with the aliases.
 
     Returns:
-        Each name with the model it stands for; the model's own name comes first.
+        A mapping from each name to the model name; the model's own name comes first.
 
     Raises:
-        ValueError: An alias is empty, or stands for another model.
+        ValueError: If an alias is empty, or names another model.
     """
     aliases: Mapping[str, str] | None = options.aliases
     if aliases is None:
@@ -95,13 +95,13 @@ def model_names(model: str, options: ServerOptions) -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach an address.
+    """Says whether only this machine can reach an address.
 
     Args:
-        host: An address or a name to listen on.
+        host: An address or a name to listen on. A name must resolve to loopback addresses only.
 
     Raises:
-        ValueError: The name does not resolve.
+        ValueError: If the name does not resolve.
     """
     try:
         found = [ipaddress.ip_address(host.strip("[]"))]
@@ -121,7 +121,7 @@ def check_address(host: str, options: ServerOptions) -> None:
         options: Options with the keys.
 
     Raises:
-        ValueError: The address is not a loopback address and there is no key.
+        ValueError: If the address is not a loopback address and there is no key.
     """
     if not options.keys and not is_loopback(host):
         raise refuse("host", host, "127.0.0.1, ::1 or localhost; any other needs an API key (--api-key)")

@@ -1,9 +1,9 @@
 """Request models of all POST endpoints, and how a JSON object becomes one.
 
-Each endpoint has one pydantic model. It validates requests, and `openapi.py` writes the document from it, so that
+Each endpoint has one pydantic model, which validates requests and from which `openapi.py` generates the document, so
 the two cannot differ. Names, ranges and defaults follow the vendor's document; fields that only OpenAI's API has are
-accepted as well. `parse_request` turns a validation failure into an `ApiError` that names the field, its value and
-what is allowed.
+accepted as well. `parse_request` converts a validation failure to an `ApiError` that names the field, its value and the
+allowed values.
 
 To add a field: declare it here with its description as a docstring, and use it in one other file: in
 `engine_requests.py` if it changes how tokens are chosen, else in the module of its endpoint. A field that
@@ -29,7 +29,7 @@ from pydantic_core import core_schema
 
 from mercury_jax.serve.errors import invalid_value, validation_error
 
-MAX_TOKENS = 1 << 20  # larger requests are refused; what exceeds the context is only cut
+MAX_TOKENS = 1 << 20  # larger values are refused; values up to this are reduced to the context
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_TOP_LOGPROBS = 2048, 1024, 128, 16, 20
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 
@@ -56,7 +56,7 @@ CONSTRAINT_FIELDS = {
 }  # fmt: skip
 
 
-# Efforts of OpenAI's API that stand for one of ours.
+# Efforts of OpenAI's API, mapped to the efforts of this server.
 EFFORT_ALIASES = {"none": "instant", "minimal": "instant", "xhigh": "high"}
 
 JsonObject = dict[str, Any]

@@ -1,7 +1,7 @@
 """JSON of all responses: their types, and the functions that build them.
 
-The types follow the vendor's document, which names usage both flat and nested as OpenAI does. `openapi.py` writes
-their JSON Schemas, and the tests validate every response against those.
+The types follow the vendor's document, which reports usage twice: in flat fields, and nested as in OpenAI's API.
+`openapi.py` writes the JSON Schemas of the types, and the tests validate every response against these schemas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mercury_jax.serve.chat.output_parser import ParsedCall, ParsedCallDelta, Pa
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.types import LM
 
-MIN_LOGPROB = -9999.0  # stands for a probability of 0, as with OpenAI
+MIN_LOGPROB = -9999.0  # represents a probability of 0, as in OpenAI's API
 
 Count = Annotated[int, Field(ge=0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -306,7 +306,7 @@ JsonDict = dict[str, Any]
 
 
 class ResponseKind(NamedTuple):
-    """What differs between the endpoints: names of the objects, prefix of the ids, and messages or plain text."""
+    """The differences between endpoints: names of the objects, prefix of the ids, and messages or plain text."""
 
     completion: str
     chunk: str
@@ -324,7 +324,7 @@ class ResponseWriter:
 
     Args:
         kind: Kind of the endpoint.
-        model: The model's name as the client wrote it.
+        model: Name of the model as in the request.
     """
 
     def __init__(self, kind: ResponseKind, model: str):
@@ -332,10 +332,10 @@ class ResponseWriter:
         self._head = {"id": kind.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
 
     def completion(self, choices: Sequence[JsonDict], usage: Usage, extra: Mapping[str, Any]) -> JsonDict:
-        """Returns the whole response.
+        """Builds a complete response.
 
         Args:
-            choices: From `choice`.
+            choices: Choices from `choice`.
             usage: Tokens of the request.
             extra: Further fields: a warning, a summary of the thinking.
 
@@ -346,10 +346,10 @@ class ResponseWriter:
         return {"object": self.kind.completion, **self._head, **body, **extra}
 
     def chunk(self, choices: Sequence[JsonDict], extra: Mapping[str, Any] | None = None) -> JsonDict:
-        """Returns one event of a stream.
+        """Builds one event of a stream.
 
         Args:
-            choices: From `chunk_choice`.
+            choices: Choices from `chunk_choice`.
             extra: Further fields.
 
         Returns:
@@ -360,14 +360,14 @@ class ResponseWriter:
     def choice(
         self, index: int, text: str, calls: Sequence[ParsedCall], finish: str, logprobs: JsonDict | None
     ) -> JsonDict:
-        """Returns a whole choice.
+        """Builds a complete choice.
 
         Args:
             index: Number of the answer.
-            text: Its content.
-            calls: Its tool calls.
-            finish: Why it ended.
-            logprobs: Its logprobs, from `chat_logprobs` or `text_logprobs`; None for none.
+            text: Content of the answer.
+            calls: Tool calls of the answer.
+            finish: Finish reason.
+            logprobs: Logprobs from `chat_logprobs` or `text_logprobs`; None if not requested.
 
         Returns:
             The choice. The content of a message that only calls tools is null.
@@ -393,15 +393,15 @@ class ResponseWriter:
         finish: str | None = None,
         logprobs: JsonDict | None = None,
     ) -> JsonDict:
-        """Returns a choice of a chunk.
+        """Builds a choice of a chunk.
 
         Args:
             index: Number of the answer.
-            text: What is new of its content, or with `diffusing` the whole text, which may be empty; None for neither.
-            calls: What is new of its tool calls.
-            first: Whether this is the first chunk, which has the role.
-            finish: In the last chunk, why the answer ended.
-            logprobs: In the last chunk, its logprobs.
+            text: New content, or with `diffusing` the whole current text, which may be empty; None for no content.
+            calls: New parts of tool calls.
+            first: Whether this is the first chunk of the answer, which has the role.
+            finish: Finish reason, in the last chunk of the answer.
+            logprobs: Logprobs, in the last chunk of the answer.
 
         Returns:
             A choice of the endpoint's chunks.
@@ -420,27 +420,27 @@ class ResponseWriter:
 
 
 def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
-    """Returns a tool call; a delta that is not the first one of its call has no id, type and name."""
+    """Builds a tool call or a delta of one; only the first delta of a call has id, type and name."""
     if id is None:
         return {"function": {"arguments": arguments}}
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> ChatLogprobs:
-    """Returns the logprobs of a chat answer, without those of its thinking.
+    """Builds the logprobs of a chat answer; tokens of thinking are omitted.
 
     Args:
-        lm: The model, whose tokenizer spells the tokens.
+        lm: The model, whose tokenizer has the text of each token.
         snapshot: The last snapshot, which has `logprobs`.
-        message: The answer, which says how many tokens were thinking.
-        top: Alternatives per token.
+        message: The parsed answer, which has the number of reasoning tokens.
+        top: Number of alternatives per token.
 
     Returns:
         One entry per token of the content.
     """
     logprobs, answer = snapshot.logprobs, slice(message.reasoning_tokens, message.completion_tokens)
     assert logprobs is not None
-    # Of each token: its id, its log-probability, ids of the alternatives [K] and their log-probabilities [K].
+    # For each token: its id, its log-probability, ids of the alternatives [K] and their log-probabilities [K].
     rows = (snapshot.tokens, logprobs.tokens, logprobs.top_ids, logprobs.top)
     content: list[TokenLogprobs] = []
     for token, value, ids, values in zip(*(row[answer] for row in rows), strict=True):
@@ -450,16 +450,16 @@ def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) 
 
 
 def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> TextLogprobs:
-    """Returns the logprobs of a text completion. Offsets count characters.
+    """Builds the logprobs of a text completion.
 
     Args:
-        lm: The model, whose tokenizer spells the tokens.
+        lm: The model, whose tokenizer has the text of each token.
         snapshot: The last snapshot, which has `logprobs`.
-        message: The answer.
-        top: Alternatives per token.
+        message: The parsed answer.
+        top: Number of alternatives per token.
 
     Returns:
-        Parallel lists with one entry per token.
+        Parallel lists with one entry per token. Text offsets are in characters.
     """
     made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     offset = 0

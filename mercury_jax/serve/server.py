@@ -1,4 +1,8 @@
-"""The uvicorn server of an app and its engine: it answers while the engine warms up, and drains before it ends."""
+"""The uvicorn server of an app and its engine.
+
+The server accepts connections while the engine warms up (/ready fails until then), and drains running requests before
+it exits.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ NOTICE_SECONDS = (
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a bound socket. Call it before anything slow, so that a port in use is reported at once.
+    """Binds a socket. Call it before any slow step, so that a port in use is reported at once.
 
     Args:
         host: Address or name to listen on.
@@ -51,8 +55,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise refuse("port", port, "0 to 65535; 0 finds a free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        # With an explicit protocol asyncio sets TCP_NODELAY; otherwise each event waits for the acknowledgement of the
-        # last one, about 40 ms.
+        # With an explicit protocol, asyncio sets TCP_NODELAY. Without it, each event would wait about 40 ms for the
+        # acknowledgement of the previous one.
         made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
@@ -63,34 +67,34 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class BoundedH11Protocol(H11Protocol):
-    """HTTP/1.1 whose headers must arrive within `HEADER_SECONDS`, and whose parse errors are JSON like all others."""
+    """HTTP/1.1 with a deadline of `HEADER_SECONDS` for request headers, and with parse errors as JSON."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Starts the clock."""
+        """Starts the deadline for the first request."""
         super().connection_made(transport)
         self._set_deadline(True)
 
     def data_received(self, data: bytes) -> None:
-        """Parses data, and stops the clock once the headers are complete."""
+        """Parses data, and cancels the deadline once the headers are complete."""
         super().data_received(data)
-        # A request has begun, or may begin, whose headers are not complete.
+        # No request is being answered: the data belongs to a request whose headers are incomplete.
         idle = self.cycle is None or self.cycle.response_complete
         self._set_deadline(idle and not self.transport.is_closing())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the clock."""
+        """Cancels the deadline."""
         self._set_deadline(False)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Waits for the next request without a clock."""
+        """Cancels the deadline: uvicorn's keep-alive timeout limits the time until the next request."""
         super().on_response_complete()
         self._set_deadline(False)
 
     def _set_deadline(self, waiting: bool) -> None:
-        """Runs the clock while the headers of a request are not complete; a clock that runs goes on."""
+        """Starts the deadline if headers are incomplete, else cancels it; a running deadline is not extended."""
         if waiting and self._deadline is None:
             self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
         elif not waiting and self._deadline is not None:
@@ -113,20 +117,25 @@ class BoundedH11Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Warms its engine up while it already answers, and drains on a signal.
+    """Accepts connections while the engine warms up in a thread, and drains on a signal.
 
-    After SIGTERM or SIGINT, /ready fails and new requests get 503; running requests have `drain` seconds; what is left
-    is cancelled; and a running compilation may end within `COMPILE_SECONDS`, since a process that ends while XLA
-    compiles or writes its cache aborts, or leaves half a cache entry. A second signal cancels at once.
+    After SIGTERM or SIGINT:
+
+        1. /ready fails, and new requests get 503.
+        2. Running requests have `drain` seconds to finish; then the remaining ones are cancelled.
+        3. A running compilation has `COMPILE_SECONDS` to finish: a process that exits while XLA compiles or writes its
+           cache may abort or leave an incomplete cache entry.
+
+    A second signal ends steps 2 and 3 at once.
 
     Args:
         app: The app.
-        engine: Its engine, not started yet.
-        drain: Seconds for running requests.
-        on_ready: Called, in a thread, when the engine is warm.
+        engine: The engine of the app, not started yet.
+        drain: Seconds for running requests to finish.
+        on_ready: Called in a thread when the engine has warmed up.
 
     Attributes:
-        failure: Why the engine did not warm up; None otherwise.
+        failure: The error with which the engine failed to start; None otherwise.
     """
 
     def __init__(
@@ -161,12 +170,12 @@ class Server(uvicorn.Server):
         self._stopping = threading.Thread(target=engine.stop, name="mercury-stop", daemon=True)
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listens, and warms the engine up in a thread."""
+        """Starts to listen, and warms up the engine in a thread."""
         await super().startup(sockets)
         self._warming.start()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Begins to drain; a second signal ends at once.
+        """Starts to drain; a second signal ends the wait at once.
 
         Args:
             sig: Number of the signal.
@@ -180,7 +189,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again after the server has drained."""
+        """Installs the signal handlers as uvicorn does, but does not raise the signal again after the shutdown."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -192,6 +201,7 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def _warm(self) -> None:
+        """Starts the engine; an error ends the server and is kept in `failure`."""
         try:
             self.engine.start()
             self.on_ready()
@@ -200,6 +210,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def _shut_down(self) -> None:
+        """Drains and stops the engine in a thread, then lets uvicorn exit."""
         self.engine.closing = True
         self._at_once.wait(NOTICE_SECONDS)
         drained = threading.Thread(target=self.engine.drain, args=(self.drain,), daemon=True)
@@ -215,14 +226,14 @@ class Server(uvicorn.Server):
 
     @property
     def compiling(self) -> bool:
-        """Whether a thread of the engine still compiles; the interpreter must not end before it."""
+        """Whether a thread of the engine is still compiling; the interpreter must not exit before it ends."""
         return self._stopping.is_alive() or self._warming.is_alive()
 
 
 def freeze_startup_objects() -> None:
-    """Excludes what exists now from garbage collection.
+    """Excludes all existing objects from garbage collection.
 
-    A full collection over the objects of a warm server halts every thread for about a quarter of a second.
+    A full collection over the objects of a warm server would stop every thread for about a quarter of a second.
     """
     gc.collect()
     gc.freeze()

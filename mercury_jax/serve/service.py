@@ -1,7 +1,7 @@
-"""What all endpoints share: the engine, the limit on running requests, and threads for preparing them.
+"""The parts shared by all endpoints: the engine, the admission limit, and the threads that prepare requests.
 
-An endpoint reads its request by `Service.read`, and passes a function that makes the engine's jobs to
-`streaming.respond`, which submits them by `Service.submit`.
+An endpoint reads its request with `Service.read`. It passes `streaming.respond` a function that makes the jobs, which
+`Service.submit` runs in a thread. A job is one engine request, that is, one answer.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from mercury_jax.serve.protocol import ApiRequest, parse_request
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
 
-WORKERS = 2  # threads of each pool; more would only take turns on the interpreter
-SMALL_GRAMMAR_BYTES = 8 << 10
+WORKERS = 2  # threads of each pool; more threads would only compete for the GIL
+SMALL_GRAMMAR_BYTES = 8 << 10  # larger grammars are compiled in a separate pool
 T = TypeVar("T")
 R = TypeVar("R", bound=ApiRequest)
 
 
 @runtime_checkable
 class AnswerHandle(Protocol):
-    """A submitted job; iterates asynchronously over its snapshots, of which the last one has a finish reason."""
+    """A submitted job. Asynchronous iteration yields its snapshots; the last one has a finish reason."""
 
     @property
     def request(self) -> EngineRequest:
-        """The job."""
+        """The engine request of the job."""
         ...
 
     def cancel(self) -> None:
-        """Ends the job."""
+        """Cancels the job."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Snapshot]: ...
@@ -64,11 +64,11 @@ class Service:
         paths: Paths of the app's routes, for the metrics.
 
     Raises:
-        ValueError: An alias stands for a model that is not loaded.
+        ValueError: If an alias names a model that is not loaded.
 
     Attributes:
         names: Names that requests may use for the model.
-        created: Start of the server, in seconds since the epoch.
+        created: Start time of the server, in seconds since the epoch.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions, paths: Sequence[str] = ()):
@@ -77,14 +77,15 @@ class Service:
         self.names: Mapping[str, str] = model_names(engine.lm.name, options)
         self.limit = AdmissionLimit(engine.config.slots, engine.config.queue)
         self.created = int(time.time())
-        self._longest = max(1, *map(len, engine.lm.tokenizer.pieces))  # bytes of a token
+        self._longest = max(1, *map(len, engine.lm.tokenizer.pieces))  # bytes of the longest token
+        # Separate pools: requests without a grammar never wait for a compilation, nor small grammars for large ones.
         self._pool = ThreadPoolExecutor(WORKERS, "mercury-prepare")
         self._small_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-small")
         self._large_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-large")
 
     @property
     def ready(self) -> bool:
-        """Whether the engine is warm and does not shut down."""
+        """Whether the engine has warmed up and is not shutting down."""
         return bool(self.engine.ready) and not self.engine.closing
 
     async def read(self, request: Request, model: type[R]) -> R:
@@ -107,14 +108,16 @@ class Service:
         return parsed
 
     def check_size(self, size: int, param: str = "messages") -> None:
-        """Refuses texts that cannot fit into the context, before they are tokenized.
+        """Refuses texts that cannot fit into the context, before the cost of tokenizing them.
+
+        Each token covers at most as many characters as the longest token has bytes.
 
         Args:
-            size: Characters of the texts.
-            param: Field that holds them.
+            size: Number of characters of the texts.
+            param: Field of the request that holds the texts.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400 if the texts need more tokens than the context has.
         """
         if size > self.engine.context * self._longest:
             raise errors.context_length_exceeded(self.engine.context, param)
@@ -128,21 +131,20 @@ class Service:
     ) -> tuple[T, SubmittedJobs]:
         """Prepares and submits the jobs of a request, in a thread.
 
-        Compiling a grammar may take seconds: requests without one do not wait for those with one, nor small grammars
-        for large ones.
+        Compiling a grammar may take seconds, so the size of the grammar selects the thread pool.
 
         Args:
-            prepare: Returns what the caller needs besides, and the jobs. What is no job but an answer already is
-                passed on.
+            prepare: Makes the response plan (any value, which is passed through) and the jobs. A job that is already an
+                `AnswerHandle` is passed through as well.
             count: Number of jobs.
-            grammar_bytes: Size of the grammar in the request; None without one.
-            cache_salt: Of all jobs (`EngineRequest.cache_salt`).
+            grammar_bytes: Size of the grammar in the request; None without a grammar.
+            cache_salt: `EngineRequest.cache_salt` of all jobs.
 
         Returns:
-            What `prepare` returned first, and the submitted jobs.
+            The first result of `prepare`, and the submitted jobs.
 
         Raises:
-            ApiError: 400, 429 or 503.
+            ApiError: 400 (invalid), 429 (no room) or 503 (shutting down).
         """
         self.limit.enter(count)
         if grammar_bytes is None:
@@ -153,7 +155,8 @@ class Service:
         try:
             return await asyncio.wrap_future(future)
         except BaseException:
-            # The client disconnected, or `prepare` failed. What the thread still submits is cancelled afterwards.
+            # The client disconnected, or `prepare` failed. The thread cannot be interrupted: jobs that it still submits
+            # are cancelled when it is done.
             future.add_done_callback(lambda done: self._abandon(done, count))
             raise
 
@@ -163,6 +166,7 @@ class Service:
         count: int,
         cache_salt: str,
     ) -> tuple[T, SubmittedJobs]:
+        """Prepares and submits the jobs, in a thread; if one is rejected, the others are cancelled."""
         made, jobs = prepare()
         handles: list[AnswerHandle] = []
         try:
@@ -177,6 +181,7 @@ class Service:
         return made, SubmittedJobs(self.limit, handles, count)
 
     def _abandon(self, done: Future[tuple[T, SubmittedJobs]], count: int) -> None:
+        """Cancels submitted jobs whose client is gone; without jobs, only corrects the count."""
         if done.cancelled() or done.exception() is not None:
             self.limit.leave(count)
         else:
@@ -184,19 +189,19 @@ class Service:
 
 
 class AdmissionLimit:
-    """Counts the jobs between arrival and end, and admits no more than can run or wait.
+    """Counts the jobs between arrival and end, and limits them to the slots and the queue of the engine.
 
-    It refuses before a prompt is rendered or a grammar compiled, so that a 429 costs next to nothing.
+    A request is refused before its prompt is rendered or its grammar compiled, so a 429 is cheap.
 
     Args:
-        slots: Jobs that run at the same time.
-        queue: Jobs that may wait.
+        slots: Maximum number of running jobs.
+        queue: Maximum number of waiting jobs.
     """
 
     def __init__(self, slots: int, queue: int):
         self.slots, self.capacity = slots, slots + queue
         self.admitted = 0
-        self._mean_seconds = 1.0  # of recent requests
+        self._mean_seconds = 1.0  # moving average of a request's duration
         self._lock = threading.Lock()
 
     def enter(self, count: int) -> None:
@@ -206,7 +211,7 @@ class AdmissionLimit:
             count: Number of jobs.
 
         Raises:
-            ApiError: 429 where there is no room now, 400 where there never is.
+            ApiError: 429 if there is no room now, 400 if there are more jobs than slots and queue together.
         """
         if count > self.capacity:
             allowed = f"at most {self.capacity}, the slots and the queue"
@@ -214,7 +219,7 @@ class AdmissionLimit:
         with self._lock:
             if self.admitted + count > self.capacity:
                 message = f"{self.admitted} requests are running or waiting already. Please try again later."
-                # On average, one job ends in this time.
+                # Mean time until the next of the running jobs ends.
                 raise errors.rate_limited(self._mean_seconds / self.slots, message)
             self.admitted += count
 
@@ -223,7 +228,7 @@ class AdmissionLimit:
 
         Args:
             count: Number of jobs.
-            seconds: Time since they were submitted; None where they never were.
+            seconds: Time since the jobs were submitted; None if they were never submitted.
         """
         with self._lock:
             self.admitted -= count
@@ -232,12 +237,12 @@ class AdmissionLimit:
 
 
 class SubmittedJobs:
-    """The jobs of one request. `close` cancels what still runs.
+    """The submitted jobs of one API request. `close` cancels the unfinished ones.
 
     Args:
-        limit: Where the jobs are counted.
-        handles: The jobs.
-        count: Their number.
+        limit: The limit that counts the jobs.
+        handles: The jobs, in the order of the choices.
+        count: Number of jobs as counted by `limit`.
     """
 
     def __init__(self, limit: AdmissionLimit, handles: Sequence[AnswerHandle], count: int):
@@ -246,7 +251,7 @@ class SubmittedJobs:
         self._open = True
 
     def close(self) -> None:
-        """Cancels what still runs and counts the jobs as ended; further calls do nothing."""
+        """Cancels unfinished jobs and counts all jobs as ended; further calls have no effect."""
         if self._open:
             self._open = False
             for handle in self.handles:
@@ -255,13 +260,13 @@ class SubmittedJobs:
 
 
 def check_ready(engine: Engine) -> None:
-    """Checks that an engine takes requests.
+    """Checks that an engine accepts requests.
 
     Args:
         engine: The engine.
 
     Raises:
-        ApiError: 503 while it warms up, and once it shuts down.
+        ApiError: 503 while the engine is warming up or shutting down.
     """
     if engine.closing:
         raise shutting_down()
@@ -270,19 +275,19 @@ def check_ready(engine: Engine) -> None:
 
 
 def shutting_down() -> ApiError:
-    """Returns the 503 of a server that shuts down."""
+    """Makes the 503 of a server that is shutting down."""
     return errors.unavailable("The server is shutting down.", 5)
 
 
 def to_api_error(error: Exception, context: int) -> Exception:
-    """Translates what the engine raises on `submit`; other exceptions stay what they are.
+    """Converts an exception of `Engine.submit` to an `ApiError`.
 
     Args:
-        error: The engine's exception.
-        context: Tokens of prompt and answer, for the message.
+        error: The exception.
+        context: Context of the engine in tokens, for the message.
 
     Returns:
-        The exception to raise.
+        The exception to raise: an `ApiError`, or `error` itself if it is not a documented exception of `submit`.
     """
     if isinstance(error, RequestRejected):
         return shutting_down() if error.closing else errors.rate_limited(error.retry_after, f"{error}.")

@@ -1,7 +1,7 @@
-"""From submitted jobs to the HTTP response: one JSON body, or a stream of server-sent events.
+"""HTTP responses from submitted jobs: one JSON body, or a stream of server-sent events.
 
-An endpoint describes its response by a `ResponsePlan` and calls `respond`. Jobs of a client that disconnects are
-cancelled, whether the response is whole or streamed.
+A job is one engine request, that is, one answer. An endpoint describes its response by a `ResponsePlan` and calls
+`respond`. If the client disconnects, its jobs are cancelled, for streams and for single JSON bodies.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ T = TypeVar("T")
 JsonDict = dict[str, Any]
 
 DONE_EVENT = b"data: [DONE]\n\n"
-KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # readers of events skip comments
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # SSE clients ignore comments
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 
 class ResponsePlan(NamedTuple):
-    """How the answers to one request are read and written.
+    """How the answers to one request are parsed and written.
 
     Attributes:
-        kind: Kind of the endpoint.
-        request: The request.
-        prompt_tokens: Tokens of all prompts.
-        parser: Returns a fresh parser for one answer.
-        answers_per_prompt: The jobs of one prompt follow each other.
-        diffusing: Stream the whole current text in each chunk.
-        reasoning_summary: Report the thinking.
-        thinks: Whether the prompt opened the thinking.
+        kind: Names of the endpoint's objects.
+        request: The API request.
+        prompt_tokens: Number of tokens of all prompts.
+        parser: Makes a new parser for one answer.
+        answers_per_prompt: Number of jobs per prompt; the jobs of a prompt are adjacent.
+        diffusing: Whether each chunk of the stream has the whole current text instead of a delta.
+        reasoning_summary: Whether to report the thinking.
+        thinks: Whether the prompt starts a thinking section.
         warning: A warning for the response.
-        finish_content: Content of (text, finish reason) where it is known at the end only.
-        check: Whether an answer obeys its schema.
-        logprobs: Log-probabilities of an answer, in the form of the endpoint.
-        continuation: Returns the job that continues an answer that ended without content.
+        finish_content: Makes the content from (text, finish reason) at the end; no text is streamed before. None: the
+            text is the content.
+        check: Says whether an answer satisfies its schema.
+        logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
+        continuation: Makes the job that continues an answer that ended without content.
     """
 
     kind: ResponseKind
@@ -75,7 +76,7 @@ class ResponsePlan(NamedTuple):
 
 
 class FinishedAnswer(NamedTuple):
-    """One answer at its end."""
+    """A complete answer: its content, parsed message, finish reason, last snapshot and logprobs."""
 
     text: str
     message: ParsedMessage
@@ -100,15 +101,15 @@ async def respond(
     Args:
         service: The service.
         request: The HTTP request, whose body has been read.
-        prepare: Returns the plan and the jobs; called in a thread.
+        prepare: Makes the plan and the jobs; called in a thread.
         count: Number of jobs.
-        grammar_bytes: Size of the grammar in the request; None without one.
+        grammar_bytes: Size of the grammar in the request; None without a grammar.
 
     Returns:
-        The response; an empty one where the client disconnected.
+        The response; an empty one with status 499 if the client disconnected.
 
     Raises:
-        ApiError: The request is refused, or the engine failed.
+        ApiError: If the request is refused, or the engine failed.
     """
     arrival = time.perf_counter()
     try:
@@ -137,7 +138,7 @@ class Responder:
 
     Args:
         service: The service.
-        plan: How answers are read and written.
+        plan: How answers are parsed and written.
         arrival: `time.perf_counter()` at the request's arrival.
         request_id: Id for the log.
     """
@@ -147,13 +148,16 @@ class Responder:
         self.writer = ResponseWriter(plan.kind, plan.request.model)
 
     async def completion(self, jobs: SubmittedJobs) -> JsonDict:
-        """Returns the whole response, once every answer has ended; the first error ends all of them.
+        """Waits for all answers and returns the response. The first error ends all of them.
 
         Args:
             jobs: The submitted jobs, in the order of the choices.
 
+        Returns:
+            The JSON object of the endpoint's completion.
+
         Raises:
-            ApiError: The engine did not finish an answer.
+            ApiError: If the engine did not finish an answer, or an answer fails its schema check.
         """
         found: dict[int, FinishedAnswer] = {}
         streams = [self._choice_chunks(i, handle, found) for i, handle in enumerate(jobs.handles)]
@@ -168,12 +172,16 @@ class Responder:
         return self.writer.completion(choices, self._usage(answers), self._extra(answers[0]))
 
     async def events(self, jobs: SubmittedJobs) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a stream: chunks, of which each choice has one last one, then [DONE].
+        """Streams the response as server-sent events.
 
-        An error becomes an event of its own.
+        An error is sent as an event, because the status 200 has already been sent.
 
         Args:
             jobs: The submitted jobs, in the order of the choices.
+
+        Yields:
+            First the role of each choice (message endpoints), then the chunks of all choices as they arrive, each
+            choice ending with a chunk that has a finish reason; the usage, if requested; and [DONE].
         """
         writer, options = self.writer, self.plan.request.stream_options
         answers: dict[int, FinishedAnswer] = {}
@@ -194,9 +202,9 @@ class Responder:
     async def _choice_chunks(
         self, i: int, handle: AnswerHandle, answers: dict[int, FinishedAnswer]
     ) -> AsyncGenerator[JsonDict, None]:
-        """Yields the chunks of answer i, and stores the finished answer."""
+        """Yields the chunks of answer i, and stores the finished answer in `answers`."""
         plan, writer, parser = self.plan, self.writer, self.plan.parser()
-        # Deltas are not sent where the whole text is (diffusing), nor where the content is known at the end only.
+        # No deltas if chunks have the whole text (diffusing), or if the content is made from the complete text.
         send_deltas = not plan.diffusing and plan.finish_content is None
         canvas, progress, snapshot, first = "", 0.0, None, None
         async with contextlib.aclosing(parsed_snapshots(handle, parser)) as steps:
@@ -207,7 +215,8 @@ class Responder:
                     and snapshot.finish is None
                     and (text := parser.preview(snapshot)) != canvas
                 ):
-                    # Share of accepted tokens; it never falls, and is 1 in the last chunk only.
+                    # Progress is the fraction of accepted tokens. A new block or a remasked token would decrease it, so
+                    # the maximum so far is reported, and 1 in the last chunk only.
                     share = float(snapshot.accepted.mean()) if len(snapshot.accepted) else 0.0
                     canvas, progress = text, round(min(0.99, max(progress, share)), 4)
                     meta = {"diffusion_meta": {"diffusion_progress": progress}}
@@ -225,10 +234,18 @@ class Responder:
         yield writer.chunk([last], self._extra(answer))
 
     def _finish(self, parser: OutputParser, snapshot: Snapshot | None, first: float | None) -> FinishedAnswer:
-        """Checks and counts an answer.
+        """Checks an answer at its end, and counts it in the metrics.
+
+        Args:
+            parser: Has read all snapshots of the answer.
+            snapshot: The last snapshot.
+            first: `time.perf_counter()` at the first snapshot.
+
+        Returns:
+            The finished answer.
 
         Raises:
-            ApiError: 500 or 503 where the engine did not finish it, or where it does not obey its schema.
+            ApiError: 503 if the job was cancelled, 500 if the engine failed or the answer fails its schema check.
         """
         plan, message = self.plan, parser.message()
         if snapshot is None or (snapshot.finish == "cancelled" and not parser.stopped):
@@ -255,7 +272,7 @@ class Responder:
         return FinishedAnswer(text, message, finish, snapshot, logprobs)
 
     def _usage(self, answers: Sequence[FinishedAnswer]) -> Usage:
-        """Returns the usage; each prompt is counted once, however many answers it has."""
+        """Sums the usage of all answers. Each prompt is counted once, whatever its number of answers."""
         completion = sum(a.message.completion_tokens for a in answers)
         reasoning = sum(a.message.reasoning_tokens for a in answers)
         cached = sum(a.snapshot.cached for a in answers[:: self.plan.answers_per_prompt])
@@ -270,7 +287,7 @@ class Responder:
         }
 
     def _extra(self, answer: FinishedAnswer) -> JsonDict:
-        """Returns what stands beside the choices: a warning and the summary of the thinking."""
+        """Returns the fields next to `choices`: a warning, and the summary of the thinking."""
         extra: JsonDict = {} if self.plan.warning is None else {"warning": self.plan.warning}
         if self.plan.reasoning_summary:
             thinking = answer.message.reasoning
@@ -280,13 +297,13 @@ class Responder:
 
 
 class ContinuedAnswer:
-    """A job and those that continue it, read as one.
+    """An `AnswerHandle` that reads a job and the jobs that continue it as one answer.
 
     Args:
-        engine: Where further jobs are submitted.
+        engine: The engine to which further jobs are submitted.
         handle: The first job.
-        continuation: Decides which job follows.
-        parser: Returns a fresh parser, which says whether the answer has content.
+        continuation: Decides whether a job is continued, and makes the next job (`engine_requests.continuation_of`).
+        parser: Makes a new parser, which tells whether the answer has content.
     """
 
     def __init__(
@@ -301,16 +318,17 @@ class ContinuedAnswer:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Cancels the job that runs; no other one follows."""
+        """Cancels the running job; no further job is submitted."""
         self._cancelled = True
         self._handle.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        before: Snapshot | None = None  # of the jobs so far, once another one has followed
+        before: Snapshot | None = None  # what is kept of all earlier jobs; None during the first job
         while True:
             parser, kept = self._parser(), None
             async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
                 async for snapshot in snapshots:
+                    # A new parser per job reads the whole answer again: the earlier jobs' tokens, then this job's.
                     whole = snapshot if before is None else before.followed_by(snapshot)
                     parser.feed(whole)
                     kept = await self._continue(snapshot, len(whole.tokens) - len(snapshot.tokens), parser)
@@ -322,18 +340,19 @@ class ContinuedAnswer:
             before = kept if before is None else before.followed_by(kept)
 
     async def _continue(self, last: Snapshot, before: int, parser: OutputParser) -> Snapshot | None:
-        """Submits the next job where the answer has ended without content.
+        """Submits the next job if the answer has ended without content.
 
-        An answer may end before its job does: the end of a turn does not end the job. Logprobs come with the last
-        snapshot of the job only.
+        An answer can end before its job: a token that ends the turn does not always end the job. With logprobs, the
+        job must run to its own end, since only its last snapshot has them.
 
         Args:
-            last: The newest snapshot of the job.
-            before: Tokens of the jobs before it.
-            parser: Has read all of them.
+            last: The newest snapshot of the current job.
+            before: Number of tokens of earlier jobs.
+            parser: Has read the snapshots of this and all earlier jobs.
 
         Returns:
-            What is kept of the job where another one has followed; None where it goes on or was the last.
+            The part of the current job to keep, if a next job was submitted. None if the current job goes on, or is the
+            last one.
         """
         ended = last.finish in ("stop", "length") or (last.finish is None and parser.stopped)
         needs_logprobs = last.finish is None and self._handle.request.logprobs is not None
@@ -345,11 +364,11 @@ class ContinuedAnswer:
             return None
         try:
             handle = await run_in_threadpool(self._engine.submit, found[1])
-        except (RequestRejected, ValueError):  # the engine shuts down
+        except (RequestRejected, ValueError):  # the engine is shutting down: the answer stays as it is
             return None
         self._handle.cancel()
         self._handle = handle
-        if self._cancelled:
+        if self._cancelled:  # `cancel` was called while the job was being submitted
             handle.cancel()
         return found[0]
 
@@ -357,17 +376,17 @@ class ContinuedAnswer:
 async def parsed_snapshots(
     handle: AnswerHandle, parser: OutputParser
 ) -> AsyncGenerator[tuple[Snapshot, OutputDelta], None]:
-    """Yields each snapshot with what is new in it, until the last one or the end of the answer.
+    """Yields each snapshot with its delta, until the last snapshot or the end of the answer.
 
-    An answer may end before its job does, by a stop sequence; its job is then cancelled. With logprobs the job goes on
-    to its own end, since only the last snapshot has them.
+    A stop sequence ends the answer before its job, which is then cancelled. With logprobs the job runs to its own end,
+    since only its last snapshot has them; the deltas after the stop sequence are empty.
 
     Args:
         handle: The job.
-        parser: Reads the snapshots.
+        parser: Parser of the answer, which reads the snapshots.
 
     Yields:
-        The snapshot, and the delta of the answer.
+        The snapshot, and the text and tool calls that became final with it.
     """
     stopped = False
     async with contextlib.aclosing(aiter(handle)) as snapshots:  # type: ignore[type-var]
@@ -380,10 +399,13 @@ async def parsed_snapshots(
 
 
 async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yields what several generators yield, as it arrives, and closes them all at the end.
+    """Merges several generators into one, in the order in which items arrive.
 
     Args:
-        streams: The generators.
+        streams: The generators. They are closed at the end, also after an error.
+
+    Yields:
+        The items of all generators.
     """
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
@@ -406,20 +428,24 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
 
 
 def sse_event(value: Any) -> bytes:
-    """Returns a server-sent event of one line: JSON escapes line ends, and ASCII has no other ones."""
+    """Makes a server-sent event of one line.
+
+    Args:
+        value: A JSON value. `dump_json` escapes all line ends, so the event cannot be split.
+    """
     return b"data: " + dump_json(value).encode("ascii") + b"\n\n"
 
 
 class EventStreamResponse(Response):
-    """Sends the events of a generator, and calls `close` at its end or as soon as the client disconnects.
+    """Streams the events of a generator; calls `close` at the end, or as soon as the client disconnects.
 
-    Nothing is buffered: the next event is requested when the last one has been sent. What a slow reader misses
-    meanwhile is left out by the source of the events.
+    Nothing is buffered: the next event is requested after the previous one has been sent. For a slow reader, the
+    generator skips intermediate snapshots (`RequestHandle`), so memory use stays bounded.
 
     Args:
         events: The events.
-        close: Called once or more.
-        keep_alive: Seconds of silence after which a comment is sent, since proxies close silent connections.
+        close: Releases the jobs; may be called more than once.
+        keep_alive: Seconds without an event after which a comment is sent. Proxies close silent connections.
     """
 
     media_type = "text/event-stream"
@@ -434,7 +460,7 @@ class EventStreamResponse(Response):
             await run_until_disconnect(receive, self._send(send))
         except (ClientDisconnected, OSError):
             pass
-        finally:  # a generator that never started does not clean up by itself
+        finally:  # a generator that was never started does not run its own cleanup
             self.close()
 
     async def _send(self, send: Send) -> None:
@@ -447,15 +473,16 @@ class EventStreamResponse(Response):
 
 
 async def with_keep_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Adds comments to a stream of events.
+    """Adds keep-alive comments to a stream of events.
 
     Args:
         events: The events.
-        seconds: Longest silence.
+        seconds: Maximum time without an event or comment.
 
     Yields:
-        The events, and a comment after every `seconds` without one.
+        The events, and a comment after every `seconds` without an event.
     """
+    # `asyncio.wait` with a timeout leaves the task running, whereas `wait_for` would cancel the generator.
     following = asyncio.ensure_future(anext(events))
     try:
         while True:
@@ -478,13 +505,13 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
     Args:
         receive: ASGI channel of a request whose body has been read, so that only a disconnect can arrive.
-        work: The coroutine. It is cancelled, and has cleaned up, before this function ends.
+        work: The coroutine. If the client disconnects, it is cancelled and awaited, so that its cleanup has run.
 
     Returns:
-        What the coroutine returns.
+        The result of the coroutine.
 
     Raises:
-        ClientDisconnected: The client disconnected.
+        ClientDisconnected: If the client disconnected before the coroutine finished.
     """
 
     async def disconnect() -> None:
@@ -503,7 +530,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancels what still runs and waits until it has cleaned up."""
+    """Cancels a task if it is still running, and waits until its cleanup has run."""
     if not task.done():
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):

@@ -1,17 +1,20 @@
-"""Apply: a file and an update snippet that shows how parts of it should read; the reply is the updated file.
+"""Apply: merges an update snippet, which shows how parts of a file should read, into the file.
 
-The snippet leaves out what stays, with marks such as "# ... existing code ...". Where it says unambiguously where its
-lines belong, `merge_update` writes the file at once and exactly; otherwise a model writes the file (`apply_prompt`).
+The snippet replaces unchanged code by marks such as "# ... existing code ...". If the position of its lines is
+unambiguous, `merge_update` computes the merged file exactly; otherwise a model writes the file (`apply_prompt`).
 
-The runs of lines between the marks (`UpdateSegment`) are placed one behind the other. A segment is placed by its
-anchors: its first and its last line that the file has too. Between the anchors the file then reads as the segment
-does. Lines in front of the first anchor or behind the last one are new, with two exceptions. A line that gives another
-value to what the neighbouring line of the file defines (`x = 2` beside `x = 1`, `return b` beside `return a`) replaces
-that line. A segment that shows a whole block, a definition and all that is indented under it, replaces the block.
-Nothing else of the file is dropped: a missing mark is assumed at both ends of the snippet.
+The runs of lines between marks (`UpdateSegment`) are placed in order. A segment is placed by its anchors: its first and
+its last line that also occur in the file. The lines of the file between the anchors are replaced by the lines of the
+segment. Lines before the first anchor and after the last one are insertions, with two exceptions:
 
-There is no merge where a segment has no anchor, where two places fit it equally well, and where a new line looks so
-similar to one of the file that it may be meant to replace it.
+    - A line that redefines what the neighbouring line of the file defines (`x = 2` beside `x = 1`, `return b` beside
+      `return a`) replaces that line.
+    - A segment that shows a whole block, that is, a definition and all lines indented under it, replaces the block.
+
+No other line of the file is dropped: a mark is assumed at both ends of the snippet.
+
+The merge fails if a segment has no anchor, if two places fit equally well, or if a new line is so similar to a line of
+the file that it may be meant to replace it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ You merge a change into a file. The message holds the file (original_code) and a
 read (update_snippet), in which comments such as "... existing code ..." stand for what stays as it is. Write the \
 whole merged file, and nothing else, between two lines of three backticks."""
 
-# Marks of omitted code, in the comment syntax of any language: dots with a word, or dots in a comment.
+# Marks of omitted code, in the comment syntax of common languages: dots with a word, or dots in a comment.
 _DOTS = r"(?:\.{3}|…)"
 _WORDS = r"(?:the\s+)?(?:rest|existing|unchanged|remaining|previous|other|same|keep|omitted)\b"
 _COMMENT = r"(?:#|//|--|/\*|\{/\*|<!--|;|%|\(\*)"
@@ -47,7 +50,7 @@ _MARK = re.compile(
     rf"{_COMMENT}\s*{_DOTS}\s*{_COMMENT_END})\s*",
     re.IGNORECASE,
 )
-# What a line is about: a return, an import, a definition, or the name that gets a value.
+# The subject of a line: a return, an import, a definition, or the name that is assigned.
 _RETURNED = re.compile(r"\s*(return)\b")
 _IMPORTED = re.compile(r"\s*(?:import|from|use|using|require|#include)\b(.*)")
 _DEFINED = re.compile(
@@ -55,15 +58,15 @@ _DEFINED = re.compile(
 )
 _ASSIGNED = re.compile(r"\s*([^\s=(:][^=(:]*?)\s*(?:=(?!=)|:(?![:/]))")
 _COMMON = ("", "else", "try", "do", "end", "finally", "pass", "return", "break", "continue", "begin", "then")
-_SIMILAR = 0.7  # share of characters that two similar lines have in common
+_SIMILAR = 0.7  # fraction of common characters from which on two lines count as similar
 _NEARBY = 100  # lines of the file that are compared with a new line
-_MAX_NEW = 2000  # lines of a segment outside its anchors
+_MAX_NEW = 2000  # maximum lines of a segment outside of its anchors
 _MAX_LINE = 500  # characters; a longer line is neither a mark nor a version of another line
-MAX_WORK = 4_000_000  # line comparisons to place one segment
+MAX_WORK = 4_000_000  # maximum line comparisons to place one segment
 
 
 class ApplyInput(NamedTuple):
-    """The message of an apply request: the file, the update snippet, and the whole text."""
+    """The message of an apply request: the original file, the update snippet, and the whole text of the message."""
 
     original: str
     update: str
@@ -71,19 +74,19 @@ class ApplyInput(NamedTuple):
 
 
 class AmbiguousUpdate(Exception):
-    """The snippet does not say where its lines belong."""
+    """The position of the snippet's lines in the file is ambiguous."""
 
 
 class UpdateSegment(NamedTuple):
     """Lines of the snippet between two marks.
 
     Attributes:
-        head: Blank lines at the beginning.
-        lines: The others; the first and the last are not blank.
+        head: Blank lines at the start.
+        lines: The lines between `head` and `tail`; the first and the last of them are not blank.
         tail: Blank lines at the end.
-        first: No mark stands in front of the segment.
-        last: No mark stands behind it.
-        indent: Indentation of the mark behind it; None for the last segment.
+        first: Whether no mark precedes the segment.
+        last: Whether no mark follows the segment.
+        indent: Indentation of the mark that follows; None for the last segment.
     """
 
     head: list[str]
@@ -95,7 +98,7 @@ class UpdateSegment(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Lines first..last of a segment stand at lines start..end of the file."""
+    """The lines first..last of a segment correspond to the lines start..end of the file, all inclusive."""
 
     first: int
     last: int
@@ -104,10 +107,16 @@ class Placement(NamedTuple):
 
 
 def parse_apply(content: str) -> ApplyInput:
-    """Takes the message of an apply request apart.
+    """Splits the message of an apply request into file and update snippet.
+
+    Args:
+        content: Text of the message, with both parts in tags.
+
+    Returns:
+        The parts.
 
     Raises:
-        ApiError: 400 if a part is missing, naming its tags.
+        ApiError: 400 if a part is missing; the message names its tags.
     """
     parts = []
     for name in (ORIGINAL, UPDATE):
@@ -121,7 +130,7 @@ def parse_apply(content: str) -> ApplyInput:
 
 
 def apply_update(request: ApplyInput, guess: bool = False) -> str | None:
-    """The updated file; None where a model has to write it. See `merge_update` for `guess`.
+    """Merges the update of an apply request without a model, if possible.
 
     Args:
         request: The message.
@@ -134,18 +143,18 @@ def apply_update(request: ApplyInput, guess: bool = False) -> str | None:
 
 
 def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodePrompt:
-    """The prompt that asks a model to merge the update.
+    """Makes the prompt that asks a model to merge the update.
 
     Args:
         lm: The model.
         request: The message.
-        instruct: The model follows instructions.
+        instruct: Whether the model follows instructions.
 
     Returns:
         A prompt with the instructions and the message.
 
     Raises:
-        ApiError: 400 if the model does not follow instructions: guessing would damage the file.
+        ApiError: 400 if the model does not follow instructions: its output could damage the file.
     """
     if not instruct:
         fault = f"messages[0].content does not say where its {UPDATE} belongs, and {lm.name} does not merge"
@@ -155,11 +164,11 @@ def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodeProm
 
 
 def apply_reply(request: ApplyInput, text: str) -> str:
-    """The file in a model's reply; it ends with a line end if the original does.
+    """Extracts the merged file from a model's reply.
 
     Args:
         request: The message.
-        text: What the model wrote, with or without fences and tags.
+        text: Output of the model, with or without fences and tags.
 
     Returns:
         The file; it ends with a line end if the original does.
@@ -175,15 +184,15 @@ def merge_update(original: str, update: str, guess: bool = False) -> str | None:
     Args:
         original: The file.
         update: The snippet.
-        guess: Treat a new line as new although it looks similar to a line of the file.
+        guess: Whether to insert a new line although it is similar to a line of the file, instead of giving up.
 
     Returns:
-        The merged file; None if the snippet does not say unambiguously where its lines belong.
+        The merged file; None if the position of the snippet's lines is ambiguous.
     """
     file, merged, position = original.split("\n"), list[str](), 0
     known = {line.rstrip() for line in file}
     lines = update.split("\n")
-    # A line that the file contains is not a mark.
+    # A line that also occurs in the file is not a mark, even if it looks like one.
     is_mark = lambda line: len(line) <= _MAX_LINE and _MARK.fullmatch(line) and line.rstrip() not in known
     marks = [i for i, line in enumerate(lines) if is_mark(line)]
     try:
@@ -206,20 +215,36 @@ def merge_update(original: str, update: str, guess: bool = False) -> str | None:
 def _merge_segment(
     segment: UpdateSegment, file: list[str], position: int, guess: bool
 ) -> tuple[int, int, list[str]]:
-    """(start, end, lines): lines start..end of the file, from `position` on, become these lines."""
+    """Merges one segment.
+
+    Args:
+        segment: The segment.
+        file: Lines of the file.
+        position: First line of the file after the previous segment.
+        guess: As for `merge_update`.
+
+    Returns:
+        (start, end, lines): the lines [start, end) of the file are replaced by `lines`.
+
+    Raises:
+        AmbiguousUpdate: If the position of the segment is ambiguous.
+    """
     place = _place(segment.lines, file, position)
-    if place is None:  # without an anchor a segment begins or ends the file, if it begins or ends the snippet
+    # Without an anchor, the first segment of a snippet is put at the start of the file, and the last one at its end.
+    if place is None:
         if segment.first and not segment.last and position == 0:
             return 0, 0, [*segment.lines, *segment.tail]
         if segment.last and not segment.first:
             end = max(
                 position, len(file) - (len(file) > 1 and not file[-1])
-            )  # the last line end stays behind it
+            )  # keep the line end at the end of the file
             return end, end, [*segment.head, *segment.lines]
         raise AmbiguousUpdate
     start, end, lines = place.start, place.end + 1, segment.lines
     if len(lines) - (place.last - place.first) > _MAX_NEW:
         raise AmbiguousUpdate
+    # Grow the replaced range over lines of the file that the segment's outer lines replace: upwards from the first
+    # anchor, then downwards from the last one, unless the segment shows a whole block, whose end is known.
     for line in reversed(lines[: place.first]):
         start -= start > position and _replaces(
             line, file[max(position, start - _NEARBY) : start][::-1], guess
@@ -230,7 +255,7 @@ def _merge_segment(
             end += end < len(file) and _replaces(line, file[end : end + _NEARBY], guess)
     else:
         end = block
-    # New lines keep their blank lines to what stands there already.
+    # Keep the blank lines between inserted lines and existing lines of the file.
     if place.first and start == place.start and start > position and file[start - 1].strip():
         lines = segment.head + lines
     appended = place.last + 1 < len(segment.lines) and end == place.end + 1
@@ -240,10 +265,21 @@ def _merge_segment(
 
 
 def _place(lines: list[str], file: list[str], position: int) -> Placement | None:
-    """The best place of a segment's lines; None where they have no anchor.
+    """Finds the best place of a segment's lines.
 
-    Of all pairs of places of the two anchors, the best has the fewest lines between them that only one side has, and
-    then the most equal lines next to them.
+    The anchors may occur several times in the file. Among all pairs of occurrences, the best pair has the fewest lines
+    between the anchors that differ; ties are decided by the number of equal lines next to the anchors.
+
+    Args:
+        lines: Lines of the segment.
+        file: Lines of the file.
+        position: First line of the file that may be used.
+
+    Returns:
+        The place; None if the segment has no anchor.
+
+    Raises:
+        AmbiguousUpdate: If two places are equally good, none is consistent, or there are too many to compare.
     """
     where: dict[str, list[int]] = {}
     for i in range(position, len(file)):
@@ -268,7 +304,7 @@ def _place(lines: list[str], file: list[str], position: int) -> Placement | None
     costs.sort()
     if not costs or (len(costs) > 1 and costs[0][0] == costs[1][0]):
         raise AmbiguousUpdate
-    # Equal lines next to the anchors belong to the place too, though they would not show where it is.
+    # Extend the place over equal lines next to the anchors, such as brackets, which are too common to be anchors.
     first, last, start, end = costs[0][1]
     same = lambda i, j: lines[i].rstrip() == file[j].rstrip()
     while first and start > position and same(first - 1, start - 1):
@@ -279,14 +315,18 @@ def _place(lines: list[str], file: list[str], position: int) -> Placement | None
 
 
 def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int | None:
-    """The end of the file's block, if the segment shows a whole block behind its last anchor; else None."""
+    """Finds the end of the block of the file that the segment replaces.
+
+    Returns:
+        Index after the last line of the block; None if the segment does not show a whole block after its last anchor.
+    """
     new, depth = segment.lines[place.last + 1 :], _indent(segment.lines[place.last])
     if not new or not new[0].strip() or _indent(new[0]) <= depth:
         return None
     closing = next((line for line in new if line.strip() and _indent(line) <= depth), None)
     if (
         closing is None and segment.indent is not None and segment.indent > depth
-    ):  # the rest of it is left out
+    ):  # a mark inside the block: the snippet omits the rest of the block
         return None
     end = place.end + 1
     while end < len(file) and (not file[end].strip() or _indent(file[end]) > depth):
@@ -300,10 +340,15 @@ def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int
 
 
 def _replaces(line: str, near: list[str], guess: bool) -> bool:
-    """Whether a new line replaces the first of the lines near to it.
+    """Says whether a new line replaces the nearest line of the file.
+
+    Args:
+        line: The new line.
+        near: Lines of the file next to it, nearest first.
+        guess: As for `merge_update`.
 
     Raises:
-        AmbiguousUpdate: If it may replace another one of them.
+        AmbiguousUpdate: If the new line may replace another one of the lines.
     """
     if line.rstrip() == near[0].rstrip() or _same_subject(line, near[0]):
         return True
@@ -320,7 +365,7 @@ def _replaces(line: str, near: list[str], guess: bool) -> bool:
 
 
 def _same_subject(a: str, b: str) -> bool | None:
-    """Whether two lines of the same depth define, assign, import or return the same; None if that cannot be said."""
+    """Says whether two lines of the same indentation define, assign, import or return the same; None if unknown."""
     if _indent(a) != _indent(b) or max(len(a), len(b)) > _MAX_LINE:
         return False
     for pattern in (_RETURNED, _IMPORTED, _DEFINED, _ASSIGNED):
@@ -333,10 +378,11 @@ def _same_subject(a: str, b: str) -> bool | None:
 
 
 def _distinctive(line: str) -> bool:
-    """Whether a line shows where it stands: more than a bracket, an `else:` or an `end`."""
+    """Says whether a line is specific enough for an anchor: more than a bracket, an `else:` or an `end`."""
     return " ".join(re.findall(r"\w+", line)) not in _COMMON
 
 
 def _indent(line: str) -> int:
+    """Returns the width of a line's indentation; a tab advances to the next multiple of 4."""
     expanded = line.expandtabs(4)
     return len(expanded) - len(expanded.lstrip())

@@ -1,11 +1,10 @@
 """Prompts and replies of code completion: fill-in-the-middle (FIM) and next edit.
 
-The request for a next edit is one message that holds a file, a region of it that may change, the cursor and recent
-edits, each between tags `<|name|>` and `<|/name|>`. Two layouts are understood: the one of the vendor's documentation,
-where `<|code_to_edit|>` stands inside `<|current_file_content|>`, and the one of the vendor's OpenAPI example, where it
-follows and repeats a part of the file. The reply is the new region in a bare Markdown fence, or `None` without a fence
-where nothing changes. Editors depend on it: Zed strips exactly "```\\n" and "\\n```", Kilo ignores replies without a
-fence.
+A next-edit request is one message with a file, the region of it that may change, the cursor and recent edits, each
+between tags `<|name|>` and `<|/name|>`. Two layouts are supported. In the vendor's documentation, `<|code_to_edit|>` is
+inside `<|current_file_content|>`; in the vendor's OpenAPI example, it follows the file and repeats a part of it. The
+reply is the new region in a bare Markdown fence, or `None` without a fence if nothing changes. Editors depend on this
+format: Zed strips exactly "```\\n" and "\\n```", and Kilo ignores replies without a fence.
 
 `apply_edit` has the prompts that merge an update into a file.
 """
@@ -22,9 +21,9 @@ from mercury_jax.types import LM
 CURSOR = "<|cursor|>"
 REGION, FILE, HISTORY = "code_to_edit", "current_file_content", "edit_diff_history"
 SNIPPET = "recently_viewed_code_snippet"
-NO_SUFFIX = "<|endoftext|>"  # sent by clients instead of an empty suffix
+NO_SUFFIX = "<|endoftext|>"  # clients send it instead of an empty suffix
 NO_EDIT = "None"
-MAX_HOLE = 64  # characters, and so at most as many tokens, that a model without instructions rewrites
+MAX_HOLE = 64  # maximum characters, and so tokens, that a model without instructions rewrites
 EDIT_INSTRUCTIONS = """\
 You complete the work of a developer on code. The message shows snippets that were viewed lately \
 (recently_viewed_code_snippets), the file (current_file_content), the region that may change (between \
@@ -35,13 +34,13 @@ _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*(?:\n|\Z)", re.MULTILINE)
 
 
 class CodePrompt(NamedTuple):
-    """What the engine gets for a code completion.
+    """The token ids of a code completion.
 
     Attributes:
-        prompt: Token ids.
-        suffix: Token ids behind the hole. None: the answer continues the prompt.
-        max_tokens: Most tokens that the answer can need. None: no limit is known.
-        chat: The answer is a turn of a conversation (`OutputParser(chat=)`).
+        prompt: Token ids before the answer.
+        suffix: Token ids after the hole. None: the answer continues the prompt.
+        max_tokens: Maximum tokens that the answer can need. None: unknown.
+        chat: Whether the answer is a turn of a conversation (`OutputParser(chat=)`).
     """
 
     prompt: tuple[int, ...]
@@ -51,14 +50,14 @@ class CodePrompt(NamedTuple):
 
 
 class EditInput(NamedTuple):
-    """The message of a next edit, taken apart. The file reads before + region + after.
+    """The parts of a next-edit message. The text of the file is before + region + after.
 
     Attributes:
-        path: Of the file; empty where the message does not name it.
-        before: Code in front of the region.
-        region: Code that may change.
-        after: Code behind the region.
-        cursor: Characters of the region in front of the cursor. None: it is not marked.
+        path: Path of the file; empty if the message does not name it.
+        before: Code before the region.
+        region: Code that may change, without the cursor tag.
+        after: Code after the region.
+        cursor: Position of the cursor in characters of the region. None: not marked.
         history: Earlier edits as diffs.
         snippets: Pairs of path and code.
         text: The message.
@@ -75,18 +74,18 @@ class EditInput(NamedTuple):
 
 
 def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
-    """Fills the hole between prefix and suffix; without a suffix, continues the prefix.
+    """Makes the prompt that fills the hole between prefix and suffix; without a suffix, continues the prefix.
 
     Args:
         lm: The model.
-        prefix: Text in front of the hole.
-        suffix: Text behind it. None, "" or NO_SUFFIX: there is none.
+        prefix: Text before the hole.
+        suffix: Text after the hole. None, "" or NO_SUFFIX: no suffix.
 
     Returns:
         The prompt; its answer is the text of the hole.
 
     Raises:
-        ApiError: 400 if both are empty.
+        ApiError: 400 if prefix and suffix are empty.
     """
     behind = "" if suffix is None or suffix == NO_SUFFIX else suffix
     if not prefix and not behind:
@@ -96,16 +95,24 @@ def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
 
 
 def parse_edit(content: str) -> EditInput:
-    """Takes the message of a next edit apart.
+    """Splits the message of a next edit into its parts.
+
+    Args:
+        content: Text of the message, in one of the two layouts.
+
+    Returns:
+        The parts.
 
     Raises:
-        ApiError: 400 if it marks no region, naming the missing tags.
+        ApiError: 400 if the message marks no region; the message names the missing tags.
     """
     at = tagged_span(content, REGION)
     if at is None:
         missing = f"<|{REGION}|> ... <|/{REGION}|>"
         message = f"messages[0].content has no {missing}; allowed: a text that marks its region"
         raise invalid_request("messages", message)
+    # Layout 1: the region is inside the file. Layout 2: the region follows the file and repeats a part of it, which is
+    # searched; if it is not found, the region stands alone.
     region, file = _trimmed(content[slice(*at)]), tagged_span(content, FILE)
     if file is not None and file[0] <= at[0] <= file[1]:
         path, before = _split_path(content[file[0] : at[0] - len(f"<|{REGION}|>")].removeprefix("\n"))
@@ -137,13 +144,13 @@ def parse_edit(content: str) -> EditInput:
 
 
 def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
-    """The prompt of a next edit.
+    """Makes the prompt of a next edit.
 
     Args:
         lm: The model.
         edit: The message.
-        instruct: The model follows instructions, and gets the message as a conversation. Any other model fills a hole
-            in the file (`rewritten_span`), with a budget of half as many tokens again as stand there.
+        instruct: Whether the model follows instructions; it then gets the message as a conversation. Any other model
+            fills a hole in the file (`rewritten_span`), with a budget of 1.5 times the tokens in the hole, plus 16.
 
     Returns:
         The prompt; its answer goes through `edit_reply`.
@@ -163,16 +170,17 @@ def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
 
 
 def edit_reply(edit: EditInput, text: str, instruct: bool, finish: str = "stop") -> str:
-    """The content of the reply to a next edit.
+    """Makes the content of the reply to a next edit.
 
     Args:
         edit: The message.
-        text: What the model wrote.
+        text: Output of the model.
         instruct: As for `edit_prompt`.
-        finish: "length" if the answer was cut off: half a region would delete the rest of it, so it is no edit.
+        finish: Finish reason. With "length" a conversation's answer was cut off; it is discarded, because half a region
+            would delete the other half.
 
     Returns:
-        The region in a fence, or `None` as text where nothing changes.
+        The region in a fence, or the text `None` if nothing changes.
     """
     start, end = rewritten_span(edit)
     region = edit.region[:start] + text + edit.region[end:]
@@ -189,11 +197,17 @@ def edit_reply(edit: EditInput, text: str, instruct: bool, finish: str = "stop")
 
 
 def rewritten_span(edit: EditInput) -> tuple[int, int]:
-    """(start, end) in characters of the region: what a model without instructions rewrites.
+    """Selects the part of the region that a model without instructions rewrites.
 
-    The line of the cursor (the last line where it is not marked), and lines around it as long as all are short: such a
-    model sees neither the old text nor the history, so it should lose little of it. In the first line of a file, what
-    stands in front of the cursor is kept.
+    It is the line of the cursor (the last line if the cursor is not marked) and the lines around it, up to MAX_HOLE
+    characters. Such a model sees neither the old text of the hole nor the edit history, so the hole is small. In the
+    first line of a file, the text before the cursor is kept, because there would be no other code before the hole.
+
+    Args:
+        edit: The message.
+
+    Returns:
+        (start, end), in characters of the region.
     """
     region, cursor = edit.region, len(edit.region) if edit.cursor is None else edit.cursor
     start, end = region.rfind("\n", 0, cursor) + 1, (region + "\n").index("\n", cursor)
@@ -211,7 +225,7 @@ def rewritten_span(edit: EditInput) -> tuple[int, int]:
 
 
 def instruction_prompt(lm: LM, instructions: str, text: str) -> CodePrompt:
-    """A conversation of instructions and a text, for models that follow instructions.
+    """Makes a conversation of instructions and a text, for models that follow instructions.
 
     Args:
         lm: The model.
@@ -226,16 +240,16 @@ def instruction_prompt(lm: LM, instructions: str, text: str) -> CodePrompt:
 
 
 def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tuple[int, int] | None:
-    """(start, end) of the text between the tags `<|name|>` and `<|/name|>`; None where one is missing.
+    """Finds the text between the tags `<|name|>` and `<|/name|>`.
 
     Args:
         text: The text.
         name: Name of the tags.
-        start: Where to begin.
-        outer: Up to the last closing tag, so that a text about the tags is taken whole. False: up to the next one.
+        start: Position from which to search.
+        outer: Whether to search the last closing tag, so that a text may itself contain the tags. False: the next one.
 
     Returns:
-        Start and end of the text between the tags; None where a tag is missing.
+        (start, end) of the text between the tags; None if a tag is missing.
     """
     opening, closing = f"<|{name}|>", f"<|/{name}|>"
     first = text.find(opening, start)
@@ -245,29 +259,29 @@ def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tup
 
 
 def tagged_text(text: str, name: str) -> str | None:
-    """The text between two tags, without the line ends that belong to them; None where a tag is missing.
+    """Extracts the text between two tags, without the line ends next to the tags.
 
     Args:
         text: The text.
         name: Name of the tags.
 
     Returns:
-        The text between the tags; None where a tag is missing.
+        The text between the tags; None if a tag is missing.
     """
     at = tagged_span(text, name)
     return None if at is None else _trimmed(text[slice(*at)])
 
 
 def unfenced(text: str, original: str = "") -> tuple[str, bool]:
-    """The code of a reply: from the first Markdown fence to the last, or all of the text.
+    """Extracts the code of a reply: from the first Markdown fence to the last, or the whole text.
 
     Args:
         text: The reply.
-        original: What the code is a version of. If it contains fences itself, only a reply that begins with a fence is
-            fenced.
+        original: The code that the reply is a version of. If it contains fences itself, only a reply that begins with a
+            fence counts as fenced.
 
     Returns:
-        The code without text around the fence and line ends around unfenced code; whether it was fenced.
+        The code, without text outside of the fence or line ends around unfenced code; and whether it was fenced.
     """
     first = _FENCE.search(text)
     if first is None or (_FENCE.search(original) and text[: first.start()].strip()):
@@ -278,14 +292,14 @@ def unfenced(text: str, original: str = "") -> tuple[str, bool]:
 
 
 def without_tags(text: str, name: str) -> str:
-    """A reply without the tags of the request around it.
+    """Removes the tags of the request around a reply.
 
     Args:
         text: The reply.
         name: Name of the tags.
 
     Returns:
-        The reply; unchanged where the model did not repeat the tags.
+        The reply; unchanged if the model did not repeat the tags.
     """
     for edge in (f"<|{name}|>\n", f"<|{name}|>"):
         text = text.removeprefix(edge)
@@ -295,20 +309,22 @@ def without_tags(text: str, name: str) -> str:
 
 
 def _hole_prompt(lm: LM, before: str, behind: str, max_tokens: int | None = None) -> CodePrompt:
-    """A hole between two texts. The engine needs a token in front of it, so a file that begins with one gets a line
-    end there."""
+    """Makes the prompt of a hole between two texts.
+
+    The engine needs at least one prompt token, so a hole at the start of a file gets a line end before it.
+    """
     tok = lm.tokenizer
     prompt = (*tok.begin, *tok.encode(before)) or tuple(tok.encode("\n"))
     return CodePrompt(prompt, tuple(tok.encode(behind)) if behind else None, max_tokens)
 
 
 def _trimmed(text: str) -> str:
-    """Without one line end at either side: tags stand on lines of their own."""
+    """Removes one line end at either side: tags stand on their own lines."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
 def _split_path(text: str) -> tuple[str, str]:
-    """(path, what follows its line)."""
+    """Splits off the first line if it names the path; returns (path, rest)."""
     first, _, rest = text.partition("\n")
     name = "current_file_path:"
     return (first.removeprefix(name).strip(), rest) if first.startswith(name) else ("", text)

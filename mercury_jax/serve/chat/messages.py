@@ -1,15 +1,15 @@
-"""From the messages and tools of a request to the ids of a prompt.
+"""Conversion of the messages and tools of a request into the token ids of a prompt.
 
-`plain_messages` and `plain_tools` turn the request models of `protocol.py` into what chat templates take, and check
-what pydantic cannot: that a tool result answers an earlier call, that arguments are JSON, that no two tools share a
-name. `render_prompt` applies the model's chat template. How models write tool calls:
+`plain_messages` and `plain_tools` convert the request models of `protocol.py` to the input of chat templates, and
+check what pydantic cannot check: that each tool result refers to an earlier call, that arguments are JSON, and that
+tool names are unique. `render_prompt` applies the model's chat template. Models write tool calls in these forms:
 
     ours      <|tool_call|>{"name": "f", "arguments": {...}}<|end_tool_call|>          special ids
     Hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>             Qwen, SDAR, Dream: mostly text
     Gemma     <|tool_call>call:f{key:<|"|>text<|"|>,n:3}<tool_call|>                   Gemma 4, DiffusionGemma: ids
 
-If the chat template of a checkpoint knows none of them, the tools are described in the prompt (`described_tools`), and
-the instructions request Hermes' form as text. `output_parser` reads what the model writes.
+If the chat template of a checkpoint supports none of them, the prompt describes the tools (`described_tools`) and
+requests the Hermes form as text. `output_parser` parses the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mercury_jax.serve.http import check_json, refuse_constant
 from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
 from mercury_jax.types import LM
 
-MAX_DEPTH = 40  # nested lists and objects of arguments and schemas: less than what a chat template takes
+MAX_DEPTH = 40  # nesting limit of arguments and schemas, below the limit of chat templates
 HERMES = ("<tool_call>", "</tool_call>")
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 INSTRUCTIONS = """\
@@ -46,27 +46,27 @@ def plain_messages(
 ) -> list[dict[str, Any]]:
     """Converts a conversation to the form of chat templates.
 
-    Roles may follow each other in any order. Consecutive tool results are sorted by the order of their calls, since a
-    template may not say which result belongs to which call.
+    Roles may appear in any order. Consecutive tool results are sorted into the order of their calls, because some
+    templates render a result without its call id.
 
     Args:
         messages: Validated messages of a request.
 
     Returns:
-        Mappings with the role system, user, assistant or tool; a text as content (None for a message that only calls
-        tools); `tool_calls` whose arguments are mappings; and the `tool_call_id` and `name` of a tool result.
+        One mapping per message: `role` is system, user, assistant or tool; `content` is a text (None for a message that
+        only calls tools); `tool_calls` have mappings as arguments; tool results have `tool_call_id` and `name`.
 
     Raises:
-        ApiError: 400 for arguments that are not a JSON object, a repeated id, or a result without an earlier call.
+        ApiError: 400 if arguments are not a JSON object, a call id is repeated, or a result has no earlier call.
     """
-    known: dict[str, tuple[int, str]] = {}  # of each id, the number and the function of its latest call
+    known: dict[str, tuple[int, str]] = {}  # by call id: the number and the function of its latest call
     older: dict[
         str, str
     ] = {}  # by function, the id of its latest call in OpenAI's older form, which has no ids
     number = itertools.count()
     order = lambda result: known[result["tool_call_id"]][0]
     plain: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []  # consecutive ones
+    results: list[dict[str, Any]] = []  # consecutive tool results, not yet sorted
     for i, message in enumerate(messages):
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         text = message.content or ""
@@ -98,7 +98,7 @@ def plain_messages(
             known |= {id: (next(number), function["name"]) for id, function in calls}
             if calls:
                 entry["tool_calls"] = [{"id": id, "type": "function", "function": f} for id, f in calls]
-                if message.content is None:  # by which some templates recognise a message that only calls
+                if message.content is None:  # some templates recognise a message that only calls tools by it
                     entry["content"] = None
         if "tool_call_id" in entry:
             results.append(entry)
@@ -115,10 +115,10 @@ def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str,
         tools: Validated tools of a request; None for none.
 
     Returns:
-        `[{"type": "function", "function": {"name", "description", "parameters"}}]`, without what was not given.
+        `[{"type": "function", "function": {"name", "description", "parameters"}}]`, without fields that are not set.
 
     Raises:
-        ApiError: 400 for two tools of one name, or parameters that describe no object.
+        ApiError: 400 if two tools have the same name, or the parameters do not describe an object.
     """
     plain: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools or ()):
@@ -135,7 +135,7 @@ def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str,
 
 
 def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
-    """Name and arguments of a call; the arguments are an object, or its JSON text, or empty."""
+    """Converts a call: its arguments may be an object, the JSON text of an object, or empty."""
     arguments: Any = function.arguments or {}
     if isinstance(arguments, str):
         try:
@@ -149,15 +149,15 @@ def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
 
 
 class ToolFormat(NamedTuple):
-    """The form in which a model writes a tool call around its JSON.
+    """The form in which a model writes tool calls.
 
     Attributes:
-        open: Mark in front of the JSON: an id, or a text that may be spread over tokens.
-        close: Mark behind it.
+        open: Mark before the JSON: a token id, or a text that may span several tokens.
+        close: Mark after the JSON: a token id or a text.
         lead: Text between `open` and the JSON, and between the JSON and `close`.
-        native: The chat template lists tools and writes calls and results.
-        quote: Id on both sides of a string in Gemma's form. None: the call is JSON.
-        ends: Ids behind which the results of the calls follow.
+        native: Whether the chat template itself renders tools, calls and results.
+        quote: Token id on both sides of a string in Gemma's form. None: the call is JSON.
+        ends: Token ids that end the turn after a call, because the results of the calls follow.
     """
 
     open: int | str
@@ -169,7 +169,14 @@ class ToolFormat(NamedTuple):
 
 
 def tool_format(tok: AnyTokenizer) -> ToolFormat:
-    """The form in which the model of a tokenizer writes tool calls, by its vocabulary and chat template."""
+    """Detects the form of tool calls from the vocabulary and the chat template of a tokenizer.
+
+    Args:
+        tok: The tokenizer.
+
+    Returns:
+        The form; the Hermes form as text with `native` False if the chat template supports none of the forms.
+    """
     if not isinstance(tok, HFTokenizer):
         return ToolFormat(SPECIAL.tool_call, SPECIAL.end_tool_call, lead="")
     templates, ids = tok.data.templates, tok.tokens.control
@@ -180,7 +187,8 @@ def tool_format(tok: AnyTokenizer) -> ToolFormat:
         return ToolFormat(first, last, lead="", quote=quote, ends=ends)
     # The template of Qwen3-Coder has the same marks around XML, which is not supported.
     if "tools" in template and HERMES[0] in template and "<function=" not in template:
-        # A mark that decodes to text is found in the text, whether it is one token or several.
+        # A mark that decodes to text is searched in the decoded text, whether it is one token or several. A control
+        # token decodes to no bytes, so its id is searched.
         marks = [ids[text] if text in ids and not tok.pieces[ids[text]] else text for text in HERMES]
         return ToolFormat(marks[0], marks[1])
     return ToolFormat(*HERMES, native=False)
@@ -192,20 +200,20 @@ def render_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     thinking: bool = False,
 ) -> tuple[int, ...]:
-    """The prompt of a conversation, by the model's chat template. User text never becomes a control token.
+    """Renders a conversation with the model's chat template. User text never becomes a control token.
 
     Args:
         lm: The model.
-        messages: As `plain_messages` returns them.
-        tools: As `plain_tools` returns them.
-        thinking: The prompt opens the thinking, so the model must have thinking marks. Otherwise a template that can
-            skip thinking does so (`enable_thinking`), since the answer has no budget for it.
+        messages: Messages from `plain_messages`.
+        tools: Tools from `plain_tools`.
+        thinking: Whether the prompt starts a thinking section; the model must have thinking marks. If False, a template
+            that can disable thinking does so (`enable_thinking`), since the answer has no budget for it.
 
     Returns:
-        Token ids, ready for the answer.
+        Token ids that end where the answer begins.
 
     Raises:
-        ApiError: 400 where the template refuses the messages, in its words.
+        ApiError: 400 if the template refuses the messages; the message is the template's.
     """
     if not tool_format(lm.tokenizer).native:
         messages, tools = described_tools(messages, tools), None
@@ -216,11 +224,11 @@ def render_prompt(
 
 
 def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
-    """Whether a prompt ends inside thinking. Some templates open it by themselves.
+    """Says whether a prompt ends inside a thinking section. Some templates always start one.
 
     Args:
         lm: The model.
-        ids: The prompt.
+        ids: Token ids of the prompt.
 
     Returns:
         True if the last tokens open thinking and do not close it.
@@ -235,15 +243,15 @@ def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
 def described_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, str]]:
-    """Rewrites a conversation with tools as texts of system, user and assistant, for templates without tools.
+    """Rewrites a conversation with tools as plain text messages, for templates that do not support tools.
 
-    The tools stand in the system message, or in front of the first user message where there is none, since some
-    templates refuse the role system. Calls become text of the assistant. Results become text of the user; consecutive
-    ones become one message, since some templates want the roles to alternate.
+    The tools are described in the system message. Without a system message they are described in the first user
+    message, since some templates refuse the role system. Calls become text of the assistant. Results become text of the
+    user; consecutive results become one message, since some templates require alternating roles.
 
     Args:
-        messages: As `plain_messages` returns them.
-        tools: As `plain_tools` returns them; None or empty for none.
+        messages: Messages from `plain_messages`.
+        tools: Tools from `plain_tools`; None or empty for none.
 
     Returns:
         Messages with a role and a text.

@@ -1,12 +1,12 @@
-"""From snapshots of an answer to what the client gets: reasoning, content and tool calls, each as it becomes final.
+"""Parsing of an answer's snapshots into reasoning, content and tool calls, streamed as tokens become final.
 
-Content ends at the first stop sequence and never contains one; reasoning and arguments of calls are not searched for
-them. Bytes of an incomplete character, and text that may be the beginning of a stop sequence or of a call, are held
-back. A malformed call (no JSON, no name, cut off by max_tokens) is shown as content. If its beginning has been sent
-already, its arguments stay an unfinished JSON text, which no client can execute, and `ParsedMessage.tool_calls` leaves
-it out.
+Content ends before the first stop sequence; reasoning and arguments of calls are not searched for stop sequences. The
+parser holds back the bytes of an incomplete character, and text that may be the start of a stop sequence or of a call.
+A malformed call (no JSON, no name, or cut off by max_tokens) is shown as content. If its first part has already been
+sent as a call, its arguments remain an incomplete JSON text, which no client can execute, and
+`ParsedMessage.tool_calls` omits it.
 
-What an id adds depends on the ids before it only, so it does not matter how they were cut into snapshots.
+The output for a token depends only on the tokens before it, so it does not matter which snapshots a reader misses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ParsedCall(NamedTuple):
 
 
 class ParsedCallDelta(NamedTuple):
-    """What is new of the call number `index`. Only its first delta has `id` and `name`; `arguments` are appended."""
+    """New text of the call number `index`. Only its first delta has `id` and `name`; `arguments` are appended."""
 
     index: int
     id: str | None
@@ -46,7 +46,7 @@ class ParsedCallDelta(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """What is new and final; all of it may be empty."""
+    """Text and tool calls that became final; all fields may be empty."""
 
     reasoning: str = ""
     content: str = ""
@@ -54,7 +54,7 @@ class OutputDelta(NamedTuple):
 
 
 class ParsedMessage(NamedTuple):
-    """A complete answer. `completion_tokens` counts all tokens up to its end, `reasoning_tokens` those of reasoning."""
+    """A complete answer. `completion_tokens` counts all of its tokens, `reasoning_tokens` the tokens of reasoning."""
 
     content: str
     reasoning: str
@@ -64,13 +64,13 @@ class ParsedMessage(NamedTuple):
 
 
 class ThinkingMarks(NamedTuple):
-    """How a model writes thinking.
+    """The tokens around a model's thinking section.
 
     Attributes:
-        open: Id that opens it.
-        close: Id that closes it.
-        lead: Text behind `open` that is not part of the thinking.
-        trims: Line ends around the thinking and in front of the answer belong to neither.
+        open: Token id that opens the section.
+        close: Token id that closes the section.
+        lead: Text after `open` that is not part of the reasoning.
+        trims: Whether to drop line ends around the reasoning and before the answer, which the chat template adds.
     """
 
     open: int
@@ -80,14 +80,14 @@ class ThinkingMarks(NamedTuple):
 
 
 class OutputFormat(NamedTuple):
-    """How the ids of an answer are read.
+    """How the token ids of an answer are decoded.
 
     Attributes:
-        pieces: Bytes of each id.
-        ends: Ids that end the answer.
-        thinking: Marks of thinking. None: they have no meaning here.
-        tools: Form of tool calls. None: calls have no meaning here.
-        strips_space: The first space of a text was added by the tokenizer.
+        pieces: Bytes of each token id.
+        ends: Token ids that end the answer.
+        thinking: Marks of the thinking section. None: thinking is not parsed.
+        tools: Form of tool calls. None: tool calls are not parsed.
+        strips_space: Whether to drop the first space of a text, because the tokenizer adds it.
     """
 
     pieces: tuple[bytes, ...]
@@ -97,32 +97,32 @@ class OutputFormat(NamedTuple):
     strips_space: bool
 
     def piece(self, i: int) -> bytes:
-        """Bytes of an id; empty for ids of the model that the tokenizer does not have."""
+        """Returns the bytes of a token id; empty for ids of the model that the tokenizer lacks."""
         return self.pieces[i] if i < len(self.pieces) else b""
 
     def shown(self, mark: int | str | None) -> str:
-        """How a mark reads as text."""
+        """Returns the text of a mark, which is a token id or already a text."""
         return self.piece(mark).decode(errors="replace") if isinstance(mark, int) else mark or ""
 
 
 class ReasoningTrimmer:
-    """Trims one stretch of thinking: its lead and, where the template adds them, line ends at its start and end."""
+    """Removes the lead of one thinking section and, if the marks say so, line ends at its start and end."""
 
     def __init__(self, marks: ThinkingMarks):
         self._marks = marks
-        self._head: str | None = ""  # text that may be the beginning of the lead; None behind it
+        self._head: str | None = ""  # text that may be the start of the lead; None once the lead is over
         self._started = not marks.trims
-        self._line_ends = ""  # at the end of the text so far
+        self._line_ends = ""  # line ends at the end of the text so far, held back
 
     def push(self, text: str, end: bool = False) -> str:
-        """Takes the next text, and returns what certainly belongs to the reasoning. end: the text ends with it.
+        """Adds the next text of the section.
 
         Args:
-            text: The next text of the thinking.
-            end: The thinking ends behind it.
+            text: The next text.
+            end: Whether the section ends after it.
 
         Returns:
-            Text that certainly belongs to the reasoning.
+            Text that is now known to belong to the reasoning.
         """
         if self._head is not None:
             self._head += text
@@ -141,14 +141,14 @@ class ReasoningTrimmer:
 
 
 class OutputParser:
-    """Parses one answer. The deltas of all snapshots together are its message.
+    """Parses one answer. The deltas of all snapshots, concatenated, are its message.
 
     Args:
-        lm: The model; its tokenizer and its form of tool calls are used.
-        chat: The answer is a turn of a conversation, so thinking and the end of the turn have a meaning.
-        tools: Tool calls have a meaning.
+        lm: The model; its tokenizer defines the marks of thinking and tool calls.
+        chat: Whether the answer is a turn of a conversation, so that thinking and end-of-turn tokens are parsed.
+        tools: Whether tool calls are parsed.
         stop: Stop sequences.
-        thinking: The prompt opened the thinking (`messages.opens_thinking`).
+        thinking: Whether the prompt starts a thinking section (`messages.opens_thinking`).
     """
 
     def __init__(
@@ -156,41 +156,44 @@ class OutputParser:
     ):
         self._format = output_format(lm.tokenizer, chat, tools)
         form, marks = self._format.tools, self._format.thinking
-        self._position = 0  # ids that were taken from snapshots
+        self._position = 0  # number of token ids read from snapshots
         self._tokens = self._reasoning_tokens = 0
         self._finished = self._ended = self._stop_met = False  # last snapshot, end id, stop sequence
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._sent = (0, 0)  # parts of reasoning and content that `feed` has returned
-        self._deltas: dict[int, ParsedCallDelta] = {}  # that `feed` has not returned
+        self._sent = (0, 0)  # number of parts of reasoning and content that `feed` has returned
+        self._deltas: dict[int, ParsedCallDelta] = {}  # by call, not yet returned by `feed`
         self._calls: list[ParsedCall] = []
         self._utf8 = _Utf8Decoder("replace")
         self._trimmer = ReasoningTrimmer(marks) if thinking and chat and marks else None  # None: not thinking
         self._strip_space = self._format.strips_space
         self._call_marks = StopMatcher([form.open] if form and isinstance(form.open, str) else [])
         self._stop = StopMatcher(stop)
-        self._state = "content"  # or "call": inside its JSON; or "after": between that and the closing mark
+        self._state = "content"  # or "call": inside its JSON; "after": between the JSON and the closing mark
         self._call: CallParser | None = None
         self._call_id, self._call_index = "", -1
-        self._tail = ""  # of state "after": what may be the beginning of the closing mark
-        self._skip = ""  # characters that are dropped until another one comes
-        self._draft = False  # a copy for `preview`, which leaves calls out
+        self._tail = ""  # in state "after": text that may be the start of the closing mark
+        self._skip = ""  # characters that are dropped until a different one arrives
+        self._draft = False  # whether this is a copy for `preview`, which omits calls
 
     @property
     def stopped(self) -> bool:
-        """Whether an end id or a stop sequence was met. Later tokens are ignored, so the request may be cancelled."""
+        """Whether an end token or a stop sequence was found. Later tokens are ignored; the request may be cancelled."""
         return self._ended or self._stop_met
 
     @property
     def empty(self) -> bool:
-        """Whether a finished answer shows nothing to the reader, and not because of a stop sequence."""
+        """Whether a finished answer has neither content nor calls, for another reason than a stop sequence."""
         return not (self._stop_met or self._calls or "".join(self._content).strip())
 
     def feed(self, snapshot: Snapshot) -> OutputDelta:
-        """What became final since the last call.
+        """Reads a snapshot.
 
         Args:
-            snapshot: A later snapshot than the last one; some may be left out.
+            snapshot: A later snapshot than the previous one; snapshots between them may be missing.
+
+        Returns:
+            The text and tool calls that became final since the previous call.
         """
         self._advance(snapshot)
         reasoning, content = self._reasoning[self._sent[0] :], self._content[self._sent[1] :]
@@ -199,14 +202,22 @@ class OutputParser:
         return OutputDelta("".join(reasoning), "".join(content), tuple(deltas.values()))
 
     def preview(self, snapshot: Snapshot) -> str:
-        """The content as it stands after a pass, with tokens that may still change, up to the first accepted end.
+        """Returns the current content after a pass, including tokens that may still change.
 
-        Reasoning, calls, incomplete characters and what may be the beginning of a stop sequence are left out. For the
-        last snapshot it is the content of the message.
+        The preview ends at the first accepted end token. It omits reasoning, calls, incomplete characters, and text
+        that may be the start of a stop sequence.
+
+        Args:
+            snapshot: A later snapshot than the previous one.
+
+        Returns:
+            The text; for the last snapshot, the content of the message.
         """
         self._advance(snapshot)
         if self._finished:
             return "".join(self._content)
+        # Parse the tokens that are not final with a copy, so that this parser keeps its state for the final ones. All
+        # mutable parts are copied; the decoder drops incomplete characters instead of showing replacement characters.
         draft = copy.copy(self)
         draft._draft, draft._call = True, None
         draft._content, draft._reasoning = list(self._content), []
@@ -221,12 +232,12 @@ class OutputParser:
         return "".join(draft._content)
 
     def message(self) -> ParsedMessage:
-        """The whole answer, after the last snapshot."""
+        """Returns the complete answer, after the last snapshot."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         return ParsedMessage(content, reasoning, tuple(self._calls), self._reasoning_tokens, self._tokens)
 
     def _advance(self, snapshot: Snapshot) -> None:
-        """Takes the ids that became final."""
+        """Reads the token ids that became final since the previous snapshot."""
         for i in snapshot.tokens[self._position : snapshot.final].tolist():
             self._take(i)
         self._position = max(self._position, snapshot.final)
@@ -235,6 +246,7 @@ class OutputParser:
         self._finished = self._finished or self.stopped or snapshot.finish is not None
 
     def _take(self, i: int) -> None:
+        """Reads one token id: an end of the answer, a mark, or text."""
         if self.stopped:
             return
         if i in self._format.ends:
@@ -245,11 +257,16 @@ class OutputParser:
         thinking = self._trimmer is not None
         if not self._take_mark(i):
             self._take_text(self._utf8.decode(self._format.piece(i)))
+        # The tokens that open and close thinking count as reasoning: one of the two states is inside.
         self._reasoning_tokens += thinking or self._trimmer is not None
         self._stream_call()
 
     def _take_mark(self, i: int) -> bool:
-        """Whether an id is a mark at this place; its effect then."""
+        """Applies a token id if it is a mark of thinking or of a tool call.
+
+        Returns:
+            Whether it is a mark in the current state; if not, the caller reads it as text.
+        """
         marks, tools = self._format.thinking, self._format.tools
         if marks is not None and i in (marks.open, marks.close):
             self._flush_bytes()
@@ -262,7 +279,7 @@ class OutputParser:
                 self._leave_call()
                 self._skip = "\n" if marks.trims else ""
             self._strip_space = self._format.strips_space
-            return True  # a mark that changes nothing is not shown
+            return True  # also a mark without effect, which is never shown as text
         if tools is None or self._trimmer is not None:
             return False
         if i == tools.open:
@@ -283,6 +300,7 @@ class OutputParser:
         return True
 
     def _take_text(self, text: str) -> None:
+        """Adds decoded text to the reasoning, the content or the open call, by the current state."""
         if text and self._strip_space:
             text, self._strip_space = text.removeprefix(" "), False
         if self._trimmer is not None:
@@ -297,17 +315,17 @@ class OutputParser:
                     self._begin_call()
             elif self._state == "after":
                 text = self._take_after_call(text)
-            elif self._call is None:  # of a draft
+            elif self._call is None:  # a draft skips the text of calls
                 return
             else:
                 self._push_call(text[0])
                 text = text[1:]
 
     def _take_after_call(self, text: str) -> str:
-        """Text between the JSON of a call and its closing mark: space, and the mark where it is a text.
+        """Reads text after the JSON of a call: spaces, and the closing mark if the mark is a text.
 
         Returns:
-            The text behind it.
+            The remaining text after the mark. If other text follows the JSON, that text, which becomes content.
         """
         close = self._format.tools.close if self._format.tools else ""
         for at, c in enumerate(text):
@@ -323,7 +341,7 @@ class OutputParser:
         return ""
 
     def _say(self, text: str) -> None:
-        """Adds content, up to a stop sequence."""
+        """Adds content up to the first stop sequence."""
         if self._skip and text:
             text = text.lstrip(self._skip)
             self._skip = "" if text else self._skip
@@ -332,11 +350,13 @@ class OutputParser:
         self._stop_met = self._stop_met or found is not None
 
     def _begin_call(self) -> None:
+        """Starts a call after its opening mark."""
         gemma = self._format.tools is not None and self._format.tools.quote is not None
         self._call = None if self._draft else CallParser(gemma)
         self._state, self._call_id, self._tail = "call", "", ""
 
     def _push_call(self, text: str, quote: bool = False) -> None:
+        """Adds one character, or the string mark of Gemma's form, to the open call."""
         if self._call is None:
             return
         try:
@@ -351,7 +371,7 @@ class OutputParser:
             self._call, self._state = None, "after"
 
     def _stream_call(self) -> None:
-        """Adds what is new of the call to the deltas."""
+        """Adds the new arguments of the open call to the deltas."""
         new = None if self._call is None else self._call.unsent()
         if self._call is None or new is None:
             return
@@ -372,19 +392,22 @@ class OutputParser:
             self._say(f"{opening}{raw}{closing}")
 
     def _leave_call(self) -> None:
-        """Something else follows: what might have begun a call does not, and a call that is open is malformed."""
+        """Ends the current call state because something else follows.
+
+        An open call is malformed and becomes content, as does text that was held back as a possible opening mark.
+        """
         self._abandon_call()
         self._say(self._call_marks.flush())
         if self._state != "content":
             self._state, self._skip = "content", SPACE
 
     def _flush_bytes(self) -> None:
-        """Shows the bytes of a character that will not be completed."""
+        """Emits the bytes of an incomplete character as a replacement character; no later token completes it."""
         self._take_text(self._utf8.decode(b"", True))
         self._utf8.reset()
 
     def _finish(self) -> None:
-        """Shows what was held back; nothing follows."""
+        """Emits all text that was held back, at the end of the answer."""
         if self.stopped:
             return
         self._flush_bytes()
@@ -396,7 +419,7 @@ class OutputParser:
 
 
 def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:
-    """How answers of a tokenizer are read; see `OutputParser` for the arguments.
+    """Derives the output format of a tokenizer.
 
     Args:
         tok: The tokenizer.
@@ -412,7 +435,7 @@ def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:
         marks = ThinkingMarks(first, tok.thinking.close, tok.decode(lead), isinstance(tok, HFTokenizer))
     turn = (tok.end_turn, *(form.ends if form else ())) if chat else ()
     letter = tok.encode("a")
-    spaced = b"".join(tok.pieces[i] for i in letter) == b" a"  # SentencePiece puts a space in front of a text
+    spaced = b"".join(tok.pieces[i] for i in letter) == b" a"  # SentencePiece adds a space before a text
     return OutputFormat(
         pieces=tok.pieces,
         ends=frozenset((*tok.ends, tok.pad, *turn)),

@@ -1,8 +1,8 @@
-"""Tool calls, read character by character while the model writes them.
+"""Incremental parsing of tool calls, character by character.
 
-A call is a JSON object `{"name": "f", "arguments": {...}}`, or Gemma's `call:f{key:<|"|>text<|"|>}`, which is
-translated to JSON on the way. `CallParser` tells the name as soon as it is complete and the arguments as they grow;
-`output_parser` sends both to the client, and shows a malformed call as content.
+A call is a JSON object `{"name": "f", "arguments": {...}}`, or Gemma's `call:f{key:<|"|>text<|"|>}`, which
+`GemmaTranslator` converts to JSON. `CallParser` provides the name as soon as it is complete, and the arguments as they
+grow; `output_parser` streams both to the client, and shows a malformed call as content.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import re
 from mercury_jax.serve.http import refuse_constant
 from mercury_jax.serve.protocol import NAME_PATTERN
 
-ARGUMENT_KEYS = ("arguments", "parameters")  # the latter in the form of Llama's models
-MAX_DEPTH = 100  # nested lists and objects: less than what `json.loads` recurses into
-MAX_HEAD = 256  # characters of Gemma's form in front of the arguments
+ARGUMENT_KEYS = ("arguments", "parameters")  # Llama models write "parameters"
+MAX_DEPTH = 100  # nesting limit, below the recursion limit of `json.loads`
+MAX_HEAD = 256  # maximum characters before the arguments in Gemma's form
 SPACE = " \t\n\r"
 _GEMMA_HEAD = re.compile(r"\s*call:\s*([A-Za-z0-9_.-]{1,64})\s*")
 
@@ -25,21 +25,21 @@ class MalformedCall(ValueError):
 
 
 class CallParser:
-    """Reads the text between the marks of one call.
+    """Parses the text between the marks of one call.
 
-    Name and arguments may come in either order. The arguments are an object, the JSON text of one, or missing. Their
-    last character is held back until they are known to be an object, so that a client which got all of them can
-    always parse them. What is nested in them is only scanned for its end; `json.loads` checks it there. Line ends and
-    tabs inside strings, which models write, are escaped.
+    Name and arguments may come in either order. The arguments are an object, the JSON text of an object, or missing.
+    The last character of the arguments is held back until `json.loads` has accepted them as an object, so a client that
+    received all of them can always parse them. Nested values are only scanned for their end while they arrive. Line
+    ends and tabs inside strings are not valid JSON, but models write them, so they are escaped.
 
     Args:
-        gemma: The model writes Gemma's form.
+        gemma: Whether the model writes Gemma's form.
 
     Attributes:
         name: Name of the function. None: not known yet.
         arguments: JSON text of the arguments so far, in parts.
         raw: All text so far as the model wrote it, in parts.
-        done: The call is complete.
+        done: Whether the call is complete.
     """
 
     def __init__(self, gemma: bool = False):
@@ -48,22 +48,22 @@ class CallParser:
         self.raw: list[str] = []
         self.done = False
         self._gemma = GemmaTranslator() if gemma else None
-        self._complete = False  # the arguments are
-        self._sent = 0  # parts of the arguments that `unsent` has returned
+        self._complete = False  # whether the arguments are complete
+        self._sent = 0  # number of parts of the arguments that `unsent` has returned
         self._depth, self._in_string, self._escaped = 0, False, False
-        self._expects = "object"  # then a "first key", "colon", "value", "comma" or "key" of it
-        self._key = self._member = ""  # JSON text of a key; the key of the value
-        self._value: list[str] = []  # JSON text of the value
+        self._expects = "object"  # then its "first key", "colon", "value", "comma", "key" or "nothing"
+        self._key = self._member = ""  # JSON text of the key being read; key of the value being read
+        self._value: list[str] = []  # JSON text of the value being read
 
     def push(self, text: str, quote: bool = False) -> None:
         """Reads the next character.
 
         Args:
-            text: The character; for `quote` how the mark is shown.
-            quote: It is the token that stands on both sides of a string in Gemma's form.
+            text: The character; with `quote`, the text of the string mark.
+            quote: Whether this is the token on both sides of a string in Gemma's form.
 
         Raises:
-            MalformedCall: If this cannot become a call.
+            MalformedCall: If the text so far cannot become a call.
         """
         self.raw.append(text)
         if self._gemma is not None:
@@ -71,11 +71,11 @@ class CallParser:
         try:
             for character in text:
                 self._read(character)
-        except (ValueError, RecursionError):  # of `json.loads`
+        except (ValueError, RecursionError):  # from `json.loads`
             raise MalformedCall from None
 
     def unsent(self) -> str | None:
-        """Arguments that were not returned before; None while it is not certain that this is a call."""
+        """Returns new text of the arguments; None until both the name and an arguments object are known."""
         if self.name is None or not (self._complete or self.arguments[:1] == ["{"]):
             return None
         new = "".join(self.arguments[self._sent :])
@@ -83,7 +83,7 @@ class CallParser:
         return new
 
     def _read(self, c: str) -> None:
-        """One character of the JSON object. Its own members are parsed; deeper levels are only scanned."""
+        """Reads one character of the JSON object. Only the members of the outermost object are parsed."""
         in_string = self._in_string
         if in_string:
             if c < " " and not self._escaped:
@@ -122,10 +122,16 @@ class CallParser:
             self.done = True
 
     def _read_value(self, c: str, in_string: bool) -> None:
+        """Reads one character of a member's value; parses the value at its end.
+
+        Args:
+            c: The character.
+            in_string: Whether a string was open before it.
+        """
         is_arguments = self._member in ARGUMENT_KEYS and not self._complete
         behind = not in_string and (
             self._depth == 0 or (self._depth == 1 and c == ",")
-        )  # a number or literal
+        )  # the character after a number or literal, which has no end of its own
         ends = behind or (self._depth == 1 and not self._in_string and (in_string or c in "]}"))
         if not behind and (self._value or c not in SPACE):
             self._value.append(c)
@@ -153,25 +159,31 @@ class CallParser:
 
 
 class GemmaTranslator:
-    """Translates Gemma's form of a call to JSON, `call:f{key:<|"|>text<|"|>,n:3}` to `{"name": "f", "arguments": ...}`.
+    """Translates Gemma's form of a call, `call:f{key:<|"|>text<|"|>,n:3}`, to JSON, `{"name": "f", "arguments": ...}`.
 
-    Keys are bare, and strings stand between marks that are tokens of their own. Numbers, literals, lists and objects
-    are as in JSON. Anything else passes through, for `CallParser` to refuse; so does a call that is JSON already.
+    Keys have no quotes, and strings are enclosed in a special token. Numbers, literals, lists and objects are as in
+    JSON. All other text is passed through: `CallParser` refuses it, or accepts it if the call is already JSON.
     """
 
     def __init__(self) -> None:
         self._head = ""
-        self._verbatim = False  # the rest is JSON already
-        self._brackets = ""  # that are open
+        self._verbatim = False  # whether the rest is passed through
+        self._brackets = ""  # the open brackets
         self._key: str | None = None  # a bare key so far
-        self._string = ""  # what ends the string that is being read: the token ("mark") or a quotation mark
+        self._string = ""  # end of the string being read: the special token ("mark") or a quotation mark
         self._escaped = False
 
     def push(self, c: str) -> str:
         """Translates one character.
 
+        Args:
+            c: The character.
+
+        Returns:
+            JSON text; may be empty.
+
         Raises:
-            MalformedCall: If this cannot become a call.
+            MalformedCall: If the text so far cannot become a call.
         """
         if self._verbatim:
             return c
@@ -219,10 +231,13 @@ class GemmaTranslator:
         return f"{c} " if c == "," else c
 
     def quote(self) -> str:
-        """Translates the token on either side of a string.
+        """Translates the special token on either side of a string.
+
+        Returns:
+            A quotation mark; empty around a key.
 
         Raises:
-            MalformedCall: If no string may begin or end here.
+            MalformedCall: If no string can begin or end here.
         """
         if self._verbatim or not self._brackets or self._string == '"':
             raise MalformedCall

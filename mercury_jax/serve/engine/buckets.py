@@ -1,9 +1,9 @@
-"""Sizes of the batch ("buckets"), and the compiled program of each.
+"""Buckets, the sizes of the batch, and the compiled program of each bucket.
 
-The slots are one `State` whose sizes are static: rows, positions per row, and what the sampler can do. A few of each
-are compiled, so that few and short requests do not pay for the largest batch; a request runs in the smallest bucket
-with room for it and its neighbours. The largest bucket is compiled before the first request, the others in a
-background, together with the small programs that move rows between buckets.
+The slots are one `State` of static size: number of rows, positions per row, and sampler level. The engine compiles a
+few combinations, so that a small number of short requests does not pay for the largest batch; all running requests
+share the cheapest compiled bucket that fits them. The largest bucket is compiled before the first request. The others
+are compiled in the background, together with the small programs that move rows between buckets.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mercury_jax.serve.engine.sampling_params import RuleSet
 from mercury_jax.sharding import cache_shardings, dividing_axes, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM
 
-SMALLEST = 256  # positions per row of the smallest bucket; the next ones double
-PREFILL_WIDTH = 256  # tokens of a forward pass that encodes a long prompt; whole blocks of every block size
-NICE = 15  # of the background compilation, as `nice -n`
-WARM_UP_BYTES = 256 << 20  # most bytes of a KV cache that exists only to compile the moves between buckets
+SMALLEST = 256  # positions per row of the smallest bucket; larger buckets double it
+PREFILL_WIDTH = 256  # tokens per forward pass in the prefill of a long prompt; a multiple of every block size
+NICE = 15  # niceness of the background compilation, as in `nice -n`
+WARM_UP_BYTES = 256 << 20  # size limit of a KV cache that is allocated only to compile moves between buckets
 NO_REQUEST = EngineRequest(prompt=(0,), max_tokens=1)
 
 
@@ -46,18 +46,19 @@ class Bucket(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """What is fixed for an engine, and the sizes that follow from it.
+    """The static properties of an engine, and the sizes that follow from them.
 
     Attributes:
         lm: The model, with its forward pass sharded over its mesh.
         rules: Decoding rules that requests may choose.
         config: Configuration of the engine.
         block: Positions of the active block.
-        context: Most tokens of a request.
-        rows: Numbers of rows, ascending: powers of four, and `config.slots`.
-        capacities: Positions per row, ascending: SMALLEST times powers of two, and what the context needs.
-        leave_one_out: A rule reads the active block by masks that do not see its tokens; they follow each canvas.
-        bidirectional: The canvas of the model is the whole sequence, so prompts are not prefilled.
+        context: Maximum number of tokens of a request.
+        rows: Numbers of rows, ascending: the powers of four below `config.slots`, and `config.slots`.
+        capacities: Positions per row, ascending: SMALLEST times powers of two, and the size that the context needs.
+        leave_one_out: Whether a rule predicts each token of the active block from a mask that does not attend to that
+            token. These masks are appended to each canvas.
+        bidirectional: Whether the canvas is the whole sequence, so that there is no prefill.
         mesh: The mesh that the model was loaded on. None: a single device.
     """
 
@@ -78,14 +79,26 @@ class Buckets(NamedTuple):
         return Bucket(self.rows[-1], self.capacities[-1], sampling.TRUNCATION)
 
     def capacity(self, tokens: int) -> int:
-        """Positions of a row that holds `tokens` tokens, and one canvas more, which the last one may need."""
+        """Returns the positions that a row needs for a request.
+
+        Args:
+            tokens: Maximum tokens of the request, prompt and output.
+
+        Returns:
+            Positions for these tokens and for one more canvas: the last canvas may begin at the last token. Rounded up
+            to one of a few sizes.
+        """
         masks = self.block if self.leave_one_out else 0
         if self.bidirectional:
             return padded_size(tokens) + masks
         return slots_for(tokens, self.width(tokens) + masks, self.context, QUANTUM)
 
     def width(self, capacity: int) -> int:
-        """Positions of a canvas in rows of `capacity` positions."""
+        """Returns the positions of a canvas in rows of `capacity` positions.
+
+        A bidirectional canvas covers the whole row. A block-causal canvas is one block of the model's attention mask,
+        also when the engine decodes smaller blocks.
+        """
         config = self.lm.model.config
         if self.bidirectional:
             return capacity - (self.block if self.leave_one_out else 0)
@@ -93,14 +106,14 @@ class Buckets(NamedTuple):
         return config.block if block_causal else self.block
 
     def program(self, capacity: int, level: int) -> DecodeConfig:
-        """The static sizes of the decoder; the number of rows is not part of them.
+        """Returns the static configuration of the decoder, which does not depend on the number of rows.
 
         Args:
             capacity: Positions of a row.
-            level: Of the sampler.
+            level: Sampler level, PLAIN to TRUNCATION.
 
         Returns:
-            What a compiled step closes over.
+            The static argument of the compiled step.
         """
         width = self.width(capacity)
         return DecodeConfig(
@@ -114,18 +127,19 @@ class Buckets(NamedTuple):
         )
 
     def row(self, capacity: int, request: EngineRequest, cached: int = 0) -> State:
-        """A state of one row that starts a request.
+        """Makes the state of one row that starts a request.
 
         Args:
             capacity: Positions of the row.
             request: The request.
-            cached: Tokens of its prompt whose keys and values the caller writes into the row.
+            cached: Number of prompt tokens whose keys and values the caller will write into the KV cache.
 
         Returns:
             A state of one row, with a KV cache of `capacity` positions.
         """
         tokens, prompt = np.zeros((1, capacity), np.int32), len(request.prompt)
         tokens[0, :prompt] = request.prompt
+        # A thinking request first decodes up to its thinking budget; `answer_budget` is kept for the answer after it.
         end = prompt + (request.thinking or request.max_tokens)
         answer_budget = request.max_tokens if request.thinking else 0
         sizes = np.asarray((prompt, end, answer_budget, request.seed % 2**31, cached), np.int32)
@@ -134,18 +148,18 @@ class Buckets(NamedTuple):
         return programs.start_row(program, sampling.stack_rows(1, one), tokens, sizes)
 
     def idle(self, bucket: Bucket) -> State:
-        """A state without requests. It has room for log-probabilities at every level."""
+        """Makes a state without requests. It has buffers for log-probabilities at every sampler level."""
         order = np.full(bucket.rows, -1, np.int32)
         one = self.row(bucket.capacity, NO_REQUEST)
         return programs.move_rows(one, order, bucket.capacity, self.width(bucket.capacity))
 
     def moved(self, state: State, order: list[int], bucket: Bucket) -> State:
-        """The rows `order` of a state in a state of another bucket, followed by idle rows.
+        """Moves rows into a new state of another bucket; the remaining rows of the new state are idle.
 
         Args:
             state: The old state.
-            order: Indices of rows of the old state.
-            bucket: The new bucket; it has at least as many rows.
+            order: Indices of the rows to move, in their order in the new state.
+            bucket: The new bucket; it has at least `len(order)` rows.
 
         Returns:
             The new state, on the model's mesh.
@@ -156,10 +170,13 @@ class Buckets(NamedTuple):
         return self.sharded(moved)
 
     def shardings(self, state: State) -> Any:
-        """A `State` of shardings: rows over the mesh axis `data`, heads of the KV cache over `tensor`.
+        """Makes the shardings of a state: rows over the mesh axis `data`, heads of the KV cache over `tensor`.
+
+        Args:
+            state: A state, concrete or abstract.
 
         Returns:
-            None on a single device.
+            A `State` of shardings; None on a single device.
         """
         mesh = self.mesh
         if mesh is None:
@@ -170,27 +187,27 @@ class Buckets(NamedTuple):
         return jax.tree.map(rows, state)._replace(cache=cache_shardings(state.cache, mesh))
 
     def sharded(self, state: State) -> State:
-        """The state on the model's mesh; unchanged on a single device."""
+        """Places a state on the model's mesh; returns it unchanged on a single device."""
         shardings = self.shardings(state)
         return state if shardings is None else jax.device_put(state, shardings)
 
 
 def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
-    """The sizes of an engine.
+    """Computes the sizes of an engine.
 
     Args:
         lm: The model.
         config: Configuration of the engine.
 
     Returns:
-        The sizes.
+        The sizes. With `config.programs` "one" there is a single number of rows and a single capacity.
 
     Raises:
-        ValueError: For a rule in `config.rules` that the model cannot decode with.
+        ValueError: If the model cannot decode with a rule of `config.rules`.
     """
     model, rules = lm.model.config, sampling.rule_set(lm, config.rules)
     block = config.block or model.block
-    if rules.own.speculate is not None:
+    if rules.own.speculate is not None:  # self-speculation: a block is a draft and one more token
         block = min(block, rules.own.speculate + 1)
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(lm.params))
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
@@ -202,7 +219,7 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
         context=min(config.context or model.context, model.context),
         rows=(config.slots,),
         capacities=(),
-        leave_one_out=rules.own.rule.leave_one_out,  # other rules of an engine have no such masks
+        leave_one_out=rules.own.rule.leave_one_out,  # `rule_set` offers no other rule with such masks
         bidirectional=model.pattern == "bidirectional",
         mesh=next((mesh for mesh in meshes if mesh.size > 1), None),
     )
@@ -218,7 +235,8 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
 class CompiledPrograms:
     """`programs.run_passes` compiled for each bucket.
 
-    `start` and `stop` belong to the thread that starts the engine, the rest to the engine's thread.
+    The thread that starts the engine calls `start` and `stop`; the engine's thread reads `steps`, to which a background
+    thread adds.
 
     Args:
         buckets: The sizes.
@@ -226,7 +244,7 @@ class CompiledPrograms:
     Attributes:
         buckets: The sizes.
         largest: The bucket that is compiled first.
-        steps: The compiled programs so far, (params, state, sampling, idle, limit) -> DispatchResult.
+        steps: The programs compiled so far, (params, state, sampling, idle, limit) -> DispatchResult.
     """
 
     def __init__(self, buckets: Buckets):
@@ -235,20 +253,21 @@ class CompiledPrograms:
         self.steps: dict[Bucket, Callable[..., programs.DispatchResult]] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        # Only XLA's part of a compilation yields: a thread that traces holds Python's lock, and all would wait for it.
+        # Only XLA's part of a compilation runs at low priority. Tracing holds the GIL: at low priority it would hold
+        # the GIL for longer, and all other threads would wait.
         self._compiler = ThreadPoolExecutor(1, "mercury-xla", initializer=_yield_to_requests)
 
     def start(self, on_complete: Callable[[], None] = lambda: None) -> State:
         """Compiles the largest bucket, then starts to compile the others in the background.
 
         Args:
-            on_complete: Called in the background thread when all buckets are compiled.
+            on_complete: Called in the background thread after the last bucket.
 
         Returns:
             An idle state of the largest bucket.
         """
         state = self.buckets.sharded(self.buckets.idle(self.largest))
-        # Prefill compiles beside the step: each of the two takes about one core.
+        # The prefill compiles in parallel with the step: each of the two compilations uses about one core.
         prefill = threading.Thread(target=self._warm_up_row, args=(self.largest.capacity,))
         prefill.start()
         self.steps[self.largest] = self._lower(self.largest).compile()
@@ -264,7 +283,7 @@ class CompiledPrograms:
         return state
 
     def stop(self) -> None:
-        """Starts no further compilation, and waits for the one that runs."""
+        """Waits for the running compilation, and starts no other."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -272,13 +291,19 @@ class CompiledPrograms:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to compile."""
+        """Whether all buckets are compiled."""
         return bool(self.steps) and (self._thread is None or not self._thread.is_alive())
 
     def add(self, bucket: Bucket) -> None:
-        """Compiles a bucket, and the moves of rows between it and the others; then it is used."""
+        """Compiles a bucket and the moves of rows between it and the other buckets, then makes it available.
+
+        Args:
+            bucket: The bucket.
+        """
         compiled, buckets = self._compiler.submit(self._lower(bucket).compile).result(), self.buckets
         known = {(other.rows, other.capacity): other for other in self.steps}
+        # Moves depend on rows and capacity only. Each is compiled by running it once on an idle state, unless the KV
+        # caches would take too much memory; then the first real move compiles it.
         if (bucket.rows, bucket.capacity) not in known:
             state = buckets.sharded(buckets.idle(bucket))
             size = programs.tree_bytes(state.cache)
@@ -287,9 +312,14 @@ class CompiledPrograms:
                 for other in known.values():
                     if size * other.rows * other.capacity <= WARM_UP_BYTES * bucket.rows * bucket.capacity:
                         buckets.moved(buckets.moved(state, [], other), [], bucket)
+        # The last statement: `Slots.fit` in the engine's thread may choose the bucket from now on.
         self.steps[bucket] = compiled
 
     def _compile_others(self, on_complete: Callable[[], None]) -> None:
+        """Compiles all other buckets at the lower levels, in the background thread.
+
+        TRUNCATION is compiled for the largest bucket only, which serves every request with top-k, top-p or min-p.
+        """
         buckets = self.buckets
         for level in (sampling.PLAIN, sampling.PROCESSORS):
             for capacity in buckets.capacities:
@@ -300,11 +330,13 @@ class CompiledPrograms:
         on_complete()
 
     def _lower(self, bucket: Bucket) -> Any:
+        """Lowers `run_passes` for a bucket, from an abstract state, so that nothing is allocated."""
         buckets = self.buckets
         one = sampling.row_params(buckets.rules, NO_REQUEST, bucket.level, buckets.lm, buckets.block)
         state = jax.eval_shape(lambda: buckets.idle(bucket))
         shardings, run = buckets.shardings(state), programs.run_passes
-        if shardings is not None:  # the result must lie where the next dispatch expects it
+        if shardings is not None:
+            # The result is the input of the next dispatch, so both must have the same shardings.
             laid_out = lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
             state, run = jax.tree.map(laid_out, state, shardings), programs.run_passes_sharded(shardings)
         return run.lower(
@@ -318,14 +350,14 @@ class CompiledPrograms:
         )
 
     def _warm_up(self, bucket: Bucket, state: State) -> State:
-        """Runs what happens between two dispatches once, so that no request waits for its compilation.
+        """Runs each function that the engine calls between two dispatches once, so that it is compiled.
 
         Args:
             bucket: The bucket of `state`.
             state: An idle state; donated.
 
         Returns:
-            An idle state again.
+            An idle state.
         """
         buckets = self.buckets
         row, chunk = self._warm_up_row(bucket.capacity), prefix_cache.chunk_size(buckets.lm.model.config)
@@ -341,7 +373,7 @@ class CompiledPrograms:
         return buckets.moved(state, [], bucket)
 
     def _warm_up_row(self, capacity: int) -> State:
-        """A row that has been through the passes that encode a long prompt."""
+        """Compiles the prefill of a long prompt; returns a row that went through it."""
         row = self.buckets.row(capacity, NO_REQUEST)
         if self.buckets.bidirectional:
             return row
@@ -350,9 +382,9 @@ class CompiledPrograms:
 
 
 def _yield_to_requests() -> None:
-    """Lowers the priority of the calling thread, and of the compiler's threads, which inherit it (Linux only).
+    """Lowers the priority of the calling thread and of the compiler threads that it starts (Linux only).
 
-    Otherwise XLA's compiler takes every core of a small machine, and running streams halt while it compiles.
+    Otherwise XLA's compiler occupies every core of a small machine, and running streams stall while it compiles.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,8 +1,8 @@
 """The engine: continuous batching of requests over one model.
 
-A thread runs one step after the other: free the slots of cancelled requests, admit waiting ones, dispatch the next
-denoising passes to the device, and publish what the passes before have shown. The device is always one dispatch ahead
-of the host, except while a grammar must see each pass before the next one.
+One thread repeats the same step: free the slots of cancelled requests, admit waiting requests, dispatch the next
+denoising passes to the device, and publish the results of earlier passes. The device runs one dispatch ahead of the
+host. The exception is a batch with a grammar-constrained row, where the host must read each pass before the next one.
 
     submit -> RequestQueue -> prefix cache, prefill -> Slots -> Snapshots -> RequestHandle
                 \\-> InfillWorker (requests with a suffix) ----------------------/
@@ -48,13 +48,19 @@ from mercury_jax.types import LM
 
 log = logging.getLogger(__name__)
 
-PREFILL_CHUNK = 1024  # tokens of a long prompt that are encoded between two dispatches
+PREFILL_CHUNK = 1024  # tokens of a long prompt that are prefilled between two dispatches
 _COUNTERS = EngineStats._fields[EngineStats._fields.index("submitted") :]
 
 
 @dataclasses.dataclass
 class ChunkedPrefill:
-    """A long prompt that is encoded in chunks: its request, its row, and the position up to which it is encoded."""
+    """The chunked prefill of a long prompt.
+
+    Attributes:
+        run: The request.
+        row: Its state of one row, outside of the slots until the prompt is encoded.
+        upto: Position up to which the prompt is encoded.
+    """
 
     run: RunningRequest
     row: State
@@ -69,28 +75,31 @@ class Engine:
         handle = engine.submit(EngineRequest(prompt=(5, 6, 7), max_tokens=32))
         handle.wait().tokens
 
-    Requests join and leave between two steps, and none compiles anything. `submit`, `stats`, `drain` and all methods of
-    a handle may be called from any thread.
+    Requests join and leave the batch between two steps, and no request triggers a compilation. `submit`, `stats`,
+    `drain` and all methods of a handle may be called from any thread.
 
     Args:
-        lm: The model. Its device or mesh is that of its parameters.
+        lm: The model. The engine runs on the device or mesh that holds its parameters.
         config: Sizes and limits.
 
     Attributes:
-        lm: The model, with the KV cache in the format of the configuration.
-        config: The configuration, with its defaults filled in.
+        lm: The model, with the KV cache format of the configuration.
+        config: The configuration, with `passes` filled in.
         buckets: Sizes of the batch.
-        context: Most tokens of a request.
+        context: Maximum number of tokens of a request: prompt, thinking and answer.
         block: Tokens of a block.
         rules: Decoding rules that requests may choose.
-        ready: Requests are served.
-        closing: No further requests are accepted.
+        ready: Whether requests are served.
+        closing: Whether new requests are rejected.
 
     Raises:
-        ValueError: For an engine that the devices have no memory for, or a rule that the model cannot decode with.
+        ValueError: If the devices have too little memory for the engine, or the model cannot decode with a rule of
+            the configuration.
     """
 
     def __init__(self, lm: LM, config: EngineConfig = EngineConfig()):
+        # Several passes per dispatch amortise the host's work where a pass takes a few milliseconds. On a CPU a pass
+        # takes long anyway, and a dispatch of several passes would delay admission and snapshots.
         if config.passes is None:
             config = dataclasses.replace(config, passes=1 if jax.default_backend() == "cpu" else 4)
         if config.kv is not None:
@@ -115,19 +124,25 @@ class Engine:
     def start(self) -> None:
         """Compiles the largest bucket, then serves; the other buckets compile in the background."""
         self._slots = Slots(self.buckets, self._compiled, self._compiled.start(self._infilling.warm_up))
-        if self._stopping:  # stopped while it compiled
+        if self._stopping:  # `stop` was called during the compilation
             return
         self._thread.start()
         self._infilling.start()
         self.ready = True
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """Queues a request.
+        """Validates and queues a request.
+
+        Args:
+            request: The request. One with a suffix goes to `InfillWorker`, unless the model needs FIM order.
+
+        Returns:
+            A handle, from which the caller reads snapshots of the answer.
 
         Raises:
             RequestRejected: If the queue is full or the engine is closing.
-            ContextLengthExceeded: If prompt and output do not fit the context.
-            ValueError: For a parameter out of range.
+            ContextLengthExceeded: If prompt and output do not fit into the context.
+            ValueError: If a parameter is out of range.
         """
         if request.suffix is not None:
             request = fim_order(self.lm, request)
@@ -139,8 +154,9 @@ class Engine:
         if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
             raise refuse("logprobs", request.logprobs, f"0..{self.config.max_logprobs}")
         if request.grammar is not None:
-            request.grammar.walk(request.max_tokens)  # whether any answer fits
-        # Raises here, and not in the engine's thread, for whatever is out of range.
+            # Raises if no answer of the grammar fits into `max_tokens`.
+            request.grammar.walk(request.max_tokens)
+        # Building the sampler checks every sampling parameter. Doing it here raises the error in the caller's thread.
         sampling.build_sampler(self.rules, request, sampling.TRUNCATION)
         handle = RequestHandle(request, self._wake)
         try:
@@ -152,13 +168,13 @@ class Engine:
         return handle
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Rejects new requests and waits until all others have ended.
+        """Rejects new requests and waits until all accepted ones have finished.
 
         Args:
-            timeout: Seconds. None: no limit.
+            timeout: Seconds to wait. None: no limit.
 
         Returns:
-            Whether all have ended in time.
+            Whether all requests finished in time.
         """
         self.closing, queues = True, (self._queue, self._infilling.queue)
         for queue in queues:
@@ -171,7 +187,7 @@ class Engine:
         return True
 
     def stop(self) -> None:
-        """Cancels all requests and ends the threads, also while the engine still compiles."""
+        """Cancels all requests and ends the threads. May be called while the engine still compiles."""
         self.closing = True
         self._queue.close()
         self._infilling.stop()
@@ -185,11 +201,14 @@ class Engine:
 
     @property
     def compiled(self) -> bool:
-        """Whether all buckets are compiled; benchmarks wait for it."""
+        """Whether all buckets are compiled. Benchmarks wait for it."""
         return self.ready and self._compiled.complete
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and gauges of the moment."""
+        """Returns counters since the start, and gauges of the current state.
+
+        `kv_used` counts the largest possible length of each running request, not the tokens decoded so far.
+        """
         slots = self._slots
         running = [] if slots is None else [run for run in slots.requests if run is not None]
         tokens = sum(run.handle.request.max_length for run in running)
@@ -207,12 +226,13 @@ class Engine:
         )
 
     def _publish_infilled(self, handle: RequestHandle, final: Snapshot) -> None:
-        """Counts and publishes the end of a request with a suffix; in the thread of `InfillWorker`."""
+        """Counts and publishes the end of a request with a suffix. Called in the thread of `InfillWorker`."""
         outcome = {"cancelled": "cancelled", "error": "failed"}.get(final.finish or "", "finished")
         self._counts.update({outcome: 1, "forwards": final.forwards, "tokens": len(final.tokens)})
         handle.publish(final)
 
     def _wake(self, stop: bool = False) -> None:
+        """Wakes the engine's thread from its wait in `_step`."""
         with self._changed:
             self._has_news = True
             self._stopping = self._stopping or stop
@@ -225,7 +245,9 @@ class Engine:
             assert self._slots is not None
             try:
                 self._step(self._slots)
-            except Exception:  # one failing request must not end the engine
+            except Exception:
+                # A failing step must not end the server. The state was donated to the failed computation and may be
+                # gone, so all running requests end with an error and the engine continues with empty slots.
                 log.exception("the engine failed; running requests are lost")
                 for handle in self._queue.running:
                     self._end_early(handle, "error", "the engine failed")
@@ -233,6 +255,7 @@ class Engine:
                 self._prefill, self._slots = None, Slots(self.buckets, self._compiled, empty)
 
     def _step(self, slots: Slots) -> None:
+        """Runs one step: cancel, admit, dispatch, publish; waits for news if there is nothing to do."""
         for handle in self._queue.take_cancelled():
             self._end_early(handle, "cancelled")
         for slot, run in enumerate(slots.requests):
@@ -246,36 +269,42 @@ class Engine:
         if slots.running:
             slots.apply_grammars()
             slots.dispatch(self.lm.params)
-        # Read all but the dispatch that was just sent; with a grammar, or when nothing runs, that one too.
+        # Read every pending dispatch except the one just sent, so that the device computes while the host publishes.
+        # With a grammar the host must see that dispatch too before the next one; if no request runs, none will follow.
         while slots.pending and (len(slots.pending) > 1 or slots.constrained or not slots.running):
             self._publish(slots, slots.read())
+        # Idle: wait for `submit`, `cancel` or `stop`. If requests wait that could not be admitted, check again soon.
         if not slots.running and not slots.pending and self._prefill is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news, timeout=0.01 if len(self._queue) else None)
                 self._has_news = False
 
     def _end_early(self, handle: RequestHandle, finish: str, message: str = "") -> None:
+        """Counts a request as cancelled or failed, and publishes its last snapshot."""
         self._counts["cancelled" if finish == "cancelled" else "failed"] += 1
         handle.publish(early_end(handle, finish, message))
 
     def _admit(self, slots: Slots) -> None:
-        """Encodes the next chunk of a long prompt, and fills free slots from the queue."""
+        """Prefills the next chunk of a long prompt, and fills free slots from the queue."""
+        # One chunk per step: running requests get a dispatch between two chunks, so a long prompt delays them by one
+        # chunk at most.
         if (prefill := self._prefill) is not None:
             request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
             program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
             upto = np.int32(prefill.upto)
             prefill.row = programs.encode_prompt(program, self.lm.params, prefill.row, PREFILL_WIDTH, upto)
-            if prefill.upto >= len(request.prompt):  # after the last chunk the request gets its slot
+            if prefill.upto >= len(request.prompt):  # the prompt is encoded: the request moves into a slot
                 self._prefill = None
                 slots.fit(request)
                 slots.admit(prefill.run, prefill.row)
 
         def may_start(handle: RequestHandle) -> bool:
-            """One chunked prefill goes on at a time."""
+            """Says whether a request may start now. Only one chunked prefill runs at a time."""
             if self._prefill is not None and self._needs_prefill(len(handle.request.prompt)):
                 return False
             return may_run(handle.request, [other.request for other in running], self.config.slots)
 
+        # `running` includes the chunked prefill, whose request has no slot yet but needs one later.
         while len(running := self._queue.running) < self.config.slots:
             handle = self._queue.take(may_start)
             if handle is None:
@@ -284,11 +313,14 @@ class Engine:
         slots.fit()
 
     def _needs_prefill(self, tokens: int) -> bool:
-        """Whether this number of prompt tokens gets forward passes of their own, rather than those of the batch."""
+        """Whether a prompt of this length is prefilled in its own forward passes.
+
+        A shorter prompt is prefilled by the passes of the batch. Bidirectional models have no prefill.
+        """
         return not self.buckets.bidirectional and tokens > 2 * self.block
 
     def _start_request(self, slots: Slots, handle: RequestHandle) -> None:
-        """Puts a request into a slot, or begins the chunked prefill of its prompt."""
+        """Puts a request into a slot, or starts the chunked prefill of its prompt."""
         request = handle.request
         chunks, cached = self._prefix_cache.find(request.prompt, request.cache_salt)
         slots.fit(request)
@@ -310,7 +342,12 @@ class Engine:
             slots.admit(run, row)
 
     def _publish(self, slots: Slots, read: ReadDispatch) -> None:
-        """Publishes the snapshots of a dispatch, and ends the requests that are done."""
+        """Publishes the snapshots of a dispatch, and finishes the requests that are done.
+
+        Args:
+            slots: The slots. Rows may have moved or been reassigned since the dispatch, so requests come from `read`.
+            read: The dispatch, on the host.
+        """
         frames, report = read.frames, read.report
         self._counts["device_passes"] += read.passes
         for slot, run in enumerate(read.requests):
@@ -319,11 +356,13 @@ class Engine:
             before, gate = run.forwards, run.gate
             shown = pass_snapshots(run, frames, read.passes, report, slot, self._ends)
             self._counts["forwards"] += run.forwards - before
-            if gate is not None:  # then the dispatch was a single pass
+            if gate is not None:
+                # With a constrained row a dispatch is a single pass, so pass 0 of the frames is the whole dispatch.
+                # The grammar decides how much of the proposal is committed; `Slots.apply_grammars` writes it back.
                 if gate.begun and (n := int(frames.used[0, slot])):
                     proposal, accepted = frames.answer[0, slot, :n], frames.accepted[0, slot, :n]
                     gate.propose(int(frames.start[0, slot]), proposal, accepted)  # type: ignore[arg-type]
-                elif not gate.begun and report.answer_budget[slot] == 0:  # thinking was closed in this pass
+                elif not gate.begun and report.answer_budget[slot] == 0:  # this pass closed the thinking
                     gate.begin(int(report.committed[slot]))
                 shown = [constrained(run, gate, snapshot) for snapshot in shown]
             for snapshot in shown:
@@ -332,9 +371,11 @@ class Engine:
                 self._finish(slots, run, report, slot)
 
     def _finish(self, slots: Slots, run: RunningRequest, report: programs.DispatchReport, slot: int) -> None:
-        """Frees the slot of a row that is done, and publishes its last snapshot."""
+        """Frees the slot of a finished row, and publishes its last snapshot."""
         request, end = run.handle.request, int(report.end[slot])
-        now_at = slots.requests.index(run)  # rows may have moved since the dispatch
+        # `slot` indexes the dispatch that was read. Rows may have moved to another bucket since, so the row of the
+        # current state is looked up again.
+        now_at = slots.requests.index(run)
         logprobs = None
         if request.logprobs is not None:
             logprobs = jax.device_get(programs.row_logprobs(slots.state, np.int32(now_at)))

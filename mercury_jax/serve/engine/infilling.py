@@ -1,8 +1,9 @@
-"""Requests with a suffix: holes between two texts, filled one after the other in a thread beside the slots.
+"""Infilling: requests with a suffix, whose answer fills the hole between prompt and suffix.
 
-A model that sees both sides of a hole takes hole and suffix as one canvas, whose width depends on the request, so it
-does not fit into a slot. A model that cannot see behind a hole gets the text in FIM order (`fim_order`) and runs in the
-slots like any other request.
+A model that attends to both sides of a hole takes hole and suffix as one canvas. The width of that canvas depends on
+the request, so it does not fit into a slot: a separate thread fills these holes, one request at a time. For a model
+that cannot attend to the suffix, the text is rearranged into FIM order (`fim_order`), and the request runs in a slot
+like any other.
 """
 
 from __future__ import annotations
@@ -26,19 +27,26 @@ from mercury_jax.types import LM
 
 log = logging.getLogger(__name__)
 
-MAX_HOLE = 64  # most tokens of a hole whose length the model chooses: each length is a row of a batch
-SUFFIX_TOKENS = 256  # most tokens of the suffix that the canvas holds
-STEPS = 16  # denoising steps where the request names none
-# An editor waits for the answer: lengths double, and texts of any length share a few programs.
+MAX_HOLE = 64  # maximum tokens of a hole of open length; each candidate length is a row of a batch
+SUFFIX_TOKENS = 256  # maximum tokens of the suffix in the canvas; the rest of the suffix is ignored
+STEPS = 16  # denoising steps if the request sets none
+# Code completion needs low latency: candidate lengths double, and texts of all lengths share a few compiled programs.
 GRID = LengthSearch(quantum=256, growth=2.0, rows=8)
 
 
 class RequestCancelled(Exception):
-    """The client has left while its hole was filled."""
+    """The request was cancelled, or the engine stopped, while the hole was being filled."""
 
 
 def sees_suffix(lm: LM) -> bool:
-    """Whether a canvas of the model can attend to text behind a hole."""
+    """Says whether the canvas of a model can attend to the text after a hole.
+
+    Args:
+        lm: The model.
+
+    Returns:
+        True for bidirectional models, and for diffusion models with a causal encoder, whose canvas is bidirectional.
+    """
     config = lm.model.config
     return config.pattern == "bidirectional" or (
         config.pattern == "causal_encoder" and not config.autoregressive
@@ -46,14 +54,17 @@ def sees_suffix(lm: LM) -> bool:
 
 
 def fim_order(lm: LM, request: EngineRequest) -> EngineRequest:
-    """A request with a suffix as one without, in FIM order (arXiv 2207.14255), where the model needs that.
+    """Rearranges a request with a suffix into FIM order (arXiv 2207.14255), if the model needs it.
+
+    The prompt becomes prefix mark, prompt, suffix mark, suffix, middle mark; the model continues it with the middle.
 
     Args:
         lm: The model.
         request: Any request.
 
     Returns:
-        The request; unchanged if it has no suffix, or if the model sees text behind a hole.
+        A request without a suffix. The request itself if it has no suffix, or if the model attends to text after a
+        hole.
 
     Raises:
         ValueError: If the tokenizer has no tokens for FIM order.
@@ -64,6 +75,7 @@ def fim_order(lm: LM, request: EngineRequest) -> EngineRequest:
     if marks is None:
         allowed = f"none: {lm.name} has no tokens for FIM order"
         raise refuse("suffix", f"{len(request.suffix)} tokens", allowed)
+    # Tokens that begin a text stay at the very front, before the prefix mark.
     before = request.prompt[len(begin) :] if request.prompt[: len(begin)] == begin else request.prompt
     prompt = (*begin, marks.prefix, *before, marks.suffix, *request.suffix, marks.middle)
     return dataclasses.replace(request, prompt=prompt, suffix=None)
@@ -74,9 +86,12 @@ class InfillWorker:
 
     Args:
         lm: The model.
-        rules: Rules that requests may choose.
-        limit: Most requests that wait.
+        rules: Decoding rules that requests may choose.
+        limit: Maximum number of waiting requests.
         publish: Called in the thread with each request and its last snapshot.
+
+    Attributes:
+        queue: The waiting requests, and the one that is being filled.
     """
 
     def __init__(
@@ -93,12 +108,12 @@ class InfillWorker:
         self._thread.start()
 
     def warm_up(self) -> None:
-        """Compiles the programs of an open hole in the thread, as soon as no request waits."""
+        """Makes the thread compile the programs of a hole of open length as soon as no request waits."""
         self._cold = sees_suffix(self._lm)
         self._changed.set()
 
     def stop(self) -> None:
-        """Ends after the hole that is being filled; requests that wait are cancelled."""
+        """Cancels all requests and ends the thread after the current denoising pass."""
         self._stop = True
         self.queue.close()
         self._changed.set()
@@ -108,6 +123,7 @@ class InfillWorker:
             self._publish(handle, early_end(handle, "cancelled"))
 
     def _serve(self) -> None:
+        """Runs the thread: fills holes in scheduling order, warms up once, and waits."""
         while not self._stop:
             handle = self.queue.take()
             if handle is not None:
@@ -122,9 +138,10 @@ class InfillWorker:
                 self._changed.clear()
 
     def _fill(self, handle: RequestHandle) -> Snapshot:
-        """The last snapshot of a request."""
+        """Fills the hole of a request; returns its last snapshot, also for an error or a cancellation."""
         lm, request = self._lm, handle.request
-        # With `frames` the hole has a fixed length, so that there is one canvas to show.
+        # Normally the model chooses the length of the hole among several candidates, which decode as rows of a batch.
+        # With `frames` the length is fixed to `max_tokens`, so that there is one canvas to show.
         open_hole = Hole(most=min(request.max_tokens, MAX_HOLE))
         hole = Hole(request.max_tokens) if request.frames else open_hole
         row: Pieces = [list(request.prompt), hole, list((request.suffix or ())[:SUFFIX_TOKENS])]
@@ -141,25 +158,32 @@ class InfillWorker:
             return early_end(handle, "cancelled")
         except ValueError as error:
             return early_end(handle, "error", str(error))
-        except Exception:  # a request that fails must not end the thread
+        except Exception:  # a failing request must not end the thread
             log.exception("a hole could not be filled")
             return early_end(handle, "error", "the engine failed")
         tokens = np.asarray(out.fillings[0][0], np.int32)
         n, yes = len(tokens), np.ones(len(tokens), bool)
-        # A hole of a fixed length is complete, and so is one that was filled with less than it may take.
+        # "length" only if an open hole was filled to its maximum: then the model may have wanted more tokens.
         finish = "length" if hole.tokens is None and n >= hole.most else "stop"
         return Snapshot(tokens, yes, yes.astype(np.float32), ~yes, n, n, int(out.forwards[0]), 0, finish)
 
     def _after_pass(self, handle: RequestHandle, frames: Frame, prompt: int, size: int | None) -> None:
-        """Publishes what a hole of a fixed size holds after a pass. frames: [1, B, ...] on the host.
+        """Publishes the content of a hole of fixed size after a denoising pass.
+
+        Args:
+            handle: The request.
+            frames: Frame of the pass, [1, B, ...], on the host.
+            prompt: Number of prompt tokens.
+            size: Tokens of the hole. None: the length is open, and nothing is published before the end.
 
         Raises:
-            RequestCancelled: If the client has left, or the engine ends.
+            RequestCancelled: If the request was cancelled, or the engine stops.
         """
         if handle.cancelled or self._stop:
             raise RequestCancelled
         if size is not None and frames.used[0, 0] > 0:
             before = handle.latest or EMPTY_SNAPSHOT
+            # The canvas may begin before the hole: skip the tokens of the prompt.
             skip = max(prompt - int(frames.start[0, 0]), 0)
             shown = (frames.answer, frames.accepted, frames.confidence)
             tokens, accepted, confidence = (np.asarray(x[0, 0, skip : skip + size]) for x in shown)

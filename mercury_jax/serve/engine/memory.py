@@ -1,7 +1,7 @@
-"""Device memory of an engine: what its slots need, and the slots and context that fit.
+"""Device memory of an engine: how much its slots need, and which number of slots and context fit.
 
-All sizes come from abstract values (`jax.eval_shape`), so nothing is allocated. `Engine` calls `check_memory` before it
-compiles; `mercury serve` calls `fit_config` first where the user gave no number of slots or no context.
+All sizes are computed from abstract values (`jax.eval_shape`), so nothing is allocated. `Engine` calls `check_memory`
+before it compiles; `mercury serve` calls `fit_config` first if the user set no number of slots or no context.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, make_buckets
 from mercury_jax.serve.engine.request import EngineConfig
 from mercury_jax.types import LM
 
-SHARE = 0.9  # of the free memory; the rest is for the allocator and the compiled programs
-LOGIT_COPIES = 3  # arrays of the size of the logits of a pass: raw, processed, probabilities
+SHARE = 0.9  # fraction of the free memory to use; the rest is left to the allocator and the compiled programs
+LOGIT_COPIES = 3  # temporary arrays as large as the logits of a pass: raw, processed, probabilities
 HIDDEN_COPIES = (
-    8  # arrays of the size of the hidden states of a layer: normalised, queries, values, gates, ...
+    8  # temporary arrays as large as a layer's hidden states: normalised, queries, values, gates, ...
 )
-# `fit_config` rather gives up slots than a context below the first of these, then below the second, and so on.
+# `fit_config` halves the context down to the first of these, then reduces the slots before it goes below it, and so on.
 CONTEXT_FLOORS = (32_768, 8_192, 2_048, 256)
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of an engine on each device.
+    """Memory of an engine on each device, in bytes.
 
     Attributes:
-        cache: KV cache of all slots, including the other bucket while rows move between two.
+        cache: KV cache of all slots. Includes a second bucket, since two exist while rows move between them.
         other: Other arrays of the slots, and the prefix cache.
         activations: Temporary arrays of a forward pass (an estimate).
-        weights: Parameters of the model; they are loaded already and not part of `total`.
+        weights: Parameters of the model. They are already loaded, and not part of `total`.
     """
 
     cache: int
@@ -46,7 +46,7 @@ class EngineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes beside the weights."""
+        """Bytes that the engine needs in addition to the weights."""
         return self.cache + self.other + self.activations
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class EngineMemory(NamedTuple):
 
 
 def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
-    """What an engine needs on each device of the model.
+    """Computes the memory that an engine needs on each device of the model.
 
     Args:
         lm: The model, loaded.
@@ -75,10 +75,12 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
         state._replace(cache=()),
         None if shardings is None else shardings._replace(cache=()),
     )
-    # While rows move to another bucket both states exist. The second largest bucket is the largest other one.
+    # While rows move to another bucket, both states exist: the worst case is the largest and the second largest bucket.
     areas = sorted(rows * capacity for rows in buckets.rows for capacity in buckets.capacities)
     states = 1 + (areas[-2] / areas[-1] if len(areas) > 1 else 0)
     program, model = buckets.program(largest.capacity, largest.level), lm.model.config
+    # Activations, in fp32: hidden states [positions, width] of all canvases and of one prefill pass, and the logits of
+    # all active blocks, which are computed in chunks of the vocabulary.
     positions = largest.rows * program.width + PREFILL_WIDTH
     logits = largest.rows * program.window * min(model.vocab, program.vocab_chunk) * LOGIT_COPIES
     return EngineMemory(
@@ -90,21 +92,22 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
 
 
 def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> EngineConfig:
-    """The configuration with as many slots and as long a context as the devices have memory for.
+    """Reduces the context and the number of slots of a configuration until the engine fits into memory.
 
-    The context is halved before slots are given up, down to one of CONTEXT_FLOORS after the other.
+    The context is halved before the number of slots is, as long as it stays above the current one of CONTEXT_FLOORS.
 
     Args:
         lm: The model, loaded.
-        config: `memory` limits the bytes per device. None: what is free on the model's devices.
+        config: The wanted configuration. Its `memory` limits the bytes per device; None: the free memory of the
+            model's devices.
         slots: Whether the number of slots may be reduced.
         context: Whether the context may be reduced.
 
     Returns:
-        The first configuration that fits, `config` itself if possible or if the free memory is unknown.
+        The first configuration that fits; `config` itself if it fits, or if the free memory is unknown.
 
     Raises:
-        ValueError: If nothing fits, with the sizes.
+        ValueError: If no configuration fits. The message has the sizes.
     """
     available = free_memory(lm, config)
     if available is None:
@@ -113,19 +116,19 @@ def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> E
         smaller = dataclasses.replace(config, slots=rows, context=tokens)
         if engine_memory(lm, smaller).total <= available:
             return smaller
-    check_memory(lm, config)
+    check_memory(lm, config)  # no candidate fits: raises the error with the sizes of the wanted configuration
     return config
 
 
 def check_memory(lm: LM, config: EngineConfig) -> None:
-    """Checks that the devices have memory for an engine.
+    """Checks that the devices have enough memory for an engine; accepts any if the free memory is unknown.
 
     Args:
         lm: The model, loaded.
         config: Configuration of the engine.
 
     Raises:
-        ValueError: If they do not, with the sizes.
+        ValueError: If the memory is too small. The message has the sizes.
     """
     available = free_memory(lm, config)
     if available is None:
@@ -141,14 +144,14 @@ def check_memory(lm: LM, config: EngineConfig) -> None:
 
 
 def free_memory(lm: LM, config: EngineConfig) -> int | None:
-    """Bytes that an engine may take on each device; None where the backend does not report its memory.
+    """Returns the memory that an engine may use on each device.
 
     Args:
         lm: The model, loaded.
-        config: `memory` takes precedence.
+        config: Configuration of the engine; its `memory` takes precedence.
 
     Returns:
-        Bytes; None where the backend does not report its memory.
+        Bytes; None if the backend does not report its free memory.
     """
     if config.memory is not None:
         return config.memory
@@ -160,7 +163,11 @@ def free_memory(lm: LM, config: EngineConfig) -> int | None:
 
 
 def _candidates(lm: LM, config: EngineConfig, slots: bool, context: bool) -> Iterator[tuple[int, int]]:
-    """Pairs (slots, context) in the order in which they are tried."""
+    """Yields pairs (slots, context) in the order in which they are tried.
+
+    For each floor: all numbers of slots from the wanted one down, and for each the context from the wanted one down to
+    the floor. A floor thus has priority over the number of slots.
+    """
     longest = min(config.context or lm.model.config.context, lm.model.config.context)
     counts = [config.slots >> i for i in range(config.slots.bit_length())] if slots else [config.slots]
     if not context:
@@ -175,7 +182,12 @@ def _candidates(lm: LM, config: EngineConfig, slots: bool, context: bool) -> Ite
 
 
 def _device_bytes(tree: Any, shardings: Any = None) -> int:
-    """Bytes on one device: of arrays by their own sharding, of abstract ones by `shardings`."""
+    """Computes the bytes of a tree on one device.
+
+    Args:
+        tree: Concrete arrays, which have their own shardings, or abstract ones.
+        shardings: Shardings of abstract arrays, a tree of the same structure. None: replicated.
+    """
     leaves = jax.tree.leaves(tree)
     placed = jax.tree.leaves(shardings) if shardings is not None else [None] * len(leaves)
     total = 0

@@ -1,8 +1,9 @@
-"""Prefix cache: keys and values of prompts seen before, in chunks found by a chain of hashes.
+"""Prefix cache: keys and values of earlier requests, in chunks that are found by chained hashes.
 
-The key of a chunk hashes its tokens and the key of the chunk before it, so equal keys mean equal prefixes. A chain
-starts from the request's `cache_salt`: with a salt per client nobody finds, or can time, what another client has sent
-(CVE-2025-46570). The engine copies chunks into the row of a new request and keeps those of a finished one.
+The hash of a chunk covers its tokens and the hash of the previous chunk, so equal hashes mean equal prefixes. A chain
+starts from the request's `cache_salt`: with one salt per client, no client can find out by timing what another client
+has sent (CVE-2025-46570). The engine copies cached chunks into the row of a new request, and stores the chunks of a
+finished request.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from mercury_jax.decode.state import State
 from mercury_jax.serve.engine.programs import tree_bytes
 from mercury_jax.types import Cache
 
-CHUNK = 64  # tokens whose keys and values are kept and found together
+CHUNK = 64  # tokens per chunk: the unit that is stored, found and dropped
 
 
 def chunk_size(config: ModelConfig) -> int | None:
-    """Tokens of a chunk, CHUNK rounded up to whole blocks.
+    """Computes the size of a chunk: CHUNK rounded up to whole blocks.
+
+    In a block-causal model the keys of a token depend on its whole block, so a chunk must not split one.
+
+    Args:
+        config: Configuration of the model.
 
     Returns:
-        None for bidirectional models, where the keys of a token depend on what follows it.
+        Tokens of a chunk. None for bidirectional models, where the keys of a token depend on the tokens after it.
     """
     if config.pattern == "bidirectional":
         return None
@@ -37,15 +43,15 @@ def chunk_size(config: ModelConfig) -> int | None:
 
 
 def chunk_hashes(ids: Sequence[int], size: int, salt: str) -> Iterator[bytes]:
-    """The key of each whole chunk: a hash of its tokens and of all that stands before it.
+    """Computes the hash of each complete chunk over its tokens and all tokens before it.
 
     Args:
         ids: Token ids.
-        size: Tokens of a chunk.
+        size: Tokens of a chunk. An incomplete chunk at the end has no hash.
         salt: Start of the chain.
 
     Yields:
-        32 bytes for each whole chunk.
+        A SHA-256 digest, 32 bytes, for each complete chunk.
     """
     link = hashlib.sha256(salt.encode()).digest()
     array = np.asarray(ids, np.int32)
@@ -56,16 +62,16 @@ def chunk_hashes(ids: Sequence[int], size: int, salt: str) -> Iterator[bytes]:
 
 @functools.partial(jax.jit, static_argnums=3)
 def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
-    """Keys and values of positions start..start + size of one row.
+    """Copies the keys and values of the positions [start, start + size) of one row.
 
     Args:
-        cache: KV cache of all rows.
-        slot: The row.
+        cache: KV cache of all rows; leaves [B, S, ...].
+        slot: Index of the row.
         start: First position.
         size: Number of positions.
 
     Returns:
-        A chunk whose leaves have the position as first axis.
+        A chunk; leaves [size, ...].
     """
     row = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
     return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(row(leaf), start, size), cache)
@@ -73,42 +79,47 @@ def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: i
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
-    """A row with a chunk of `cut_cache` written to its cache at position `start`.
+    """Writes a chunk to the KV cache of a row at position `start`.
 
     Args:
         row: A state of one row; donated.
-        chunk: Of `cut_cache`.
+        chunk: A chunk from `cut_cache`; leaves [size, ...].
         start: First position of the chunk.
 
     Returns:
-        The row.
+        The row with the chunk in its KV cache.
     """
     insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start, 1)
     return row._replace(cache=jax.tree.map(insert, row.cache, chunk))
 
 
 class PrefixCache:
-    """Chunks of keys and values on the device. The least recently used are dropped beyond `limit` bytes.
+    """Chunks of keys and values on the device. Beyond `limit` bytes the least recently used chunks are dropped.
 
     Args:
         size: Tokens of a chunk (`chunk_size`); None disables the cache.
-        limit: Most bytes; 0 disables the cache.
+        limit: Maximum size in bytes; 0 disables the cache.
+
+    Attributes:
+        bytes: Current size.
     """
 
     def __init__(self, size: int | None, limit: int):
         self._size, self._limit = size or 0, limit if size else 0
-        self._chunks: OrderedDict[bytes, Cache] = OrderedDict()  # the least recently used first
+        self._chunks: OrderedDict[bytes, Cache] = OrderedDict()  # least recently used first
         self.bytes = 0
 
     def find(self, ids: Sequence[int], salt: str) -> tuple[list[Cache], int]:
-        """The longest cached prefix of a prompt. Its last token is never part of it: it must be encoded.
+        """Finds the longest cached prefix of a prompt.
+
+        The prefix never includes the last token of the prompt, which the request must encode itself.
 
         Args:
-            ids: The prompt.
-            salt: Of the request.
+            ids: Token ids of the prompt.
+            salt: `cache_salt` of the request.
 
         Returns:
-            The chunks, and how many tokens they cover.
+            The chunks of the prefix in order, and the number of tokens that they cover.
         """
         found: list[bytes] = []
         if self._limit:
@@ -116,32 +127,34 @@ class PrefixCache:
                 if link not in self._chunks:
                     break
                 found.append(link)
-        for link in reversed(found):  # the end of a chain first: a chunk is of no use without those before it
+        # Mark the chunks as recently used, the last one first. The first chunk of a chain thus becomes the most recent:
+        # chunks are dropped from the end of a chain, since a chunk is useless without the chunks before it.
+        for link in reversed(found):
             self._chunks.move_to_end(link)
         return [self._chunks[link] for link in found], len(found) * self._size
 
     def insert(self, row: State, chunks: Sequence[Cache]) -> State:
-        """A row with these chunks in its KV cache, from position 0 on. The row is donated.
+        """Writes chunks to the KV cache of a row, from position 0 on.
 
         Args:
-            row: A state of one row.
-            chunks: As `find` returns them.
+            row: A state of one row; donated if there are chunks.
+            chunks: The chunks that `find` returned.
 
         Returns:
-            The row.
+            The row with the chunks in its KV cache.
         """
         for i, chunk in enumerate(chunks):
             row = insert_cache(row, chunk, np.int32(i * self._size))
         return row
 
     def keep(self, state: State, slot: int, ids: Sequence[int], salt: str) -> None:
-        """Keeps the chunks of a row.
+        """Stores the complete chunks of a row, and drops the least recently used ones beyond the limit.
 
         Args:
-            state: The slots.
-            slot: The row.
-            ids: Tokens of the row whose keys and values are in its cache.
-            salt: Of the request.
+            state: State of the slots.
+            slot: Index of the row.
+            ids: Token ids of the row, as far as their keys and values are in its KV cache.
+            salt: `cache_salt` of the request.
         """
         if not self._limit:
             return

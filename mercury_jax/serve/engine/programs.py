@@ -1,6 +1,6 @@
-"""The jitted functions of the engine: denoising passes over all slots, and what happens to rows between two dispatches.
+"""The jitted functions of the engine: denoising passes over all slots, and changes to rows between two dispatches.
 
-`slots` and `buckets` call them; `CompiledPrograms` holds `run_passes` compiled for each bucket. B is the number of
+`scheduler` and `buckets` call them; `CompiledPrograms` holds `run_passes` compiled for each bucket. B is the number of
 rows of a bucket and S its capacity, the positions of a row.
 """
 
@@ -24,7 +24,10 @@ from mercury_jax.types import Params
 
 
 class DispatchReport(NamedTuple):
-    """Fields of the `State` after a dispatch that the host reads. They are copies: the state itself is donated."""
+    """The fields of the `State` that the host reads after a dispatch.
+
+    They are copies: the state itself is donated to the next dispatch, possibly before the host reads the report.
+    """
 
     tokens: Int[Array, "B S"]
     committed: Int[Array, "B"]
@@ -37,7 +40,7 @@ class DispatchReport(NamedTuple):
 
 
 class DispatchResult(NamedTuple):
-    """Result of a dispatch: the next state, a frame for each pass [passes, B, ...], the passes made, the report."""
+    """Result of a dispatch: the next state, frames [P, B, ...], the number of passes that ran, the report."""
 
     state: State
     frames: Frame
@@ -57,16 +60,17 @@ def _run_passes(
     """Runs up to `limit` denoising passes over all rows.
 
     Args:
-        program: Static sizes.
+        program: Static configuration.
         params: Parameters of the model.
-        state: Donated; its own sampling parameters are (), because those of a level differ in structure.
+        state: State of the rows; donated. Its field `sampling` is (), because the structure of the sampling parameters
+            depends on the sampler level and the state must not.
         sampling: Sampling parameters of each row.
-        idle: Rows without a request; they end here, whatever they hold.
-        limit: Traced number of passes, at most `passes`.
+        idle: Rows without a request; they are marked as done and do not change.
+        limit: Maximum number of passes, at most `passes`. Traced: a smaller limit does not recompile.
         passes: Static number of frames of the result.
 
     Returns:
-        The next state, frames [passes, B, ...], the number of passes that were made, and the report.
+        The next state, frames [passes, B, ...], the number of passes that ran, and the report.
     """
     state = state._replace(done=state.done | idle, sampling=sampling)
     state, frames, used = decoder.run_limited(program, params, state, passes, limit)
@@ -78,10 +82,13 @@ run_passes = jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2)
 
 
 def run_passes_sharded(shardings: Any) -> Any:
-    """`run_passes` for a state on a mesh, whose result has the same shardings.
+    """Makes `run_passes` for a state on a mesh; the next state has the same shardings as the input.
 
     Args:
         shardings: A `State` of NamedSharding.
+
+    Returns:
+        The jitted function. Frames and report are replicated, so that the host can read them.
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     out = DispatchResult(shardings, replicated, replicated, replicated)  # type: ignore[arg-type]
@@ -92,14 +99,15 @@ def run_passes_sharded(shardings: Any) -> Any:
 def start_row(
     program: DecodeConfig, sampling: SamplingParams, tokens: Int[Array, "1 S"], sizes: Int[Array, "5"]
 ) -> State:
-    """A state of one row that starts a request.
+    """Makes the state of one row that starts a request.
 
     Args:
-        program: Static sizes.
+        program: Static configuration.
         sampling: Sampling parameters of the row.
         tokens: The prompt, padded.
-        sizes: Length of the prompt; where thinking (without it, the answer) ends; tokens kept for an answer behind
-            thinking; seed; tokens of the prompt whose keys and values are about to be written to the cache.
+        sizes: Five numbers: length of the prompt; position where thinking ends (without thinking: the answer); tokens
+            reserved for the answer after thinking, else 0; seed; number of prompt tokens whose keys and values the
+            caller will write to the KV cache.
 
     Returns:
         The state of one row.
@@ -111,27 +119,27 @@ def start_row(
     return first_state(program, sampling, rows)._replace(cache_length=cached, sampling=())
 
 
-# (program, params, row, width, upto) -> the row with its prompt encoded up to position `upto`, in forward passes of
-# `width` tokens; the row is donated.
+# (program, params, row, width, upto) -> the row, with its prompt encoded up to position `upto` in forward passes of
+# `width` tokens. The row is donated.
 encode_prompt = jax.jit(decoder.prefill, static_argnums=(0, 3), donate_argnums=2)
-# (state, slot, row) -> the state with a row of one request in a slot; the state is donated.
+# (state, slot, row) -> the state, with the row in the slot. The state is donated.
 place_row = jax.jit(admit, donate_argnums=0)
-# (program, state, change, eos) -> the state with tokens that grammars have committed; the state is donated.
+# (program, state, change, eos) -> the state, with the tokens that grammars have committed. The state is donated.
 write_tokens = jax.jit(write_committed, static_argnums=0, donate_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -> State:
-    """A state of other sizes that holds chosen rows.
+    """Moves rows of a state into a new state of other sizes.
 
     Args:
-        state: The old state.
-        order: For each new row the index of the old one; -1 for an idle row.
-        capacity: Positions of a row.
-        width: Positions of a canvas.
+        state: The old state, [B, S, ...].
+        order: For each new row, the index of the old row; -1 for an idle row.
+        capacity: Positions of a row in the new state.
+        width: Positions of a canvas in the new state.
 
     Returns:
-        A state of `len(order)` rows.
+        A state of `len(order)` rows. Axes over positions are cut or padded with zeros.
     """
 
     def moved(leaf: Array, size: int | None = None) -> Array:
@@ -142,8 +150,8 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
             return jax.lax.slice_in_dim(rows, 0, size, axis=1)
         return jnp.pad(rows, [(0, 0), (0, size - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
 
-    # The second axis of a leaf is a position of the row, a position of the canvas, or neither. The memory of a rule
-    # has any shape; a second axis as long as the canvas counts its positions.
+    # The second axis of a leaf runs over the positions of the row [B, S, ...] or of the canvas [B, W, ...], or over
+    # something else. Rules choose the shape of their memory: a second axis of length W is taken for the canvas.
     of_canvas = {name: getattr(state, name) for name in ("canvas", "answer", "frozen", "self_cond")}
     canvas = state.canvas.shape[1:2]
     of_row = state._replace(memory=(), key=(), **dict.fromkeys(of_canvas, ()))  # type: ignore[arg-type]
@@ -158,18 +166,18 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
 
 @jax.jit
 def row_logprobs(state: State, slot: Int[Array, ""]) -> LogprobBuffer:
-    """Log-probabilities of one row.
+    """Extracts the log-probabilities of one row.
 
     Args:
-        state: The slots.
-        slot: The row.
+        state: State of the slots.
+        slot: Index of the row.
 
     Returns:
-        Arrays without the batch axis.
+        The buffer of the row, without the batch axis.
     """
     return jax.tree.map(lambda leaf: leaf[slot], state.logprobs)
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays, concrete or abstract."""
+    """Returns the size of a tree of arrays in bytes; the arrays may be abstract."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,7 +1,7 @@
-"""What callers exchange with the engine: its configuration, requests, snapshots of answers and handles.
+"""The types of the engine's interface: configuration, request, snapshot and handle.
 
-`Engine.submit` takes an `EngineRequest` and returns a `RequestHandle`, from which a thread or an event loop reads
-`Snapshot`s of the answer until the one whose `finish` is set. Nothing here imports JAX.
+`Engine.submit` takes an `EngineRequest` and returns a `RequestHandle`. A thread or an event loop reads `Snapshot`s of
+the answer from the handle; the last one has `finish` set. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.grammar import Grammar
     from mercury_jax.decode.sample import LogProbs
 
-BACKLOG = 1024  # snapshots kept for a slow reader; older ones are dropped, never the last
+BACKLOG = 1024  # snapshots kept for a slow reader; beyond that the oldest are dropped
 
 
 class RequestRejected(Exception):
@@ -30,7 +30,7 @@ class RequestRejected(Exception):
 
     Attributes:
         retry_after: Seconds after which another attempt may succeed.
-        closing: The engine is closing; another attempt will not succeed here.
+        closing: Whether the engine is closing, so that another attempt will not succeed.
     """
 
     def __init__(self, message: str, retry_after: float, closing: bool = False):
@@ -39,7 +39,7 @@ class RequestRejected(Exception):
 
 
 class ContextLengthExceeded(ValueError):
-    """Prompt, thinking and answer need `tokens` positions, more than the `context` of the engine."""
+    """Prompt, thinking and answer need `tokens` positions, which exceeds the `context` of the engine."""
 
     def __init__(self, tokens: int, context: int):
         super().__init__(f"{tokens} tokens of prompt and answer; at most the context of {context}")
@@ -48,24 +48,26 @@ class ContextLengthExceeded(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs.
+    """Sizes and limits of an engine.
 
     Attributes:
-        slots: Most requests that decode in the same batch.
-        queue: Most requests that wait for a slot; further ones are rejected.
-        context: Most tokens of prompt and answer. None: the model's context.
-        block: Tokens of a block. None: the model's.
-        passes: Denoising passes per dispatch to the device. None: 1 on a CPU, 4 elsewhere.
+        slots: Maximum number of requests that decode in the same batch.
+        queue: Maximum number of requests that wait for a slot; further ones are rejected.
+        context: Maximum tokens of prompt and output. None: the model's context.
+        block: Tokens of a block. None: the model's block size.
+        passes: Maximum denoising passes per dispatch to the device. None: 1 on CPU, 4 elsewhere.
         prefix_bytes: Size of the prefix cache in bytes. 0 disables it.
-        max_logprobs: Most alternatives per token that a request may ask log-probabilities for.
-        programs: "all" compiles a program for each bucket (number of rows, positions, processors), so that a few
-            short requests run in a small one. "one" compiles the largest bucket only; then the text of a request does
-            not depend on its neighbours, bit for bit.
-        rules: Names of the decoding rules that requests may choose, beside the model's own. None: all in
-            `sampling_params` that fit the model's noise. Fewer rules compile faster.
+        max_logprobs: Maximum alternatives per token that a request may ask log-probabilities for.
+        programs: "all" compiles a program for each bucket (number of rows, positions, sampler level), so that a few
+            short requests run in a small bucket. "one" compiles the largest bucket only; then the text of a request
+            does not depend on the other requests of the batch, bit for bit.
+        rules: Names of the decoding rules that requests may choose, in addition to the model's own rule. None: the
+            rules of `sampling_params.DEFAULT_RULES` for the model's noise, and registered rules of the user. Fewer
+            rules compile faster.
         kv: Format of the KV cache: "int8" (a quarter of fp32, half of bf16), "4bit" or "3bit" (half and three
             eighths of int8). None: the model's dtype.
-        memory: Most bytes per device for KV cache, prefix cache and activations. None: nine tenths of what is free.
+        memory: Maximum bytes per device for KV cache, prefix cache and activations. None: nine tenths of the free
+            memory.
     """
 
     slots: int = 8
@@ -83,31 +85,32 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """A prompt and how its answer is sampled. All numbers are traced: no value recompiles anything.
+    """A prompt and the sampling parameters of its answer. All numbers are traced: no value triggers a recompilation.
 
     Attributes:
         prompt: Token ids, at least one.
-        max_tokens: Most tokens of the answer, whatever the thinking takes.
-        thinking: Most tokens of thinking in front of the answer. 0: none. Otherwise the prompt must open it.
-        rule: Name of a decoding rule of the engine. None: the model's own.
+        max_tokens: Maximum tokens of the answer, not counting its thinking.
+        thinking: Maximum tokens of thinking before the answer. 0: no thinking; otherwise the prompt must end with the
+            start of the thinking section.
+        rule: Name of a decoding rule of the engine. None: the model's own rule.
         p: First parameter of the rule, its strictness. None: the rule's default.
-        steps: Most denoising steps per block. 0: as many as the block has tokens.
+        steps: Maximum denoising steps per block. 0: as many as the block has tokens.
         temperature: Sampling temperature; 0 takes the argmax. None: the rule's default.
         top_p: Nucleus sampling; 1 disables it.
         top_k: Keep the k most probable ids; 0 disables it.
-        min_p: Keep ids of at least this share of the highest probability; 0 disables it.
-        repetition_penalty: Divides logits of ids of the prompt and the answer; 1 disables it.
-        presence_penalty: Subtracted from logits of ids of the answer; 0 disables it.
-        frequency_penalty: Subtracted once for each occurrence in the answer; 0 disables it.
-        logit_bias: Added logit by token id.
-        seed: Of the random draws.
-        logprobs: Alternatives to return with each token's log-probability. None: no log-probabilities.
-        grammar: Grammar that the answer obeys; its thinking is not constrained.
-        suffix: Ids behind the answer; the answer fills the hole between prompt and suffix. None: no suffix.
-        visible: Restrict the first token to ids that show text: no end of text, control token or space. Not with
-            `thinking`.
+        min_p: Keep ids whose probability is at least this fraction of the highest one; 0 disables it.
+        repetition_penalty: Divides the logits of ids that occur in the prompt or the answer; 1 disables it.
+        presence_penalty: Subtracted from the logits of ids that occur in the answer; 0 disables it.
+        frequency_penalty: Subtracted once per occurrence in the answer; 0 disables it.
+        logit_bias: Value to add to a logit, by token id.
+        seed: Seed of the random draws.
+        logprobs: Number of alternatives to return with each token's log-probability. None: no log-probabilities.
+        grammar: Grammar that the answer must match; the thinking is not constrained.
+        suffix: Token ids after the answer; the answer fills the hole between prompt and suffix. None: no suffix.
+        visible: Restrict the first token to ids that show text: no end of text, control token or space. Cannot be
+            combined with `thinking`.
         cache_salt: Only requests with the same salt share the prefix cache.
-        frames: Publish a snapshot of every pass, not only of the latest.
+        frames: Publish a snapshot of every denoising pass, instead of one per dispatch.
     """
 
     prompt: tuple[int, ...]
@@ -134,30 +137,30 @@ class EngineRequest:
 
     @property
     def max_output(self) -> int:
-        """Most tokens of thinking, the token that closes it, and the answer."""
+        """Maximum tokens of the output: thinking, the token that closes it, and the answer."""
         return self.max_tokens + (self.thinking + 1 if self.thinking else 0)
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and output."""
+        """Maximum tokens of prompt and output."""
         return len(self.prompt) + self.max_output
 
 
 class Snapshot(NamedTuple):
-    """The output of a request (thinking and answer) after a denoising pass. Arrays have one entry per token.
+    """The output of a request (thinking and answer) after a denoising pass.
 
     Attributes:
-        tokens: int32 [n], ids.
-        accepted: bool [n], the canvas already holds this token.
-        confidence: float32 [n], probability of the most probable token at the position.
-        forced: bool [n], the grammar allowed this token only.
-        final: The first `final` tokens will not change any more.
-        start: First token of the active block.
-        forwards: Forward passes spent on the answer so far.
-        cached: Tokens of the prompt found in the prefix cache.
-        finish: None while decoding goes on; then "stop" (end of text or of the grammar), "length", "cancelled" or
-            "error". All tokens are final then.
-        message: The error, for finish "error".
+        tokens: int32 [n], token ids of the output.
+        accepted: bool [n], whether the token is accepted; the others are the current predictions.
+        confidence: float32 [n], probability of the most probable token at the position; 1 for committed tokens.
+        forced: bool [n], whether the grammar allowed this token only.
+        final: Number of leading tokens that will not change any more.
+        start: Index of the first token of the active block.
+        forwards: Denoising passes spent on the output so far.
+        cached: Number of prompt tokens found in the prefix cache.
+        finish: None while the request is decoding; then "stop" (end of text or of the grammar), "length", "cancelled"
+            or "error". All tokens of a finished request are final.
+        message: The error message, with finish "error".
         logprobs: Log-probabilities of all tokens, in the last snapshot of a request that asks for them.
     """
 
@@ -174,10 +177,10 @@ class Snapshot(NamedTuple):
     logprobs: LogProbs | None = None
 
     def truncated(self, n: int) -> Snapshot:
-        """Returns the first `n` tokens, all of them final.
+        """Returns a snapshot of the first `n` tokens, all of them final.
 
         Args:
-            n: Number of tokens.
+            n: Number of tokens to keep.
         """
         return self._replace(
             tokens=self.tokens[:n],
@@ -190,13 +193,14 @@ class Snapshot(NamedTuple):
         )
 
     def followed_by(self, later: Snapshot) -> Snapshot:
-        """Returns the snapshot of an answer that several requests write one after the other.
+        """Appends the snapshot of a request that continues this one, so that both read as one answer.
 
         Args:
-            later: Of the request that continues this one; everything in this snapshot is final.
+            later: Snapshot of the continuing request. All tokens of this snapshot must be final.
 
         Returns:
-            A snapshot with the tokens of both. `cached` is that of the first request, whose prompt the client sent.
+            A snapshot with the tokens of both. `cached` is taken from this one, because its prompt is the prompt that
+            the client sent.
         """
         n = len(self.tokens)
         concatenated = lambda *pair: np.concatenate(pair)
@@ -210,10 +214,10 @@ class Snapshot(NamedTuple):
         )
 
     def with_token(self, token: int) -> Snapshot:
-        """Returns the snapshot with one more final token, which the server and not the model has chosen.
+        """Appends one final token that was chosen by the server, not by the model.
 
         Args:
-            token: Its id. Its log-probability is 0.
+            token: Token id. Its log-probability is reported as 0.
         """
         one = np.ones(1, bool)
         logprobs = _map_logprobs(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), self.logprobs)
@@ -224,7 +228,7 @@ class Snapshot(NamedTuple):
 
 
 def _map_logprobs(f: Callable[..., np.ndarray], *trees: LogProbs | None) -> LogProbs | None:
-    """Applies a function to each array of log-probabilities; None where one of them is None."""
+    """Applies a function to the corresponding arrays of several `LogProbs`; None if one of them is None."""
     if any(tree is None for tree in trees):
         return None
     fields = dataclasses.fields(trees[0])  # type: ignore[arg-type]
@@ -237,22 +241,24 @@ EMPTY_SNAPSHOT = Snapshot(
 
 
 class EngineStats(NamedTuple):
-    """Gauges of the moment (first seven) and counters since the start. Names are those of the Prometheus metrics.
+    """Gauges of the current state (the first seven fields) and counters since the start.
+
+    The Prometheus metrics have the same names, with the prefix `mercury_`.
 
     Attributes:
         waiting: Requests without a slot.
         running: Requests in slots.
-        slots: Most requests in slots.
+        slots: Maximum number of requests in slots.
         capacity: Positions per slot in the current bucket.
-        kv_bytes: Bytes of the slots' KV cache.
-        kv_used: Bytes of it that belong to running requests.
+        kv_bytes: Size of the slots' KV cache in bytes.
+        kv_used: Bytes of the KV cache that are reserved for running requests.
         prefix_bytes: Bytes of the prefix cache in use.
         submitted, finished, cancelled, rejected, failed: Requests by outcome.
-        forwards: Forward passes, summed over requests.
+        forwards: Denoising passes, summed over requests.
         tokens: Tokens of finished answers.
         prompt_tokens: Tokens of prompts.
         cached_tokens: Tokens of prompts found in the prefix cache.
-        device_passes: Passes of the batched program.
+        device_passes: Passes of the batched program; one pass serves all slots.
     """
 
     waiting: int
@@ -275,10 +281,10 @@ class EngineStats(NamedTuple):
 
 
 class RequestHandle:
-    """A submitted request: snapshots of its answer, and its cancellation. Any thread or event loop may use it.
+    """A submitted request: read snapshots of its answer, or cancel it. Any thread or event loop may use the handle.
 
-    `async for` yields snapshots as they come. A slow reader misses intermediate ones (with `request.frames` only
-    beyond BACKLOG), never the last, whose `finish` is set.
+    `async for` yields snapshots as they arrive. A slow reader misses intermediate snapshots (with `request.frames` only
+    if more than BACKLOG are unread), but never the last one, whose `finish` is set.
 
     Args:
         request: The request.
@@ -286,8 +292,8 @@ class RequestHandle:
 
     Attributes:
         request: The request.
-        arrival_time: When it was submitted, in seconds of `time.monotonic`.
-        cancelled: `cancel` was called.
+        arrival_time: Time of submission, in seconds of `time.monotonic`.
+        cancelled: Whether `cancel` was called.
         latest: The latest snapshot; None before the first.
     """
 
@@ -307,7 +313,7 @@ class RequestHandle:
         return self.latest is not None and self.latest.finish is not None
 
     def cancel(self) -> None:
-        """Ends the request; its slot is free after the current step. Has no effect on a finished request."""
+        """Cancels the request; its slot is freed after the current step. Has no effect on a finished request."""
         if not self.finished and not self.cancelled:
             self.cancelled = True
             self._on_cancel()
@@ -316,7 +322,10 @@ class RequestHandle:
         """Waits for the last snapshot.
 
         Args:
-            timeout: Seconds. None: no limit.
+            timeout: Seconds to wait. None: no limit.
+
+        Returns:
+            The last snapshot, with `finish` set.
 
         Raises:
             TimeoutError: If the request has not finished in time.
@@ -328,7 +337,11 @@ class RequestHandle:
             return self.latest
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Hands a snapshot to all readers. Called by the engine; ignored after the last snapshot."""
+        """Makes a snapshot available to all readers. Called by the engine; ignored after the last snapshot.
+
+        Args:
+            snapshot: A later snapshot than `latest`.
+        """
         with self._changed:
             if self.finished:
                 return
@@ -337,16 +350,18 @@ class RequestHandle:
                 self._backlog.append(snapshot)
             self._changed.notify_all()
             listeners = list(self._listeners)
-        for notify in listeners:
+        for notify in listeners:  # outside of the lock, since a listener runs code of its event loop
             notify()
 
     async def __aiter__(self) -> AsyncIterator[Snapshot]:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no reader
                 loop.call_soon_threadsafe(changed.set)
 
+        # The engine publishes in its own thread: `notify` wakes this coroutine through its event loop, and the lock
+        # protects `latest` and the backlog while they are read.
         with self._changed:
             self._listeners.append(notify)
         try:

@@ -1,8 +1,9 @@
 """The sampling parameters of requests, as traced arrays of one compiled sampler.
 
-All decoding rules of an engine are one program (`rules.one_of` selects by index), and every logits processor is part
-of it. `rule_set` makes these samplers once, with parameters that change nothing; a request only replaces numbers in
-them, so no request compiles anything. To spare the usual request the work, there are three levels:
+All decoding rules of an engine are compiled into one program (`rules.one_of` selects one by index), together with every
+logits processor. `rule_set` makes this sampler once, with neutral parameters, under which each processor leaves the
+logits unchanged. A request only replaces numbers in it, so no request triggers a compilation. There are three levels,
+so that a request without processors does not pay for them:
 
     PLAIN       rules only
     PROCESSORS  also penalties, biases, grammar masks and log-probabilities
@@ -29,7 +30,7 @@ from mercury_jax.decode.thinking import visible_ids
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
-# Rules that requests may choose from unless the engine's configuration says otherwise, by the model's noise.
+# Default of `EngineConfig.rules`, by the noise of the model.
 DEFAULT_RULES = {
     "absorbing": (
         "threshold", "factor", "confidence", "entropy_bound", "scheduled", "local_leap", "topk_margin", "random",
@@ -37,7 +38,7 @@ DEFAULT_RULES = {
     ),
     "uniform": ("entropy_bound", "threshold", "confidence"),
 }  # fmt: skip
-MAX_BIASES = 512  # ids that a request may bias
+MAX_BIASES = 512  # maximum number of token ids in the logit_bias of a request
 PLAIN, PROCESSORS, TRUNCATION = range(3)
 
 
@@ -45,13 +46,13 @@ class RuleSet(NamedTuple):
     """The decoding rules of an engine, and its samplers.
 
     Attributes:
-        names: Their names, the model's own rule first.
-        rules: The rules, in that order.
-        own: The model's own sampler, complete; its logits processors apply to every request.
-        revises: Whether the rule may still change an accepted token.
-        visible: uint32 [1, words], a bit mask of the ids that show text.
-        vocab: Number of ids.
-        neutral: For each level the sampler of a request that sets nothing.
+        names: Names of the rules, the model's own rule first.
+        rules: The rules, in the order of `names`.
+        own: The model's own sampler, complete. Its logits processors are part of every level.
+        revises: For each rule, whether it may still change an accepted token.
+        visible: uint32 [1, words], bit mask of the ids that show text.
+        vocab: Size of the vocabulary.
+        neutral: For each level, the sampler of a request that sets no parameter.
     """
 
     names: tuple[str, ...]
@@ -63,10 +64,13 @@ class RuleSet(NamedTuple):
     neutral: tuple[Sampler, ...]
 
     def index(self, name: str | None) -> int:
-        """The index of a rule; None is the model's own.
+        """Returns the index of a rule.
+
+        Args:
+            name: Name of the rule; None for the model's own rule, which has index 0.
 
         Raises:
-            ValueError: For a rule that is not offered.
+            ValueError: If the engine does not offer the rule.
         """
         if name is None:
             return 0
@@ -76,26 +80,28 @@ class RuleSet(NamedTuple):
 
 
 def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
-    """The rules that a model can be served with, and the samplers made of them.
+    """Selects the decoding rules that an engine offers, and makes the samplers of the three levels.
 
-    Any rule may be the model's own. Beside it stand registered rules that can share its program: for the model's noise,
-    of fixed length, and without a second view of each position. All of them run in each step of every request, so the
-    default is `DEFAULT_RULES` and the rules that a user has registered, unless one reads logits.
+    Any rule can be the model's own rule. Other registered rules are offered if they can share its program: they must
+    support the model's noise, keep the length fixed, and read neither leave-one-out masks nor hidden states. All
+    offered rules are computed in each step, so the default is `DEFAULT_RULES` and the rules that the user has
+    registered, except rules that read all logits.
 
     Args:
         lm: The model.
-        wanted: Names of rules beside the model's own. None: the default.
+        wanted: Names of rules to offer in addition to the model's own. None: the default.
 
     Returns:
         The rules, the model's own first.
 
     Raises:
-        ValueError: For a wanted rule that the model cannot decode with.
+        ValueError: If a wanted rule is unknown, or cannot share the program of the model's own rule.
     """
     own = complete_sampler(
         defaults.default_sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive
     )
     noise = "uniform" if lm.corruption.mask is None else "absorbing"
+    # Self-speculation and rules of variable length change the program itself: they allow no other rule beside them.
     alone = own.speculate is not None or own.rule.variable_length
     made = {name: make() for name, make in all_rules.ALL.items() if name != own.rule.name and not alone}
     others = {
@@ -115,15 +121,18 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
         wanted = tuple(
             n for n in users.union(DEFAULT_RULES[noise]) if n in others and not others[n].needs_logits
         )
+    # 1. All rules, and all stopping criteria, as one rule and one criterion that select by index.
     chosen = [rule for name, rule in others.items() if name in wanted]
     samplers = [own, *(complete_sampler(rule, lm.corruption) for rule in chosen)]
     rules, vocab = tuple(s.rule for s in samplers), lm.model.config.vocab
     stopping = all_rules.one_of([s.stopping for s in samplers if s.stopping is not None])
     plain = Sampler(all_rules.one_of(rules), own.processors, stopping, temperature=0.0)
+    # 2. PROCESSORS: add each processor with parameters under which it has no effect.
     penalties = (processors.repetition(1.0), processors.presence(0.0), processors.frequency(0.0))
     bias = dataclasses.replace(processors.bias({0: 0.0}), params=_bias_params({}, vocab))
     every_id = processors.allow_bits(np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32), 0)
     adjusted = plain._replace(processors=(*own.processors, *penalties, bias), allow=(every_id,))
+    # 3. TRUNCATION: likewise top-k, top-p and min-p.
     truncation = (processors.top_k(vocab), processors.top_p(1.0), processors.min_p(0.0))
     return RuleSet(
         names=tuple(rule.name for rule in rules),
@@ -137,7 +146,14 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
 
 
 def sampler_level(request: EngineRequest) -> int:
-    """The lowest level whose sampler can do what a request asks for."""
+    """Returns the lowest level whose sampler supports all parameters of a request.
+
+    Args:
+        request: The request.
+
+    Returns:
+        PLAIN, PROCESSORS or TRUNCATION.
+    """
     r = request
     if r.top_p < 1 or r.top_k or r.min_p > 0:
         return TRUNCATION
@@ -147,29 +163,31 @@ def sampler_level(request: EngineRequest) -> int:
 
 
 def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler:
-    """The sampler of a request: the neutral one of its level with other numbers.
+    """Makes the sampler of a request: the neutral sampler of a level, with the numbers of the request.
 
     Args:
         rules: Rules of the engine.
         request: The request.
-        level: PLAIN, PROCESSORS or TRUNCATION; what the level lacks is ignored.
+        level: PLAIN, PROCESSORS or TRUNCATION. Parameters that this level does not support are ignored, so the level
+            must be at least `sampler_level(request)` for decoding.
 
     Returns:
-        The sampler of one row; its numbers are Python numbers and numpy arrays.
+        The sampler of one row; its parameters are Python numbers and numpy arrays.
 
     Raises:
-        ValueError: For a rule that is not offered, or a number out of range.
+        ValueError: If the engine does not offer the rule, or a number is out of range.
     """
     r, neutral, chosen = request, rules.neutral[level], rules.index(request.rule)
     rule, own = rules.rules[chosen], len(rules.own.processors)
     params = neutral.rule.params | {"which": chosen}
     if r.p is not None and rule.params:
-        strictness = next(iter(rule.params))  # the first parameter of every rule
+        strictness = next(iter(rule.params))  # by convention the first parameter of a rule
         params[str(chosen)] = rule.params | {strictness: _in_range(all_rules.ALL, rule.name, strictness, r.p)}
     values = {
         "repetition": r.repetition_penalty, "presence": r.presence_penalty, "frequency": r.frequency_penalty,
         "top_k": r.top_k or rules.vocab, "top_p": r.top_p, "min_p": r.min_p,
     }  # fmt: skip
+    # The processors of every neutral sampler are the model's own, then those of the request's parameters.
     parts = _own_processors(rules, request, chosen == 0)
     for part in neutral.processors[own:]:
         if part.name == "bias":
@@ -182,7 +200,7 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
     default: Any = rules.own.temperature if chosen == 0 else rule.temperature
     wanted = r.temperature
     if wanted and chosen == 0 and any(part.name == "temperature" for part in parts):
-        wanted = 1.0  # that processor has the temperature of the request already
+        wanted = 1.0  # the model's own temperature processor already applies the temperature of the request
     assert neutral.stopping is not None
     return neutral._replace(
         rule=dataclasses.replace(neutral.rule, params=params),
@@ -195,7 +213,7 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
     )
 
 
-# Parameters under which a processor of a model's own settings changes nothing.
+# Parameters under which a processor has no effect; for `top_k` the size of the vocabulary.
 NEUTRAL = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -207,10 +225,18 @@ NEUTRAL = {
 
 
 def _own_processors(rules: RuleSet, request: EngineRequest, own_rule: bool) -> list[LogitsProcessor]:
-    """The processors of the model's own settings, for one request.
+    """Makes the logits processors of the model's own settings for one request.
 
-    They belong to the model's own rule: beside another one they change nothing. What the request itself asks for
-    replaces the model's number.
+    These settings were published for the model's own rule, so with another rule they are neutral. A parameter of the
+    request replaces the model's parameter.
+
+    Args:
+        rules: Rules of the engine.
+        request: The request.
+        own_rule: Whether the request uses the model's own rule.
+
+    Returns:
+        The processors, in the order of the model's sampler.
     """
     r = request
     asked = {
@@ -221,6 +247,9 @@ def _own_processors(rules: RuleSet, request: EngineRequest, own_rule: bool) -> l
     }
     found = []
     for part in rules.own.processors:
+        # Processors without neutral parameters stay as they are. With the model's own rule, so do those whose parameter
+        # the request does not set. All others become neutral: a later processor applies the request's parameter, except
+        # for the temperature, which is set here.
         neutral = {**NEUTRAL, "top_k": rules.vocab}.get(part.name)
         if neutral is None or (own_rule and not asked.get(part.name)):
             found.append(part)
@@ -231,15 +260,17 @@ def _own_processors(rules: RuleSet, request: EngineRequest, own_rule: bool) -> l
 
 
 def _in_range(registry: Mapping[str, Any], part: str, name: str, value: float) -> float:
-    """A parameter of a registered rule or processor, in the type of its range."""
+    """Checks a parameter of a registered rule or processor; returns it in the type of its range."""
     return check_number(f"{part}({name}=)", float(value), getattr(registry.get(part), "ranges", {}).get(name))
 
 
 def _bias_params(biases: Mapping[int, float], vocab: int) -> dict[str, Any]:
-    """Parameters of the processor `bias`; arrays of MAX_BIASES entries for every table, the unused ones with id -1.
+    """Makes the parameters of the processor `bias`.
+
+    The arrays always have MAX_BIASES entries, so that every request has the same shapes; unused entries have id -1.
 
     Raises:
-        ValueError: For more than MAX_BIASES ids, an id outside of the vocabulary, or a value that is not finite.
+        ValueError: If there are more than MAX_BIASES ids, an id is outside of the vocabulary, or a value is not finite.
     """
     if len(biases) > MAX_BIASES:
         raise refuse("logit_bias", f"{len(biases)} ids", f"at most {MAX_BIASES}")
@@ -254,21 +285,22 @@ def _bias_params(biases: Mapping[int, float], vocab: int) -> dict[str, Any]:
 
 
 def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block: int) -> SamplingParams:
-    """The sampling parameters of one row, as numpy arrays without a batch axis.
+    """Makes the sampling parameters of one row, as numpy arrays without a batch axis.
 
     Args:
         rules: Rules of the engine.
         request: The request.
-        level: Of the sampler.
+        level: Sampler level, PLAIN to TRUNCATION.
         lm: The model.
         block: Positions of a block.
 
     Returns:
-        The parameters, to be copied into a row by `set_row`.
+        The parameters, which `set_row` copies into a row.
     """
 
     def typed(x: Any) -> np.ndarray:
-        # A table of ids (`Static`) becomes the row's own, so that each row may have another one.
+        # `Static` tables are normally shared by all rows. Here they become arrays with a row axis, so that each row may
+        # have its own table of ids.
         x = np.asarray(x.value if isinstance(x, Static) else x)
         if x.dtype.kind == "f":
             return x.astype(np.float32)
@@ -278,31 +310,31 @@ def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block
     numbers = jax.tree.map(typed, sampler, is_leaf=lambda x: isinstance(x, Static))
     marks = lm.tokenizer.thinking
     close = marks.close if marks is not None and request.thinking else -1
-    # Of a constrained row the host accepts at least one token per pass, so a pass per position is enough.
+    # For constrained rows the host commits at least one token per pass, so one pass per position is enough.
     constrained = request.grammar is not None
     ints: Any = [np.int32(x) for x in (block if constrained else request.steps, lm.model.config.eos, close)]
     return SamplingParams(numbers, *ints, constrained=np.bool_(constrained))
 
 
 def stack_rows(rows: int, one: SamplingParams) -> SamplingParams:
-    """Parameters [rows, ...] on the host, every row as `one`.
+    """Repeats the parameters of one row for all rows.
 
     Args:
         rows: Number of rows.
-        one: Of `row_params`.
+        one: Parameters from `row_params`.
 
     Returns:
-        Writable numpy arrays.
+        Writable numpy arrays [rows, ...].
     """
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, axis=0), one)
 
 
 def set_row(params: SamplingParams, row: int, one: SamplingParams) -> None:
-    """Writes one row's parameters into arrays of `stack_rows`, in place.
+    """Writes the parameters of one row into the arrays of all rows, in place.
 
     Args:
-        params: Of `stack_rows`.
+        params: Parameters from `stack_rows`.
         row: Index of the row.
-        one: Of `row_params`, of the same level.
+        one: Parameters from `row_params`, of the same level.
     """
     jax.tree.map(lambda rows, x: rows.__setitem__(row, x), params, one)

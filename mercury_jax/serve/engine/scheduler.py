@@ -1,9 +1,9 @@
-"""Scheduling: the requests that wait, those that decode in the slots, and the dispatches in flight.
+"""Scheduling: the queue of waiting requests, the slots in which requests decode, and the dispatches in flight.
 
-The engine's thread takes requests out of `RequestQueue` while slots are free; `may_run` keeps slots for short requests.
-`Slots` is one batched `State` on the device with the request of each row. A dispatch is asynchronous: `dispatch` hands
-the state to the device and `read` waits for the oldest result, so that the device works while the host publishes
-snapshots. `infilling` has a queue of its own.
+The engine's thread takes requests out of `RequestQueue` while slots are free; `may_run` reserves slots for short
+requests. `Slots` holds one batched `State` on the device and the request of each row. Dispatches are asynchronous:
+`dispatch` sends the state to the device and `read` waits for the oldest result, so that the device computes while the
+host publishes snapshots. `infilling` has its own queue.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from mercury_jax.serve.engine.request import EngineRequest, RequestHandle, Reque
 from mercury_jax.serve.engine.snapshots import RunningRequest
 from mercury_jax.types import Params
 
-LONG_REQUEST = 1024  # tokens of prompt and output from which on a request counts as long
-TOKENS_PER_SECOND = 1000.0  # a request is scheduled as if it had arrived this much later per token
-PATIENCE = 16  # dispatches that must fit into a smaller bucket before the rows move to it
+LONG_REQUEST = 1024  # a request with at least this many tokens of prompt and output counts as long
+TOKENS_PER_SECOND = 1000.0  # this many tokens delay the scheduled time of a request by one second
+PATIENCE = 16  # consecutive dispatches that must fit into a smaller bucket before the rows move to it
 
 
 def may_run(request: EngineRequest, running: Sequence[EngineRequest], slots: int) -> bool:
-    """Whether a request may take a free slot: long requests leave a quarter of the slots to short ones.
+    """Says whether a request may take a free slot: a quarter of the slots is reserved for short requests.
+
+    Without the reservation, a few long requests could occupy all slots and delay every short one.
 
     Args:
         request: The candidate.
-        running: Requests in slots.
+        running: The running requests.
         slots: Number of slots of the engine.
 
     Returns:
-        Always True for a short request.
+        Whether the request may start. Always True for a short request, and with a single slot.
     """
     if request.max_length < LONG_REQUEST or slots < 2:
         return True
@@ -50,37 +52,37 @@ def may_run(request: EngineRequest, running: Sequence[EngineRequest], slots: int
 
 
 class RequestQueue:
-    """Requests that wait, and those that were taken and have not finished. Any thread may call every method.
+    """The waiting requests, and the running ones that were taken out of the queue. All methods are thread-safe.
 
-    The order is by arrival time plus a second for each TOKENS_PER_SECOND tokens of the request: short requests
-    overtake long ones, and none starves.
+    Requests are ordered by arrival time plus one second per TOKENS_PER_SECOND tokens of prompt and output. Short
+    requests overtake long ones, but no request starves: its scheduled time is fixed when it is added.
 
     Args:
-        limit: Most requests that wait while `slots` are running.
-        slots: Most requests that run at once.
-        on_add: Called when a request has been added.
+        limit: Maximum number of waiting requests while `slots` requests are running.
+        slots: Maximum number of running requests.
+        on_add: Called after a request has been added.
     """
 
     def __init__(self, limit: int, slots: int, on_add: Callable[[], None]):
         self._limit, self._on_add = limit + slots, on_add
-        self._lock = threading.RLock()  # `running` is read while it is held
+        self._lock = threading.RLock()  # reentrant: methods that hold it read `running`
         self._entries: list[tuple[float, int, RequestHandle]] = []  # (scheduled time, arrival number, handle)
         self._taken: list[RequestHandle] = []
         self._added, self._closed = 0, False
-        self._mean_seconds = 0.5  # moving average of what a request takes, for Retry-After
+        self._mean_seconds = 0.5  # moving average of a request's duration, for Retry-After
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def running(self) -> list[RequestHandle]:
-        """Requests that were taken out and whose last snapshot is not published yet."""
+        """Requests that were taken out of the queue and whose last snapshot is not published yet."""
         with self._lock:
             return [handle for handle in self._taken if not handle.finished]
 
     @property
     def unfinished(self) -> list[RequestHandle]:
-        """Requests that wait or run. A request is among them from `add` until its last snapshot is published."""
+        """Waiting and running requests: each request from `add` until its last snapshot is published."""
         with self._lock:
             return [*self.running, *(handle for _, _, handle in self._entries)]
 
@@ -105,7 +107,7 @@ class RequestQueue:
         self._on_add()
 
     def close(self) -> None:
-        """Rejects further requests. An `add` that is under way in another thread has ended when this returns."""
+        """Rejects further requests. A concurrent `add` in another thread has completed when this returns."""
         with self._lock:
             self._closed = True
 
@@ -113,10 +115,10 @@ class RequestQueue:
         """Takes out the first request in scheduling order for which `fits` holds.
 
         Args:
-            fits: Whether a request may run now.
+            fits: Says whether a request may run now.
 
         Returns:
-            The request; None where none fits.
+            The request; None if no waiting request fits.
         """
         with self._lock:
             entry = next((entry for entry in sorted(self._entries) if fits(entry[2])), None)
@@ -127,7 +129,7 @@ class RequestQueue:
         return entry[2]
 
     def take_cancelled(self) -> list[RequestHandle]:
-        """Takes out all requests that were cancelled while they waited."""
+        """Takes out all requests that were cancelled while waiting."""
         with self._lock:
             cancelled = [handle for _, _, handle in self._entries if handle.cancelled]
             self._entries = [entry for entry in self._entries if entry[2] not in cancelled]
@@ -135,7 +137,11 @@ class RequestQueue:
         return cancelled
 
     def record_duration(self, seconds: float) -> None:
-        """Updates the average behind Retry-After with the time of one request from arrival to end."""
+        """Updates the mean duration, which is sent to rejected clients as Retry-After.
+
+        Args:
+            seconds: Time of one request from arrival to end.
+        """
         self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
 
 
@@ -143,10 +149,10 @@ class ReadDispatch(NamedTuple):
     """A dispatch whose result is on the host.
 
     Attributes:
-        requests: The request of each row when it was sent.
-        frames: Of all passes, [passes, B, ...].
-        passes: How many of them were made.
-        report: The rows afterwards.
+        requests: The request of each row at the time of the dispatch; None for an idle row.
+        frames: One frame per pass, [P, B, ...], where P is the configured maximum of passes per dispatch.
+        passes: Number of passes that ran; later frames are unused.
+        report: The rows after the last pass.
     """
 
     requests: tuple[RunningRequest | None, ...]
@@ -157,15 +163,15 @@ class ReadDispatch(NamedTuple):
 
 @dataclass
 class Slots:
-    """Rows of the batch and the requests in them.
+    """The batch on the device: one row per slot, and the request in each row.
 
     Attributes:
-        buckets: Sizes.
-        compiled: Programs by bucket.
-        state: An idle state of the largest bucket at first.
+        buckets: Sizes of the batch.
+        compiled: Compiled program of each bucket.
+        state: The rows on the device; initially an idle state of the largest bucket.
         bucket: Bucket of the state.
         requests: The request of each row; None for a free slot.
-        pending: Results that have not been read, with the requests of their rows, the oldest first.
+        pending: Dispatches that have not been read, with the requests of their rows, oldest first.
     """
 
     buckets: Buckets
@@ -177,8 +183,8 @@ class Slots:
     _host_params: SamplingParams = field(init=False)  # sampling parameters of all rows, at the bucket's level
     _device_params: SamplingParams | None = field(
         init=False
-    )  # the same; None: changed since the last dispatch
-    _smaller_fits: int = field(init=False)  # dispatches in a row for which a smaller bucket would have done
+    )  # their copy on the device; None: out of date, transferred with the next dispatch
+    _smaller_fits: int = field(init=False)  # consecutive dispatches that would have fit a smaller bucket
 
     def __post_init__(self) -> None:
         self._assign(self.compiled.largest, ())
@@ -190,11 +196,14 @@ class Slots:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must see each pass before the next one."""
+        """Whether a row is grammar-constrained, so that the host must read each pass before the next one."""
         return any(run is not None and run.gate is not None for run in self.requests)
 
     def fit(self, extra: EngineRequest | None = None) -> None:
-        """Moves to the bucket that fits what runs: to a larger one at once, to a smaller one after PATIENCE dispatches.
+        """Moves the rows to the cheapest compiled bucket that fits the running requests.
+
+        A larger bucket is taken at once; a smaller one after PATIENCE consecutive dispatches that would have fit, since
+        each move copies the KV cache. An empty batch moves immediately.
 
         Args:
             extra: A request that is about to be admitted.
@@ -207,13 +216,15 @@ class Slots:
             max((sampling.sampler_level(request) for request in requests), default=0),
         )
         fits = all(have >= want for have, want in zip(self.bucket, need))
-        # The cheapest compiled bucket that is at least as large in every respect.
+        # The cheapest compiled bucket that is large enough in rows, capacity and sampler level. The level comes first:
+        # TRUNCATION sorts the vocabulary in each pass. The largest bucket is always compiled, so there is one.
         known = [b for b in list(self.compiled.steps) if all(have >= want for have, want in zip(b, need))]
         best = min(known, key=lambda b: (b.level, b.rows * b.capacity, b.rows))
         self._smaller_fits = 0 if best == self.bucket or not fits else self._smaller_fits + 1
         if fits and self._smaller_fits <= PATIENCE and (self.running > 0 or best == self.bucket):
             return
         running = [(slot, run) for slot, run in enumerate(self.requests) if run is not None]
+        # A bucket that differs in the sampler level only has the same state: just the sampling parameters change.
         if (best.rows, best.capacity) != (self.bucket.rows, self.bucket.capacity):
             old, buckets = [slot for slot, _ in running], self.buckets
             moved = buckets.moved(self.state, old, best) if old else buckets.sharded(buckets.idle(best))
@@ -225,7 +236,7 @@ class Slots:
 
         Args:
             run: The request.
-            row: Its state of one row.
+            row: Its state of one row; it may have the capacity of another bucket.
         """
         slot = self.requests.index(None)
         self.requests[slot] = run
@@ -237,7 +248,7 @@ class Slots:
         self._device_params = None
 
     def apply_grammars(self) -> None:
-        """Writes what grammars have committed into the state, and what they allow next into the parameters."""
+        """Writes the tokens that grammars have committed into the state, and their next masks into the parameters."""
         gates = [
             (slot, run, run.gate)
             for slot, run in enumerate(self.requests)
@@ -258,34 +269,45 @@ class Slots:
         (part,) = self._host_params.sampler.allow
         allowed = part.params
         for slot, run, gate in gates:
+            # The mask applies to one position, the frontier, counted from the start of the output.
             if not gate.ended:
                 allowed["bits"][slot], allowed["start"][slot] = gate.bits(), gate.frontier - run.prompt_length
         if self._device_params is not None:
             masks = dataclasses.replace(
                 part, params=jax.device_put(dict(allowed))
-            )  # nothing else is transferred
+            )  # only the grammar masks are transferred, not the other parameters
             sampler = self._device_params.sampler._replace(allow=(masks,))
             self._device_params = self._device_params._replace(sampler=sampler)
 
     def dispatch(self, params: Params) -> None:
-        """Sends the next passes to the device without waiting for them. Rows without a request do not change."""
+        """Sends the next passes to the device without waiting for them. Idle rows do not change.
+
+        Args:
+            params: Parameters of the model.
+        """
         idle = np.array([run is None for run in self.requests])
         if self._device_params is None:
             self._device_params = jax.device_put(self._host_params)
         limit = 1 if self.constrained else self.buckets.config.passes or 1
         step = self.compiled.steps[self.bucket]
+        # The state is donated: from here on only `result.state` is valid.
         result = step(params, self.state, self._device_params, idle, np.int32(limit))
         self.state = result.state
         self.pending.append((result, tuple(self.requests)))
 
     def read(self) -> ReadDispatch:
-        """Waits for the oldest dispatch."""
+        """Waits for the oldest dispatch and copies its frames and report to the host."""
         result, requests = self.pending.popleft()
         frames, passes, report = jax.device_get((result.frames, result.passes, result.report))
         return ReadDispatch(requests, frames, int(passes), report)
 
     def _assign(self, bucket: Bucket, running: Iterable[tuple[int, RunningRequest]]) -> None:
-        """Sets the bucket, the requests in its rows, and their sampling parameters."""
+        """Sets the bucket, the requests in its rows, and their sampling parameters.
+
+        Args:
+            bucket: The bucket of the current state.
+            running: Pairs of slot and request; all other slots become free.
+        """
         self.bucket, self.requests, self._smaller_fits = bucket, [None] * bucket.rows, 0
         self._host_params = sampling.stack_rows(bucket.rows, self._params(NO_REQUEST))
         self._device_params = None
@@ -294,5 +316,6 @@ class Slots:
             sampling.set_row(self._host_params, slot, self._params(run.handle.request))
 
     def _params(self, request: EngineRequest) -> SamplingParams:
+        """Returns the sampling parameters of one row at the level of the current bucket."""
         buckets = self.buckets
         return sampling.row_params(buckets.rules, request, self.bucket.level, buckets.lm, buckets.block)

@@ -1,8 +1,8 @@
-"""From the frames of a dispatch to the snapshots that a request's readers see.
+"""Conversion of the frames of a dispatch into the snapshots that a client reads.
 
-A frame shows the active block of a row after one pass. A snapshot shows the whole output: what is committed in front of
-the block, the block as it would be emitted now, and how much of both is final. For grammar-constrained rows the host
-decides what is accepted (`decode.constrained`), so its tokens replace those of the frame.
+A frame shows the active block of one row after one pass. A snapshot shows the whole output: the committed tokens before
+the block, the block as it would be emitted now, and how many of these tokens are final. For grammar-constrained rows
+the host decides which tokens are accepted (`decode.constrained`), so its tokens replace the tokens of the frame.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, RequestHandle, Snap
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A request in a slot, as the host sees it.
+    """The host's record of a request in a slot.
 
     Attributes:
-        handle: Where its snapshots go.
-        cached: Tokens of its prompt found in the prefix cache.
-        revises: Its rule may still change accepted tokens.
-        end_think: Id that closes its thinking; -1 where it does not think.
-        forwards: Forward passes so far.
-        gate: State of its grammar.
+        handle: Receives the snapshots of the request.
+        cached: Number of prompt tokens found in the prefix cache.
+        revises: Whether the decoding rule may still change accepted tokens, so that only committed ones are final.
+        end_think: Token id that closes the thinking; -1 for a request without thinking.
+        forwards: Denoising passes so far.
+        gate: Grammar state of the row; None without a grammar.
     """
 
     handle: RequestHandle
@@ -41,25 +41,26 @@ class RunningRequest:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt, and so the position where the output begins."""
+        """Number of prompt tokens, which is the position of the first output token."""
         return len(self.handle.request.prompt)
 
 
 def pass_snapshots(
     run: RunningRequest, frames: Frame, passes: int, report: DispatchReport, slot: int, ends: tuple[int, ...]
 ) -> list[Snapshot]:
-    """Snapshots of a dispatch: of every pass where the request asks for all frames, else of the last one.
+    """Makes the snapshots of one request from a dispatch.
 
     Args:
         run: The request; its count of forward passes is updated.
-        frames: [passes, B, ...] on the host.
-        passes: How many of them were made.
+        frames: One frame per pass, [P, B, ...], on the host.
+        passes: Number of passes that ran, at most P.
         report: The rows after the dispatch, on the host.
-        slot: The request's row.
-        ends: Ids that end an answer.
+        slot: Row of the request.
+        ends: Token ids that end an answer.
 
     Returns:
-        None, one or several; a pass in which the row only prefilled has none.
+        One snapshot per denoising pass if the request has `frames`, otherwise one snapshot of the last pass. The list
+        is empty if the row did not denoise, for example because it was prefilling.
     """
     denoised = [i for i in range(passes) if frames.used[i, slot] > 0]
     before, run.forwards = run.forwards, run.forwards + len(denoised)
@@ -80,23 +81,41 @@ def _pass_snapshot(
     ends: tuple[int, ...],
     forwards: int,
 ) -> Snapshot:
+    """Makes the snapshot of one pass.
+
+    Args:
+        run: The request.
+        frames: [P, B, ...] on the host.
+        i: Index of the pass.
+        slot: Row of the request.
+        text: Tokens of the row after the dispatch, by absolute position [S].
+        ends: Token ids that end an answer.
+        forwards: Denoising passes of the request up to this one.
+
+    Returns:
+        The snapshot.
+    """
     start, n = int(frames.start[i, slot]), int(frames.used[i, slot])
     prompt = run.prompt_length
-    first = max(start, prompt)  # a block may begin inside the prompt
+    first = max(start, prompt)  # a block may begin inside the prompt; only its output part is shown
     in_block = slice(first - start, n)
-    # What stands in front of the block is committed, the token that closes thinking included.
+    # Output = committed tokens [prompt, first) + the rest of the block [first, start + n). `text` is newer than the
+    # frame, but committed tokens do not change, so the tokens before the block are the same. They include the token
+    # that closes thinking, if thinking is over.
     committed = text[prompt:first]
     tokens = np.concatenate([committed, frames.answer[i, slot, in_block]]).astype(np.int32)
     accepted = np.concatenate([np.ones(len(committed), bool), frames.accepted[i, slot, in_block]])
     confidence = np.concatenate([np.ones(len(committed), np.float32), frames.confidence[i, slot, in_block]])
-    # Nothing is shown behind an accepted end of text. While the request thinks, nothing behind the token that closes
-    # thinking either: the block is decoded anew from there, as the answer.
+    # Tokens after an accepted end of text are not shown. Likewise, as long as the thinking is not committed, tokens
+    # after the token that closes it are not shown: from there on, the answer is decoded in a new block.
     stop = np.isin(tokens, ends) & accepted
     size = int(np.argmax(stop)) if stop.any() else len(tokens)
     if run.end_think >= 0 and run.end_think not in committed:
         close = (tokens == run.end_think) & accepted
         size = min(size, int(np.argmax(close)) + 1) if close.any() else size
     block = min(len(committed), size)
+    # Final tokens: if the rule may revise accepted tokens, only the committed ones; otherwise all tokens before the
+    # first one that is not accepted.
     final = block if run.revises else int(np.argmin(np.append(accepted[:size], False)))
     forced = np.zeros(size, bool)
     shown = tokens[:size], accepted[:size], confidence[:size], forced
@@ -104,26 +123,29 @@ def _pass_snapshot(
 
 
 def constrained(run: RunningRequest, gate: ConstrainedRow, shown: Snapshot) -> Snapshot:
-    """A snapshot as its grammar leaves it: tokens that the grammar has committed are final, no others.
+    """Applies the decisions of the grammar to a snapshot: exactly the tokens that the grammar has committed are final.
 
     Args:
         run: The request.
-        gate: State of its grammar, after it has seen the pass.
+        gate: Grammar state of the row, after it has seen the pass.
         shown: The snapshot of the pass.
 
     Returns:
-        The snapshot; unchanged while the request thinks.
+        The snapshot with the committed tokens of the grammar; unchanged while the request thinks.
     """
     if gate.first is None:  # still thinking
         return shown
+    # Output indices: [0, answer) thinking, [answer, front) committed by the grammar, [front, ...) still proposed.
     answer, front, n = gate.first - run.prompt_length, gate.frontier - run.prompt_length, len(gate.committed)
-    # When thinking fills its budget, it is closed after the pass that was shown: the closing token is missing there.
+    # If thinking used up its budget, it was closed after the pass that the snapshot shows, which therefore lacks the
+    # closing token.
     missing = max(answer - len(shown.tokens), 0)
 
     def joined(old: np.ndarray, closing: float, committed: np.ndarray) -> np.ndarray:
         thinking = np.concatenate([old[:answer], np.full(missing, closing, old.dtype)])
         return np.concatenate([thinking, committed, old[front:]]).astype(old.dtype)
 
+    # Tokens that the grammar forces may lie beyond the block of the pass; they have no confidence and get 1.
     known = shown.confidence[answer:front]
     return shown._replace(
         tokens=joined(shown.tokens, run.end_think, np.asarray(gate.committed)),
@@ -141,17 +163,17 @@ def final_snapshot(
     ends: tuple[int, ...],
     logprobs: LogprobBuffer | None,
 ) -> Snapshot:
-    """The last snapshot of a row that is done.
+    """Makes the last snapshot of a row that is done.
 
     Args:
         run: The request.
         report: The rows after the dispatch, on the host.
-        slot: The request's row.
-        ends: Ids that end an answer.
-        logprobs: The row's log-probabilities on the host. None: the request does not ask for them.
+        slot: Row of the request in the dispatch.
+        ends: Token ids that end an answer.
+        logprobs: Log-probabilities of the row, by absolute position, on the host. None: not requested.
 
     Returns:
-        A snapshot with finish "stop", "length", or "error" where the model's logits were NaN.
+        A snapshot with finish "stop" or "length", or "error" if the model's logits were NaN.
     """
     text, prompt, end = np.asarray(report.tokens[slot]), run.prompt_length, int(report.end[slot])
     nan_step = int(report.nan_step[slot])
@@ -159,6 +181,7 @@ def final_snapshot(
         return early_end(run.handle, "error", f"the model's logits are NaN in denoising pass {nan_step}")
     tokens = text[prompt:end].astype(np.int32)
     n, before = len(tokens), run.handle.latest or EMPTY_SNAPSHOT
+    # The report has no confidences: they are taken from the last published snapshot.
     confidence, forced = np.ones(n, np.float32), np.zeros(n, bool)
     seen = min(n, len(before.tokens))
     confidence[:seen], forced[:seen] = before.confidence[:seen], before.forced[:seen]
@@ -168,6 +191,7 @@ def final_snapshot(
     if logprobs is not None:
         k, output = run.handle.request.logprobs or 0, slice(prompt, end)
         kept = LogProbs(logprobs.chosen[output], logprobs.top_ids[output, :k], logprobs.top[output, :k])  # type: ignore[arg-type]
+    # `end` is the position after the last token of the answer; an end of text there is not part of the answer.
     finish = "stop" if int(text[end]) in ends else "length"
     return Snapshot(
         tokens,
@@ -185,15 +209,15 @@ def final_snapshot(
 
 
 def early_end(handle: RequestHandle, finish: str, message: str = "") -> Snapshot:
-    """The last snapshot of a request that ends early; its final tokens stay.
+    """Makes the last snapshot of a request that ends early.
 
     Args:
         handle: The request.
         finish: "cancelled" or "error".
-        message: The error.
+        message: The error message; empty for "cancelled".
 
     Returns:
-        The final tokens with their finish.
+        A snapshot with the tokens that were final so far. Tokens that could still change are dropped.
     """
     last = handle.latest or EMPTY_SNAPSHOT
     return last.truncated(last.final)._replace(finish=finish, message=message)

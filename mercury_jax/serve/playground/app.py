@@ -1,8 +1,8 @@
 """The routes of the playground: the page, a stream of frames, the most probable tokens of a cell, and the form's data.
 
-They are part of the server's app (`create_app`) and check no API key themselves. `PlaygroundRequest` and `CellRequest`
-are the bodies of the two POST routes, `build_request` makes the `EngineRequest`, and `page_info` lists the rules of the
-engine, limits and examples for the form. `frames` has the contents of the events.
+The routes are part of the server's app (`create_app`), whose access control checks the API key. `PlaygroundRequest` and
+`CellRequest` are the bodies of the two POST routes, `build_request` makes the `EngineRequest`, and `page_info` lists
+the rules of the engine, limits and examples for the form. `frames` makes the contents of the events.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
 
 STATIC = Path(__file__).parent / "static"
-MAX_WAITING = 8  # questions about cells that may wait
+MAX_WAITING = 8  # maximum number of waiting requests for the tokens of a cell
 DEFAULT_ANSWER, DEFAULT_HOLE = 64, 16  # tokens
-MAX_TOKENS = 1024  # of an answer: the page does not show more cells well
+MAX_TOKENS = 1024  # maximum tokens of an answer, limited by the page's layout
 MAX_CHARACTERS = 65_536
 MAX_STEPS = 1024
-MAX_STRICTNESS = 1000.0  # each rule has a scale of its own
+MAX_STRICTNESS = 1000.0  # an upper limit for all rules, whose scales differ
 BASELINE = "confidence"  # the rule that accepts one token per pass, the most confident one
 
 _CODE = {"kind": "text", "title": "Python", "prompt": "def fibonacci(n):", "max_tokens": 64}
@@ -91,20 +91,21 @@ class PlaygroundRequest(RequestModel):
     """The body of `POST /playground/stream`.
 
     Attributes:
-        kind: A conversation, a text to continue, or a hole in a text that is filled or rewritten.
-        messages: Of chat; of a hole: the conversation that the text answers.
-        prompt: Of text.
-        before: Of a hole: the text in front of it.
-        after: Of a hole: the text behind it.
-        selected: Of edit: the text that stood in the hole, whose length it has.
-        rule: Decoding rule. None: the model's own.
+        kind: "chat" (a conversation), "text" (a text to continue), "infill" (a hole to fill) or "edit" (a hole whose
+            text is rewritten).
+        messages: The conversation of "chat". With a hole: the conversation before the text, if any.
+        prompt: The text to continue, for "text".
+        before: The text before the hole.
+        after: The text after the hole.
+        selected: The text to rewrite, for "edit"; it sets the length of the hole.
+        rule: Decoding rule. None: the model's own rule.
         p: First parameter of the rule.
-        steps: Most denoising steps per block; 0: one per token.
+        steps: Maximum denoising steps per block; 0: one per token.
         temperature: Sampling temperature.
-        effort: Sets p, steps and thinking where they are not given.
-        max_tokens: Most tokens of the answer, or of the hole.
+        effort: Sets `p`, `steps` and thinking, unless they are given.
+        max_tokens: Maximum tokens of the answer, or of the hole.
         seed: Seed of the random draws.
-        answer_schema: JSON Schema that the answer obeys; `schema` in JSON.
+        answer_schema: JSON Schema of the answer; the field is called `schema` in JSON.
     """
 
     kind: Literal["chat", "text", "infill", "edit"]
@@ -128,10 +129,10 @@ class CellRequest(RequestModel):
 
     Attributes:
         request: The request of the stream.
-        tokens: What was shown before the pass.
-        settled: 1 for each of the tokens that was accepted, else 0.
-        start: First cell of the active block of that pass.
-        index: The cell.
+        tokens: Token ids that were shown before the pass.
+        settled: For each of the tokens, 1 if it was accepted, else 0.
+        start: First cell of the active block of the pass.
+        index: Index of the cell.
     """
 
     request: PlaygroundRequest
@@ -141,7 +142,7 @@ class CellRequest(RequestModel):
     index: Count
 
 
-# Everything comes from this server, nothing may frame the page, and no text can become markup or script.
+# The page loads resources from this server only, cannot be framed, and cannot turn text into markup or script.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -158,18 +159,18 @@ class PageFiles(StaticFiles):
     """Static files with the headers of the page."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """The response of a file, with HEADERS."""
+        """Returns the response of a file, with HEADERS."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(HEADERS)
         return response
 
 
 class Playground:
-    """The page of one engine.
+    """The playground of one engine.
 
     Args:
-        engine: The engine; it may still be starting.
-        options: Options of the server. If they hold API keys, the page asks for one.
+        engine: The engine; it may still be warming up.
+        options: Options of the server. If they contain API keys, the page asks for one.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions = ServerOptions()):
@@ -179,7 +180,7 @@ class Playground:
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
 
     def routes(self) -> list[BaseRoute]:
-        """The page at `/`, its files under `/playground/static`, and `/playground/{info,stream,top}`."""
+        """Returns the routes: `/`, `/playground/static` and `/playground/{info,stream,top}`."""
         info = JsonResponse(self.info, headers={"cache-control": "no-store"})
         return [
             Route("/", self.page, methods=["GET"]),
@@ -190,14 +191,14 @@ class Playground:
         ]
 
     async def page(self, request: Request) -> Response:
-        """The page."""
+        """GET /: the page."""
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def stream(self, request: Request) -> Response:
-        """Events of one answer: a start, a frame per denoising pass, an end.
+        """POST /playground/stream: streams a start event, one frame per denoising pass, and an end event.
 
         Raises:
-            ApiError: 400 for an invalid request, 429 or 503 where the engine rejects it.
+            ApiError: 400 for an invalid request, 429 or 503 if the engine rejects it.
         """
         body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
         check_ready(self.engine)
@@ -206,7 +207,7 @@ class Playground:
         )
         if (
             body.answer_schema is not None
-        ):  # compiling takes long, so it must not run in the event loop's thread
+        ):  # compiling a grammar may take seconds, so it runs outside of the event loop's thread
             schema = JSONSchema(body.answer_schema)
             grammar = await to_thread.run_sync(compile_grammar, self.lm, schema, "schema")
             prepared = dataclasses.replace(prepared, grammar=grammar)
@@ -220,10 +221,10 @@ class Playground:
         )
 
     async def top(self, request: Request) -> Response:
-        """The most probable tokens of a cell, as a pass of the stream saw it.
+        """POST /playground/top: the most probable tokens of a cell in a given pass of the stream.
 
         Raises:
-            ApiError: 400 for an invalid request, 429 where too many questions wait, 503 while the engine is not ready.
+            ApiError: 400 for an invalid request, 429 if too many such requests wait, 503 while the engine is not ready.
         """
         body = await read_json(request, self.options, partial(parse_request, CellRequest))
         check_ready(self.engine)
@@ -268,7 +269,7 @@ class Playground:
                     })  # fmt: skip
 
     def _check_cell(self, request: EngineRequest, body: CellRequest) -> None:
-        """Raises ApiError 400 for a cell that no pass of this request can have seen."""
+        """Checks that a pass of the request can have denoised the cell; raises ApiError 400 otherwise."""
         config, most, count = self.lm.model.config, request.max_output, len(body.tokens)
         if request.max_length + len(request.suffix or ()) > self.engine.context:
             raise errors.context_length_exceeded(self.engine.context)
@@ -294,22 +295,22 @@ class Playground:
         for token, p in zip(top.ids, top.p, strict=True):
             text, kind = self.labels.label(token)
             cells.append({"id": token, "text": text, "kind": kind, "p": p})
-        # Frames do not show what a grammar has taken back after a pass.
+        # With a grammar the result is never exact: frames do not show tokens that the grammar rejected after a pass.
         return {"top": cells, "exact": top.exact and body.request.answer_schema is None}
 
 
 def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
-    """The request of the engine, without its grammar.
+    """Makes the engine request of a playground request, without its grammar.
 
     Args:
-        engine: What must fit: its context, its rules.
-        body: The body.
+        engine: The engine, whose context and rules the request must fit.
+        body: The body of the HTTP request.
 
     Returns:
         The request.
 
     Raises:
-        ApiError: 400 for what does not fit.
+        ApiError: 400 if a parameter does not fit the engine.
     """
     most = max(1, min(MAX_TOKENS, engine.context - 1))
     if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
@@ -319,12 +320,15 @@ def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     param = {"chat": "messages", "text": "prompt"}.get(body.kind, "before")
     try:
         return _hole(engine, body) if param == "before" else _answer(engine, body, param)
-    except ValueError as error:  # of the tokenizer and its template
+    except ValueError as error:  # from the tokenizer or its chat template
         raise invalid_request(param, str(error)) from None
 
 
 def _answer(engine: Engine, body: PlaygroundRequest, param: str) -> EngineRequest:
-    """Thinking takes what the answer leaves of the context; if that is too little, there is none."""
+    """Makes the request of a chat or a text.
+
+    Thinking gets the part of the context that the answer leaves; if that is too little, thinking is disabled.
+    """
     lm, chat, max_tokens = engine.lm, body.kind == "chat", body.max_tokens or DEFAULT_ANSWER
     if (body.messages if chat else body.prompt) is None:
         raise invalid_value(param, None, "a value: this kind needs it")
@@ -345,7 +349,7 @@ def _answer(engine: Engine, body: PlaygroundRequest, param: str) -> EngineReques
 
 
 def _hole(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
-    """The text in front of the hole is the prompt, the text behind it the suffix."""
+    """Makes the request of a hole: the text before the hole is the prompt, the text after it is the suffix."""
     lm = engine.lm
     if body.answer_schema is not None:
         raise invalid_value("schema", "a schema", "none with a hole: it describes whole answers")
@@ -370,7 +374,10 @@ def _hole(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
 
 
 def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
-    """Rule, steps, temperature and seed. The p of an effort is a probability, so it applies to `threshold` only."""
+    """Returns the fields of `EngineRequest` for the rule and its parameters, temperature and seed.
+
+    The `p` of an effort is a confidence threshold, so it applies to the rule `threshold` only.
+    """
     rule, p, steps = body.rule or engine.rules.names[0], body.p, body.steps
     effort = EFFORTS.get(body.effort or "")
     if effort is not None and p is None and rule == "threshold":
@@ -387,11 +394,11 @@ def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
 
 
 def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
-    """The answer of `GET /playground/info`.
+    """Makes the response of `GET /playground/info`.
 
     Args:
-        engine: Its rules and its context are listed.
-        locked: The server asks for an API key.
+        engine: The engine, whose rules and limits are listed.
+        locked: Whether the server asks for an API key.
 
     Returns:
         A JSON object.

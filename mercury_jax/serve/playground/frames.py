@@ -1,8 +1,8 @@
-"""What the page shows of a denoising pass: the cells that changed, and the most probable tokens of one cell.
+"""The data of the playground page for a denoising pass: changed cells, and the most probable tokens of one cell.
 
-The stream sends a frame per snapshot (`app.Playground.stream`), with changed cells only. The tokens of a cell
-(`top_tokens`) are not part of it: they come from another forward pass over the canvas as it stood, when somebody
-clicks. Its sizes are padded to a few, so that clicking through an answer compiles a handful of programs.
+A cell shows one token of the output. The stream (`app.Playground.stream`) sends one frame per snapshot, with the
+changed cells only. The most probable tokens of a cell (`top_tokens`) are computed when the user clicks on the cell, by
+another forward pass over the canvas as it was. Sizes are padded to a few values, so that few programs are compiled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 from mercury_jax.types import LM, Model, Params, Pass
 
 ACCEPTED, FORCED, SPECIAL, BYTES = 1, 2, 4, 8  # bits of a cell's flags
-PRECISION = 1000  # steps of a confidence on the page: finer ones would change more cells than the eye sees
-TOP = 5  # tokens of a cell
+PRECISION = 1000  # steps of a confidence; finer steps would send changes that are not visible
+TOP = 5  # most probable tokens to show for a cell
 
 
 class ShownCells(NamedTuple):
-    """What the reader has on the screen; one entry per cell.
+    """The cells that the page currently shows; one entry per cell.
 
     Attributes:
         tokens: int32 [n].
@@ -45,16 +45,16 @@ NO_CELLS = ShownCells(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, 
 
 
 def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np.ndarray]:
-    """Compares a snapshot with what the reader has.
+    """Compares a snapshot with the cells that the page shows.
 
-    Cells in front of the active block keep the confidence at which they were accepted; the engine reports 1 there.
+    Cells before the active block keep the confidence with which they were accepted; the engine reports 1 for them.
 
     Args:
-        shown: What the reader has.
-        snapshot: The answer after a pass.
+        shown: The cells that the page shows.
+        snapshot: The output after a pass.
 
     Returns:
-        What the reader will have, and the indices of the cells that changed.
+        The new cells, and the indices of the cells that changed.
     """
     n, before = len(snapshot.tokens), len(shown.tokens)
     confidence = np.rint(np.nan_to_num(snapshot.confidence) * PRECISION).astype(np.int64)
@@ -69,7 +69,7 @@ def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np
 
 
 class TokenLabels:
-    """What stands in the cell of a token: its text, or a name where it has none.
+    """Labels of tokens on the page: the text of a token, or a name for a token without text.
 
     Args:
         lm: The model.
@@ -80,7 +80,10 @@ class TokenLabels:
         self._known: dict[int, tuple[str, int]] = {}
 
     def label(self, token: int) -> tuple[str, int]:
-        """(text, flag); the flag is SPECIAL for a control token, BYTES for a part of a character in hex, else 0."""
+        """Returns (text, flag) of a token id.
+
+        The flag is SPECIAL for a control token, BYTES for a part of a character, whose text is in hex, else 0.
+        """
         if token not in self._known:
             pieces = self._tokenizer.pieces
             piece = pieces[token] if token < len(pieces) else b""
@@ -102,16 +105,16 @@ class TokenLabels:
 def frame_event(
     labels: TokenLabels, shown: ShownCells, changed: Iterable[int], snapshot: Snapshot
 ) -> dict[str, Any]:
-    """The event of one pass: {forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}.
+    """Makes the event of one pass.
 
     Args:
-        labels: Texts of tokens.
-        shown: What the reader will have.
+        labels: Labels of tokens.
+        shown: The cells after the pass.
         changed: Indices of the cells to send.
-        snapshot: The answer after the pass.
+        snapshot: The output after the pass.
 
     Returns:
-        A JSON object.
+        A JSON object {type, forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}.
     """
     cells = []
     for i in map(int, changed):
@@ -123,7 +126,7 @@ def frame_event(
 
 
 class PassInput(NamedTuple):
-    """What a denoising pass read.
+    """The input of a denoising pass.
 
     Attributes:
         text: Ids of prompt and canvas; `text[:encoded]` was in the KV cache, the rest was denoised.
@@ -139,12 +142,12 @@ class PassInput(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The TOP most probable ids of a cell with their probabilities.
+    """The TOP most probable token ids of a cell with their probabilities.
 
     Attributes:
-        ids: Most probable first.
-        p: Probabilities.
-        exact: The canvas is the one that the pass read (`is_exact`).
+        ids: Token ids, most probable first.
+        p: Probabilities of the ids.
+        exact: Whether the canvas is exactly the input of the original pass (`is_exact`).
     """
 
     ids: list[int]
@@ -161,34 +164,34 @@ def pass_input(
     index: int,
     block: int,
 ) -> PassInput:
-    """The canvas as it stood before a pass.
+    """Reconstructs the input of a pass from the frame before it.
 
-    Cells that were not accepted are noise, as are those behind the end of `tokens`.
+    Cells that were not accepted become noise, as do the cells after the end of `tokens`.
 
     Args:
         lm: The model.
         request: The request.
-        tokens: What the pass before has shown.
-        accepted: Which of them were accepted.
+        tokens: Token ids of the output as shown after the previous pass.
+        accepted: Whether each of them was accepted.
         start: First cell of the active block.
-        index: The cell of interest.
+        index: Index of the cell of interest.
         block: Tokens of a block.
 
     Returns:
-        What the pass read, with new noise where the model has no mask token.
+        The input of the pass; with a new draw of the noise if the model has no mask token.
     """
     config, filling = lm.model.config, request.suffix is not None
-    ends = (config.eos, *config.ends) if filling else ()  # nothing ends inside a hole
+    ends = (config.eos, *config.ends) if filling else ()  # an answer cannot end inside a hole
     request = fim_order(lm, request)
     size = request.max_output
     cells = np.full(size, -1, np.int64)
     for i, token in enumerate(tokens[:size]):
         cells[i] = token if i < start or accepted[i] else -1
-    if start < len(tokens) < min(size, start + block):  # an answer is shown up to its accepted end of text
+    if start < len(tokens) < min(size, start + block):  # frames omit an accepted end of text
         cells[len(tokens)] = config.eos
     if lm.corruption.mask is not None:
         noise = np.full(size, lm.corruption.mask)
-    else:  # a new draw of the prior: the one that the pass read is not kept
+    else:  # a new draw from the prior, since the noise of the original pass is not kept
         noise = np.asarray(lm.corruption.prior(jax.random.key(0), jnp.ones((size,), jnp.float32)))
     before, behind = list(request.prompt), list(request.suffix or ())[:SUFFIX_TOKENS]
     text = np.concatenate([before, np.where(cells < 0, noise, cells), behind]).astype(np.int32)
@@ -199,11 +202,11 @@ def pass_input(
 
 
 def top_tokens(lm: LM, read: PassInput) -> TopTokens:
-    """The most probable ids of a cell by the model itself, without temperature, bias or grammar.
+    """Computes the most probable tokens of a cell, from the model's probabilities without any logits processor.
 
     Args:
         lm: The model.
-        read: Of `pass_input`.
+        read: Input of the pass, from `pass_input`.
 
     Returns:
         The tokens.
@@ -225,7 +228,7 @@ def top_tokens(lm: LM, read: PassInput) -> TopTokens:
 
 
 def is_exact(lm: LM) -> bool:
-    """Whether frames hold all that a pass read: no random noise, and no self-conditioning on the pass before."""
+    """Says whether frames determine the input of a pass: no random noise, and no self-conditioning."""
     self_conditioning = jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))
     return lm.corruption.mask is not None and not jax.tree.leaves(self_conditioning)
 
@@ -240,9 +243,23 @@ def _forward(
     sizes: Int[Array, "3"],
     time: Float[Array, ""],
 ) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
+    """Encodes the tokens before the canvas, denoises the canvas once, and returns the TOP of one position.
+
+    Args:
+        model: Pure functions of the denoiser.
+        forbidden: Token ids that the pass cannot write.
+        params: Parameters of the model.
+        before: Tokens before the canvas, padded.
+        canvas: The canvas, padded.
+        sizes: Tokens of `before`, tokens of `canvas`, and the position of interest in the canvas.
+        time: Fraction of masks in the canvas, for models that take a time.
+
+    Returns:
+        Probabilities and token ids.
+    """
     encoded, n, position = (sizes[i : i + 1] for i in range(3))
     clean, noise = (jnp.zeros((1,)), time[None]) if model.config.timed else (None, None)
-    # Padding writes behind the end of the cache: it has a canvas more than what is used.
+    # Padded positions write keys after the used part of the cache, so the cache has room for one more canvas.
     cache = model.empty_cache(1, before.shape[1] + 2 * canvas.shape[1])
     yes, zero = jnp.ones((1,), bool), jnp.zeros((1,), jnp.int32)
     _, cache = model.forward(params, Pass(before, cache, zero, encoded, encoded, yes, time=clean))
