@@ -1,13 +1,14 @@
-"""Adaptive cache reuse within a canvas: which positions a pass computes again, as functions of one row.
+"""Adaptive cache reuse within a canvas: policies that choose which positions a pass recomputes.
 
-`Refresh` computes a contiguous part of the canvas after a fixed number of steps. A cache policy chooses any positions
-in each pass, by what it sees of the row: its tokens, how old each key is, how far keys moved when they were last
-computed, and the hidden states of the last pass that computed them. It may also drop positions from the attention.
+With `Refresh` the recomputed positions are contiguous, and all positions are recomputed after a fixed number of steps.
+A cache policy is a function of one row that chooses any positions in each pass, from the tokens, the age of each
+position's keys, how much keys and values changed when they were last computed, and the last hidden states. It may also
+hide positions from the attention.
 
     plan = mj.Plan(block=32, refresh=mj.cache_refresh.dkv_decode(every=8))
 
-`forward.py` runs the positions. Those that are not computed keep their keys, and their hidden states, which the head
-reads where they lie in the window.
+`forward.py` runs the chosen positions. The others keep their keys and values in the cache, and their last hidden
+states, from which the head computes logits inside the window.
 """
 
 from __future__ import annotations
@@ -30,47 +31,56 @@ NEVER = 1 << 30  # age of a position that no pass has computed
 
 
 class CacheView(NamedTuple):
-    """What a cache policy sees: one row, no batch axis. W positions of the canvas, from the start of the sequence."""
+    """What a cache policy sees of one row, without a batch axis: the W positions of its canvas."""
 
     canvas: Int[Array, "W"]  # tokens and masks
-    changed: Bool[Array, "W"]  # its token is not the one of the last pass
-    masked: Bool[Array, "W"]  # not decided, in the active block or after it
+    changed: Bool[Array, "W"]  # the token differs from that of the last pass
+    masked: Bool[Array, "W"]  # undecided, in the active block or after it
     exists: Bool[Array, "W"]  # before the end of the row
     prompt: Bool[Array, "W"]  # before the answer
     block: Bool[Array, "W"]  # in the active block
-    step: Int[Array, ""]  # steps taken on this block
+    step: Int[Array, ""]  # denoising steps taken on this block
     passes: Int[Array, ""]  # denoising passes of the row so far
-    age: Int[Array, "W"]  # passes since the position was computed: 1 is the last one; NEVER
-    attended: Bool[Array, "W"]  # took part in the last pass
-    key_drift: Float[
-        Array, "W"
-    ]  # 1 - cosine of its keys before and after they were last computed, mean of layers
-    value_drift: Float[Array, "W"]  # the same of its values
-    confidence: Float[Array, "W"]  # probability of the argmax, when the window last held the position
+    age: Int[Array, "W"]  # passes since the position was computed; 1: by the last pass; NEVER: by none
+    attended: Bool[Array, "W"]  # was attended to in the last pass
+    # 1 - cosine similarity of the position's keys before and after their last computation, mean over layers and heads.
+    key_drift: Float[Array, "W"]
+    value_drift: Float[Array, "W"]  # the same for the position's values
+    confidence: Float[Array, "W"]  # probability of the argmax in the last pass whose window held the position
     hidden: Hidden  # last hidden states, leaves [W, ...]
 
 
 class Positions(NamedTuple):
-    """What a cache policy returns: the positions of one pass.
+    """What a cache policy returns: the positions that a pass computes and attends to.
 
-    Positions that were never computed are always added, and all that take part where `attend` has changed.
+    Attended positions that were never computed are always added to `compute`. If `attend` changes, all attended
+    positions are computed.
     """
 
-    compute: Bool[Array, "W"]  # are computed again
-    attend: Bool[Array, "W"]  # take part; the others are hidden from every query
+    compute: Bool[Array, "W"]  # positions to recompute
+    attend: Bool[Array, "W"]  # positions that queries attend to; the others are hidden from every query
 
 
 @runtime_checkable
 class CachePolicyFunction(Protocol):
-    """Chooses the positions of one row that a pass computes."""
+    """The function of a cache policy: chooses the positions of one row that a pass computes."""
 
     def __call__(self, key: Key, view: CacheView, memory: Memory, /) -> tuple[Positions, Memory]:
-        """Returns the positions and the memory for the next pass, which must keep its structure and shapes."""
+        """Chooses the positions of one row.
+
+        Args:
+            key: Key of this row and pass.
+            view: What the policy sees of the row.
+            memory: What the policy returned in the previous pass, or its `init`.
+
+        Returns:
+            The positions, and the memory for the next pass, with unchanged structure and shapes.
+        """
         ...
 
 
 def no_memory(width: int) -> Memory:
-    """Returns the memory of a policy that carries nothing.
+    """Returns the empty memory of a policy that carries nothing from pass to pass.
 
     Args:
         width: Unused.
@@ -82,7 +92,7 @@ def no_memory(width: int) -> Memory:
 
 
 def no_limit(window: int, params: dict[str, float]) -> int | None:
-    """Returns None: the number of positions is known in the pass alone.
+    """Returns None: the policy has no upper bound on the number of positions per pass.
 
     Args:
         window: Unused.
@@ -98,16 +108,16 @@ def no_limit(window: int, params: dict[str, float]) -> int | None:
 class CachePolicy:
     """A cache policy with its parameters, for `Plan(refresh=)`; made by the factories in `mj.cache_refresh`.
 
-    Parameters are static, unlike those of rules: another value compiles another program.
+    Unlike the parameters of rules, those of policies are static: another value compiles another program.
 
     Attributes:
-        function: See `CachePolicyFunction`.
-        params: Parameters by name, as pairs.
-        name: Of the policy.
-        init: init(W) -> the memory before the first pass.
-        limit: limit(L, params) -> the positions that a pass computes at most, but for rare ones; None: any number.
-            A program of that width is compiled; more positions run in wider ones.
-        drift: Whether it reads `key_drift` or `value_drift`.
+        function: The pure function, a `CachePolicyFunction` with further keyword parameters.
+        params: The values of these parameters, as (name, value) pairs.
+        name: Name for messages and reports.
+        init: init(W) makes the memory before the first pass.
+        limit: limit(L, params) gives the number of positions that most passes do not exceed; None: unknown. A forward
+            pass of this width is compiled; passes with more positions run in a wider one.
+        drift: Whether the policy reads `key_drift` or `value_drift`.
     """
 
     function: Callable[..., tuple[Positions, Memory]]
@@ -132,15 +142,15 @@ class CachePolicy:
         """Chooses the positions of one row, and checks what the function returns.
 
         Args:
-            key: Of the row and pass.
-            view: Of the row.
-            memory: Of the last pass.
+            key: Key of this row and pass.
+            view: What the policy sees of the row.
+            memory: Memory from the previous pass.
 
         Returns:
-            The positions and the next memory.
+            The positions, and the memory for the next pass.
 
         Raises:
-            ValueError: The function fails, or returns something else than `Positions` of bool [W] and its memory.
+            ValueError: The function fails, or does not return `Positions` of bool [W] and a memory.
         """
         found = call_part(
             f"the cache policy {self.name}", self.function, key, view, memory, **dict(self.params)
@@ -154,7 +164,7 @@ class CachePolicy:
 
 
 class Reuse(NamedTuple):
-    """What is kept of the last passes, beside the cache; every leaf has the batch axis first. See `CacheView`."""
+    """What is kept from earlier passes of B rows in addition to the KV cache; for the fields see `CacheView`."""
 
     canvas: Int[Array, "B W"]
     age: Int[Array, "B W"]
@@ -167,16 +177,16 @@ class Reuse(NamedTuple):
 
 
 def first_reuse(policy: CachePolicy, model: Model, rows: int, width: int) -> Reuse:
-    """Makes what is kept before the first pass: no position has been computed.
+    """Makes the record before the first pass, in which no position has been computed.
 
     Args:
-        policy: Makes the memory.
-        model: Its hidden states are kept; their shape is found without computing.
-        rows: B.
-        width: W.
+        policy: The policy, whose `init` makes the memory.
+        model: The model; the shapes of its hidden states are found by abstract evaluation.
+        rows: Number of rows B.
+        width: Size W of the canvas.
 
     Returns:
-        The record.
+        The record of B rows.
     """
 
     def one_pass(key: Key) -> Hidden:
@@ -202,14 +212,15 @@ def first_reuse(policy: CachePolicy, model: Model, rows: int, width: int) -> Reu
 
 
 def cache_vectors(cache: Any, slots: Int[Array, "b T"] | None = None) -> tuple[list[Array], list[Array]]:
-    """Returns keys and values of every layer of a cache that stores them as arrays [b, S, G, K].
+    """Collects the keys and values of every layer of a KV cache that stores them as arrays [b, S, G, K].
 
     Args:
-        cache: Of any model; its layers are records with the fields k and v.
-        slots: Of each row; None: all.
+        cache: KV cache, whose layers are records with the fields k and v.
+        slots: The T slots to read in each row; None: all S.
 
     Returns:
-        Two lists with one array per layer [b, T, G, K], empty where keys are quantised.
+        A list of keys and a list of values, one array [b, T, G, K] per layer. A list is empty if the cache stores
+        that part in another form, such as quantised.
     """
     leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
     of_rows = jax.vmap(lambda row, index: row[index])
@@ -221,14 +232,14 @@ def cache_vectors(cache: Any, slots: Int[Array, "b T"] | None = None) -> tuple[l
 
 
 def drift(before: list[Array], after: list[Array]) -> Float[Array, "b T"]:
-    """Computes 1 - cosine of vectors before and after a pass, the mean over layers and heads.
+    """Computes how much keys or values changed in a pass: 1 - cosine similarity, the mean over layers and heads.
 
     Args:
-        before: Of each layer [b, T, G, K].
-        after: The same after the pass.
+        before: Vectors of each layer before the pass [b, T, G, K].
+        after: Vectors of each layer after it, with the same shapes.
 
     Returns:
-        In 0..2, fp32.
+        Values in [0, 2], fp32.
     """
     dot = lambda a, b: (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
     cosine = lambda a, b: dot(a, b) * jax.lax.rsqrt(dot(a, a) * dot(b, b) + 1e-24)
@@ -237,7 +248,7 @@ def drift(before: list[Array], after: list[Array]) -> Float[Array, "b T"]:
 
 # --- registration
 
-# Everything registered by name.
+# All policies that are registered, by name.
 CACHE_POLICIES: dict[str, Factory[..., CachePolicy]] = {}
 ALL = CACHE_POLICIES
 
@@ -259,9 +270,9 @@ def cache_policy(function: Any = None, /, *, name: str | None = None, source: st
     """Makes a cache policy of `function(key, view, memory, <parameters>) -> (Positions, memory)`.
 
     Args:
-        function: See `CachePolicyFunction`. Annotate parameters with a range to have them checked.
-        name: Registers the policy under this name. None: under the function's own name; one that is defined inside
-            another function is not registered.
+        function: A `CachePolicyFunction`. Parameters annotated with a range are checked.
+        name: Name under which the policy is registered. None: the name of the function; a function defined inside
+            another one is then not registered.
         source: Paper and equation, or reference implementation.
         fields: `init`, `limit` and `drift` of `CachePolicy`.
 
@@ -288,19 +299,19 @@ def cache_policy(function: Any = None, /, *, name: str | None = None, source: st
 def dkv_decode(key: Key, view: CacheView, memory: Memory, every: Whole = 8) -> tuple[Positions, Memory]:
     """Computes the masks and the tokens that were just decided; a token is cached one pass after its decision.
 
-    The key of a token changes most in the pass after it replaced its mask, so its cache is filled one step late. The
-    first two steps of a block, and each `every`-th, compute every position.
+    The key of a token changes most in the pass after the token has replaced its mask, so it is cached one step later.
+    The first two steps of a block, and every `every`-th step, compute all positions.
 
     Args:
         key: Unused.
-        view: Of one row.
+        view: What the policy sees of the row.
         memory: Unused.
         every: Steps between two computations of all positions (`cache_reloading_step`).
 
     Returns:
         The positions, and the unchanged memory.
 
-    Departs from the reference: a token that a rule replaces or masks again is computed again.
+    Departs from the reference: a token that a rule replaces or remasks is computed again.
     """
     whole = (view.step < 2) | (view.step % every == 0)
     return Positions(whole | view.masked | view.changed, view.exists), memory
@@ -321,22 +332,24 @@ def dkv_greedy(
 
     Args:
         key: Unused.
-        view: Of one row.
+        view: What the policy sees of the row.
         memory: Unused.
         every: Steps between two computations of all positions.
-        window: Masks near each of those that come next, half of them on either side.
+        window: Number of masks computed around each predicted next mask, half of them on either side.
 
     Returns:
         The positions, and the unchanged memory.
 
-    Departs from the reference, which draws the order of decisions before the block (`remasking="random"`) and so knows
-    which masks come next: here they are the masks of the block that were most confident when last computed, as many
-    as were just decided. A rule sees the other masks' last hidden states.
+    Departs from the reference, which draws the order of acceptance before the block (`remasking="random"`) and so knows
+    which masks come next. Here they are predicted: the masks of the block with the highest confidence when they were
+    last computed, as many as were just decided. For all other masks a rule sees the last hidden states.
     """
+    # after: the masks predicted to come next. rank is 0 for the most confident mask. [W]
     open_masks = view.masked & view.block
     rank = jnp.argsort(jnp.argsort(jnp.where(open_masks, -view.confidence, jnp.inf)))
     after = open_masks & (rank < jnp.maximum((view.changed & view.block).sum(), 1))
-    # Masks are numbered from the left; the numbers of the nearest chosen masks on both sides, by running maxima.
+    # Masks are numbered from the left, so that distances count masks only. left and right: the numbers of the nearest
+    # predicted masks on both sides, by running maxima.
     number = jnp.cumsum(view.masked)
     left = jax.lax.cummax(jnp.where(after, number, -NEVER))
     right = -jax.lax.cummax(jnp.where(after, -number, -NEVER), reverse=True)
@@ -358,7 +371,7 @@ def dllm_cache(
 
     Args:
         key: Unused.
-        view: Of one row.
+        view: What the policy sees of the row.
         memory: Unused.
         prompt_every: Passes between two computations of the prompt (`prompt_interval_steps`).
         answer_every: Passes between two computations of the answer (`gen_interval_steps`).
@@ -367,11 +380,12 @@ def dllm_cache(
     Returns:
         The positions, and the unchanged memory.
 
-    Departs from the reference, which chooses in each layer by the similarity of the cached values to the values of
-    this pass, projected for every token, and keeps the outputs of attention and feed-forward: here one choice holds
-    for all layers. Tokens that changed come first, then those whose values moved furthest when they were last
-    computed, times the passes since.
+    Departs from the reference, which chooses in each layer: it projects the values of every token, compares them with
+    the cached ones, and caches the outputs of attention and feed-forward. Here the choice is the same for all layers.
+    Changed tokens come first, then those with the largest product of value drift at their last computation and passes
+    since.
     """
+    # rank: 0 for the position of the answer that is expected to have changed most. [W]
     answer = view.exists & ~view.prompt
     moved = jnp.where(view.changed, jnp.inf, view.value_drift * view.age)
     rank = jnp.argsort(jnp.argsort(jnp.where(answer, -moved, jnp.inf)))
@@ -398,25 +412,27 @@ def elastic_cache(
 
     Args:
         key: Unused.
-        view: Of one row.
+        view: What the policy sees of the row.
         memory: Whether the last pass computed every position because of the test, and `view.changed` of that pass.
-        gamma: Least cosine of a tracked token's keys in two passes; below it every position is computed.
-        window: Masks that are computed in each pass, those furthest left; at least the block's for rules that read
-            all of it.
-        track: Decided tokens whose keys are tested, those before the first mask.
+        gamma: Threshold of the cosine similarity between a tracked token's keys in two consecutive passes; below it
+            every position is computed.
+        window: Number of masks computed in each pass, from the left. Rules that read the whole block need at least the
+            length of the block.
+        track: Number of decided tokens before the first mask whose keys are tested.
 
     Returns:
-        The positions, and the memory.
+        The positions, and the memory for the next pass.
 
-    Departs from the paper, which tests the attention weights of the most attended token in each layer and recomputes
-    the layers above the first that fails, in the same pass. Here the tracked tokens are those before the window, the
-    test reads the mean of all layers' keys in the last pass, and all layers are recomputed one pass later.
+    Departs from the paper, which tests the attention weights of the most attended token in each layer, and recomputes
+    the layers above the first one that fails in the same pass. Here the tracked tokens are those before the first mask,
+    the test reads the mean over the keys of all layers in the last pass, and all layers are recomputed one pass later.
     """
     masks = view.masked & (jnp.cumsum(view.masked) <= window)
     first = jnp.argmax(view.masked)
     at = jnp.arange(view.canvas.shape[0])
     tracked = (at < first) & (at >= first - track)
-    # A token's key in the first pass after its decision is compared with that of its mask, which says nothing.
+    # Only keys of the same token in consecutive passes are compared: in the first pass after its acceptance, the
+    # previous key at a token's position is that of its mask.
     same = tracked & (view.age == 1) & ~view.changed & ~memory[1]
     moved = jnp.any(same & (view.key_drift > 1.0 - gamma)) & ~memory[0]
     return Positions(moved | masks | view.changed | tracked, view.exists), (moved, view.changed)
@@ -437,22 +453,26 @@ def suffix_pruning(
 ) -> tuple[Positions, Memory]:
     """Drops distant masks after the block from the attention: a window, and dropout that rises with the distance.
 
-    A position d after the block is kept with probability scale * exp(-(sigma d / (window - 1))^2 / 2) / sqrt(2 pi),
-    and never from `window` on. It is drawn once per block.
+    A position at distance d after the block is kept with probability
+
+        scale * exp(-(sigma d / (window - 1))^2 / 2) / sqrt(2 pi)    if d < window, otherwise 0.
+
+    The kept positions are drawn once per block.
 
     Args:
-        key: Draws the positions.
-        view: Of one row.
-        memory: The positions of the suffix that this block keeps [W].
-        window: Positions after the block that may be kept.
-        sigma: Standard deviations at the end of the window.
+        key: Key with which the positions are drawn.
+        view: What the policy sees of the row.
+        memory: The positions of the suffix that this block keeps, bool [W].
+        window: Number of positions after the block that may be kept.
+        sigma: Distance of the window's last position, in standard deviations.
         scale: Factor of the normal density.
-        reuse: 0: every pass computes all that is kept. 1: after the first pass of a block those before the block are
-            reused (prefix cache); 2: those after it, too (dual cache).
+        reuse: 0: every pass computes all kept positions. 1: after the first pass of a block, positions before the block
+            are reused (prefix cache). 2: positions after the block are reused too (dual cache).
 
     Returns:
         The positions, and the kept part of the suffix.
     """
+    # distance [W]: 0 for the first position after the block, negative in the block and before it.
     end = jnp.max(jnp.where(view.block, jnp.arange(view.canvas.shape[0]), -1)) + 1
     distance = jnp.arange(view.canvas.shape[0]) - end
     density = jnp.exp(-0.5 * (sigma * distance / max(window - 1, 1)) ** 2) / jnp.sqrt(2 * jnp.pi)

@@ -1,14 +1,14 @@
 """Token statistics over a large vocabulary, computed in chunks.
 
-Rules need a few numbers per position (argmax, a draw, its probability, entropy, margin), not all V logits. For
+Rules need a few numbers per position (argmax, a sample, its probability, entropy, margin), not all V logits. For
 DiffusionGemma, 256 positions x 262,144 ids in fp32 are 268 MB per row; one chunk of 32,768 ids is 34 MB. This module
-walks over the vocabulary in chunks of `config.vocab_chunk` ids, reduces each chunk to partial statistics, and merges
+iterates over the vocabulary in chunks of `config.vocab_chunk` ids, reduces each chunk to partial statistics, and merges
 them exactly (an online softmax, Milakov and Gimelshein, arXiv 1805.02867). With self-conditioning the expected
-embedding is accumulated in the same walk, as the values of an attention whose keys are the ids.
+embedding is accumulated in the same loop, like the output of an attention whose keys are the ids.
 
-Where the embedding and the head are sharded over the mesh axis `tensor`, each device walks over its own ids, and one
-all-gather of the partial statistics and one sum of the embeddings merge them; gathering the tables would move
-gigabytes per pass. Used by `denoise.py` when no part of the sampler needs all logits.
+If the embedding and the head are sharded over the mesh axis `tensor`, each device iterates over its own ids. One
+all-gather of the partial statistics and one sum of the embeddings merge the results; gathering the tables instead would
+transfer gigabytes per pass. `denoise.py` uses this module when no part of the sampler needs all logits.
 """
 
 from __future__ import annotations
@@ -34,39 +34,40 @@ TABLES = {"embed": P(AXIS), "head": P(None, AXIS)}  # as the path rules of all o
 
 
 class ChunkStats(NamedTuple):
-    """Statistics of one chunk of ids at each position of a row. Weights are relative to exp(max)."""
+    """Statistics of one chunk of ids at each position of a row; sums of weights are relative to exp(max)."""
 
     max: Float[Array, "L"]  # the largest logit
-    argmax: Int[Array, "L"]
+    argmax: Int[Array, "L"]  # id with the largest logit
     second: Float[Array, "L"]  # the largest logit of the other ids
     total: Float[Array, "L"]  # sum of exp(logit - max)
     moment: Float[Array, "L"]  # sum of exp(logit - max) * (logit - max), for the entropy
-    canvas: Float[Array, "L"]  # logit of the token that the canvas holds; NEVER where it is in another chunk
-    eos: Float[Array, "L"]  # the same for the end of text
+    canvas: Float[Array, "L"]  # logit of the token on the canvas; NEVER if its id is in another chunk
+    eos: Float[Array, "L"]  # the same for the end-of-text id
     draw_total: Float[Array, "L"]  # sum of exp((logit - max) / temperature)
-    drawn: Int[Array, "L"]  # a draw among these ids at the sampler's temperature
-    drawn_logit: Float[Array, "L"]
+    drawn: Int[Array, "L"]  # an id of this chunk, sampled at the sampler's temperature
+    drawn_logit: Float[Array, "L"]  # logit of `drawn`
 
 
 class SoftEmbedding(NamedTuple):
-    """The expected embedding so far: weights relative to exp(max), their sum, and the weighted sum."""
+    """The expected embedding over the ids seen so far, which is `sum / total`."""
 
-    max: Float[Array, "B L 1"]
-    total: Float[Array, "B L 1"]
-    sum: Float[Array, "B L D"]
+    max: Float[Array, "B L 1"]  # the largest logit
+    total: Float[Array, "B L 1"]  # sum of exp(logit - max)
+    sum: Float[Array, "B L D"]  # sum of exp(logit - max) * embedding
 
 
 def applies(config: DecodeConfig, sampler: Sampler) -> bool:
-    """Returns whether the vocabulary is processed in chunks: it is large, and no part needs all logits.
+    """Returns whether to process the vocabulary in chunks: it is large, and no part of the sampler needs all logits.
 
     Args:
         config: Static sizes.
-        sampler: Whose parts may need all logits.
+        sampler: The sampler.
 
     Returns:
         Whether to use `chunked_stats`.
     """
-    # Drafts and their verification draw with the uniforms of their positions.
+    # These methods need all logits. Drafts and their verification, for example, must sample by the same uniforms of
+    # positions as plain decoding, whereas a chunk uses uniforms of its own.
     if config.speculative or config.drafts is not None or config.leave_one_out or config.variable_length:
         return False
     if config.logprobs is not None or config.trajectory:
@@ -84,17 +85,18 @@ def chunked_stats(
 ) -> tuple[TokenStats, SelfCond]:
     """Computes the statistics of every row, and the self-conditioning for the next pass.
 
-    A draw inverts the distribution over the chunks at one uniform, and the one within each chunk at another.
+    A token is sampled in two stages, each by inverting a cumulative distribution at its own uniform: the chunk, and the
+    id within the chunk.
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows, without its cache.
-        hidden: Of each row's window [B, L, ...].
-        seen: Of each row.
+        params: Parameters of the model.
+        state: State of all rows, without its cache.
+        hidden: Hidden states of each row's window [B, L, ...].
+        seen: What `observe` computed for each row.
 
     Returns:
-        The statistics [B, L], and the self-conditioning; () for models without.
+        The statistics [B, L], and the self-conditioning; () for models without self-conditioning.
     """
     vocab, mesh = config.model.config.vocab, config.model.mesh
     uniforms = jax.vmap(functools.partial(draw_uniforms, config))(state, seen.window)
@@ -119,9 +121,10 @@ def _walk(
     seen: Observation,
     uniforms: Float[Array, "B L"],
 ) -> tuple[SoftEmbedding | None, ChunkStats]:
-    """Walks over the `count` ids from `base` on, which are all that the tables of `params` hold.
+    """Iterates over the `count` ids from `base` on, which are the ids of the tables in `params`.
 
-    Returns the expected embedding (None without self-conditioning) and the statistics of all chunks [P, B, L].
+    Returns:
+        The expected embedding (None without self-conditioning), and the statistics of all P chunks [P, B, L].
     """
     model, size, part = config.model, min(config.vocab_chunk, count), config.model.head_chunk
     assert part is not None
@@ -134,7 +137,7 @@ def _walk(
         stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
         if soft is not None:
             assert model.embed_mixture is not None
-            # Online softmax: where this chunk raises the maximum, what was summed before is scaled down.
+            # Online softmax: if this chunk raises the maximum, the sums so far are rescaled to the new maximum.
             top = jnp.maximum(soft.max, stats.max[..., None])
             weights, scale = jnp.exp(logits - top), jnp.exp(soft.max - top)
             total = soft.total * scale + weights.sum(-1, keepdims=True)
@@ -151,7 +154,7 @@ def _walk(
         soft = SoftEmbedding(zero + NEVER, zero, embedding)
     soft, chunks = jax.lax.scan(lambda soft, i: chunk(soft, i * size, size), soft, jnp.arange(count // size))
     if count % size:
-        # The ids that fill no chunk of their own are a smaller last one.
+        # The remaining ids form a smaller last chunk.
         soft, last = chunk(soft, count - count % size, count % size)
         chunks = jax.tree.map(lambda all, x: jnp.concatenate([all, x[None]]), chunks, last)
     return soft, chunks
@@ -160,16 +163,16 @@ def _walk(
 def chunk_stats(
     first_id: int | Int[Array, ""], logits: Float[Array, "L v"], canvas: Int[Array, "L"], eos: Int[Array, ""]
 ) -> ChunkStats:
-    """Computes the statistics of one row and chunk, but for the draw.
+    """Computes the statistics of one row and chunk, except for the sample.
 
     Args:
-        first_id: The id of the first column.
-        logits: After the logits processors.
-        canvas: The tokens that the canvas holds now.
-        eos: The id that ends the answer, -1 for none.
+        first_id: Id of the first column.
+        logits: Logits of the chunk after the logits processors.
+        canvas: Tokens on the canvas.
+        eos: Id that ends the answer; -1: none.
 
     Returns:
-        The statistics; the draw is the argmax.
+        The statistics, with the argmax as the sample.
     """
     # All weights are relative to the largest logit of the chunk, so that exp cannot overflow. [L, v]
     best, at = logits.max(axis=-1), most_probable(logits)
@@ -202,17 +205,17 @@ def draw_in_chunk(
     temperature: Param,
     first_id: int | Int[Array, ""],
 ) -> ChunkStats:
-    """Draws a token of the chunk for every position; computed only if some row draws at all.
+    """Samples an id of the chunk for every position; computed only if some row has a temperature above 0.
 
     Args:
-        stats: Of the chunk [B, L].
-        logits: Of the chunk.
-        uniforms: In [0, 1).
-        temperature: 0 keeps the argmax.
-        first_id: The id of the first column.
+        stats: Statistics of the chunk [B, L].
+        logits: Logits of the chunk.
+        uniforms: Uniforms in [0, 1), one per position.
+        temperature: Sampling temperature, one number or one per row; 0: argmax.
+        first_id: Id of the first column.
 
     Returns:
-        The statistics with `draw_total`, `drawn` and `drawn_logit`.
+        The statistics with `draw_total`, `drawn` and `drawn_logit` of the samples.
     """
     temperature = jnp.asarray(temperature, jnp.float32)
 
@@ -232,27 +235,27 @@ def _pick(logits: Float[Array, "*s v"], column: Int[Array, "*s"]) -> Float[Array
 
 
 def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[Array, ""]) -> TokenStats:
-    """Merges the statistics of one row's chunks.
+    """Merges the statistics of all chunks of one row.
 
     Args:
-        c: [P, L], in the order of their ids.
-        uniforms: Choose the chunk of each draw.
-        temperature: Of the draw; 0 takes the argmax.
+        c: Statistics of P chunks [P, L], in ascending order of their ids.
+        uniforms: Uniforms that choose the chunk of each sample.
+        temperature: Sampling temperature; 0: argmax.
 
     Returns:
-        The statistics [L], as `token_stats` computes them from all logits.
+        The statistics [L] that `token_stats` computes from all logits.
     """
     best, winner = c.max.max(axis=0), c.max.argmax(axis=0)  # [L]
-    # Bring every chunk to the common maximum. With m = max + gap: sum e^(x - best) = e^gap sum e^(x - max), and the
-    # moment of (x - best) gains gap times that sum.
+    # Rescale every chunk to the common maximum `best`, with gap = max - best: sum e^(x - best) = e^gap sum e^(x - max),
+    # and sum e^(x - best) (x - best) = e^gap (moment + gap total).
     gap = c.max - best  # [P, L], at most 0
     total = (c.total * jnp.exp(gap)).sum(axis=0)
     moment = (jnp.exp(gap) * (c.moment + gap * c.total)).sum(axis=0)
     of_chunk = lambda x, index: jnp.take_along_axis(x, index[None], axis=0)[0]
-    # The second largest logit is the winner chunk's own second, or the maximum of another chunk.
+    # The second largest logit is the second of the chunk with the argmax, or the maximum of another chunk.
     second = jnp.where(jnp.arange(len(gap))[:, None] == winner, c.second, c.max).max(axis=0)
     argmax = of_chunk(c.argmax, winner)
-    # The chunk of the draw: invert the distribution over chunks.
+    # The chunk of the sample, by inverting the cumulative distribution over the chunks. ends [P, L]
     ends = jnp.cumsum(c.draw_total * jnp.exp(gap / jnp.maximum(temperature, 1e-6)), axis=0)
     target = jnp.minimum(uniforms, 1.0 - 1e-6) * ends[-1]
     which = jnp.where(temperature > 0, jnp.minimum((ends <= target).sum(axis=0), len(gap) - 1), winner)
@@ -272,9 +275,16 @@ def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[
 def _walk_sharded(
     config: DecodeConfig, mesh: Mesh, params: Params, rows: tuple[Any, ...]
 ) -> tuple[SoftEmbedding | None, ChunkStats]:
-    """Walks over a vocabulary whose tables are sharded over `tensor`, each device over its own ids.
+    """Runs `_walk` on every device of the mesh over the ids of its shard, and merges the results.
 
-    rows: arguments of `_walk`; every leaf has the batch axis first.
+    Args:
+        config: Static sizes.
+        mesh: Mesh with the axis `tensor`, over which the tables are sharded.
+        params: Parameters of the model.
+        rows: Further arguments of `_walk`; every leaf has the batch axis first.
+
+    Returns:
+        What `_walk` returns for the whole vocabulary.
     """
     # Each device holds the rows of the tables for `count` consecutive ids.
     tables = {name: params[name] for name in TABLES if name in params}
@@ -292,7 +302,15 @@ def _walk_sharded(
 
 
 def gather_chunks(chunks: ChunkStats) -> ChunkStats:
-    """Gathers the chunks [P, B, L] of all devices along P, by one all-gather of their bits."""
+    """Gathers the chunks [P, B, L] of all devices along P.
+
+    Args:
+        chunks: Statistics of this device's chunks.
+
+    Returns:
+        Statistics of the chunks of all devices, in ascending order of their ids.
+    """
+    # Integers and floats are packed into one integer array by their bits, so that a single all-gather moves them all.
     wide = chunks.max.dtype
     bits = jnp.int32 if wide.itemsize == 4 else jnp.int64
 
@@ -315,11 +333,11 @@ def sum_embeddings(soft: SoftEmbedding, best: Float[Array, "B L 1"]) -> SoftEmbe
     """Sums the expected embeddings of all devices.
 
     Args:
-        soft: Of this device, relative to exp(soft.max).
+        soft: Sums of this device, relative to exp(soft.max).
         best: The largest logit of all devices.
 
     Returns:
-        The sum, relative to exp(best).
+        Sums of all devices, relative to exp(best).
     """
     shares = jnp.concatenate([soft.total, soft.sum], axis=-1) * jnp.exp(soft.max - best)
     every = jax.lax.psum(shares, AXIS)

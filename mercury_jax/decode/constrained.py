@@ -1,9 +1,9 @@
 """Decoding under a grammar: the device proposes, the host commits what the grammar accepts, pass by pass.
 
-A row without a grammar decodes as always. A row with one proposes tokens as every other row does and commits nothing by
-itself: after each pass a `ConstrainedRow` on the host looks at its frame and decides how much of the proposal stands,
-and `write_committed` puts that into the state. What the grammar forces costs no pass; each pass commits at least one
-token. The server uses the same two pieces for its slots.
+A row without a grammar decodes as usual. A row with a grammar proposes tokens in the same way, but the device commits
+none of them: after each pass a `ConstrainedRow` on the host reads the row's frame and decides which proposed tokens to
+commit, and `write_committed` writes these into the state. Each pass commits at least one token; tokens that the grammar
+forces need no pass. The server uses `ConstrainedRow` and `write_committed` for its slots.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ ALL_IDS = 0xFFFFFFFF  # a word of a grammar mask in which every id is allowed
 
 
 class CommittedTokens(NamedTuple):
-    """What the host commits to constrained rows between two passes. used = 0 and not ended: nothing."""
+    """The tokens that the host commits to constrained rows between two passes.
+
+    A row with `used` 0 that is not `ended` does not change.
+    """
 
     tokens: Int[Array, "B W"]
-    start: Int[Array, "B"]  # absolute position of the first of them: after what is committed already
-    used: Int[Array, "B"]
-    clear: Bool[Array, "B"]  # what stands after them becomes noise again
-    ended: Bool[Array, "B"]  # the answer ends after them
+    start: Int[Array, "B"]  # absolute position of the first token: the end of those committed before
+    used: Int[Array, "B"]  # number of tokens
+    clear: Bool[Array, "B"]  # remask the editable positions after these tokens
+    ended: Bool[Array, "B"]  # the answer ends after these tokens
 
 
 def no_tokens(rows: int, width: int) -> CommittedTokens:
-    """Makes a record on the host that changes no row; `ConstrainedRow.write` fills it in place.
+    """Makes a `CommittedTokens` on the host that changes no row; `ConstrainedRow.write` fills it in place.
 
     Args:
-        rows: B.
-        width: W, most tokens of a row.
+        rows: Number of rows B.
+        width: Maximum tokens per row W.
 
     Returns:
         A record of numpy arrays.
@@ -61,13 +64,13 @@ def no_tokens(rows: int, width: int) -> CommittedTokens:
 def write_committed(
     config: DecodeConfig, state: State, committed: CommittedTokens, eos: Int[Array, "B"]
 ) -> State:
-    """Writes committed tokens into a state; where they fill the block, or end the answer, the block is committed.
+    """Writes the host's tokens into a state, and commits a block once it is full or the answer ends.
 
     Args:
         config: Static sizes.
-        state: Of all rows.
-        committed: Of each row.
-        eos: Written after an answer that ends.
+        state: State of all rows.
+        committed: The tokens of each row.
+        eos: End-of-text id of each row, written after an answer that ends.
 
     Returns:
         The state, in which these tokens are frozen.
@@ -88,12 +91,14 @@ def _write_row(
     inside = lambda where: (where >= change.start) & (where < reach)
     tokens = jnp.where(inside(slots), token_at(slots), row.tokens)
     canvas = jnp.where(inside(at), token_at(at), row.canvas)
-    if config.corruption.mask is not None:  # under uniform noise any token is as good as noise
+    # under uniform noise the tokens on the canvas already serve as noise
+    if config.corruption.mask is not None:
         behind = change.clear & (at >= reach) & ~row.frozen
         canvas = jnp.where(behind, config.corruption.mask, canvas)
     end = jnp.where(change.ended, reach, row.end)
     block_end = jnp.minimum(jnp.minimum(end, row.cache_length + config.width), row.committed + config.block)
-    # Where no canvas is open (the row still encodes), tokens are committed at once.
+    # `full`: the row's block is finished. If no canvas is open, because the row is still encoding, there is no block to
+    # fill, and the tokens extend the committed prefix at once.
     full = ((change.used > 0) & ((reach >= block_end) | (row.step < 0))) | change.ended
     committed = jnp.where(full, reach, row.committed)
     return dict(
@@ -109,15 +114,16 @@ def _write_row(
 
 
 class ConstrainedRow:
-    """The host's side of a row under a grammar: what is committed of the model's proposals, pass by pass.
+    """The host's part of a grammar-constrained row: decides after each pass which proposed tokens to commit.
 
-    Call `begin` once the answer begins (before that the row thinks, and is not constrained); then after each pass
-    `propose` with the row's frame, `write` into a `CommittedTokens`, and `bits` for the next pass.
+    Call `begin` when the answer begins; before that the row thinks, and is not constrained. Then, after each pass, call
+    `propose` with the row's frame, `write` to fill a `CommittedTokens`, and `bits` for the mask of the next pass.
 
     Attributes:
-        first: Absolute position where the answer begins; None: not yet.
+        walker: The state of the grammar.
+        first: Absolute position where the answer begins; None before it begins.
         committed: The tokens of the answer so far.
-        forced: Of each, whether the grammar or the budget left no choice.
+        forced: For each of these tokens, whether the grammar or the budget left no choice.
         ended: Whether the answer is complete.
     """
 
@@ -143,25 +149,25 @@ class ConstrainedRow:
 
     @property
     def pending(self) -> bool:
-        """Whether `write` has something to write."""
+        """Whether `write` would change the row."""
         return bool(self._unwritten) or self._clear or (self.ended and not self._end_written)
 
     def begin(self, at: int) -> None:
-        """Begins the answer at an absolute position; commits what the grammar forces at once."""
+        """Begins the answer at an absolute position, and commits the tokens that the grammar forces there."""
         self.first = at
         self._advance((), ())
 
     def propose(self, start: int, answer: Sequence[int], accepted: Sequence[bool]) -> None:
-        """Commits what the grammar accepts of a proposal.
+        """Commits the tokens of a proposal that the grammar accepts.
 
         Args:
             start: Absolute position of the window.
-            answer: The window's tokens.
-            accepted: Which of them the rule has accepted.
+            answer: Tokens of the window.
+            accepted: Which of these tokens the rule has accepted.
         """
         if not self.begun or self.ended or start > self.frontier:
             return
-        # What the window holds before the frontier is committed already.
+        # Tokens of the window before the frontier are already committed.
         skip = self.frontier - start
         self._advance([int(i) for i in answer[skip:]], [bool(s) for s in accepted[skip:]])
 
@@ -174,10 +180,10 @@ class ConstrainedRow:
         self.ended = step.ended
 
     def write(self, change: CommittedTokens, row: int) -> None:
-        """Writes what is new into one row of the host's arrays; what does not fit waits for the next time.
+        """Writes newly committed tokens into one row of the host's arrays; at most W, the rest by the next call.
 
         Args:
-            change: From `no_tokens`; changed in place.
+            change: A record from `no_tokens`; changed in place.
             row: Index of the row.
         """
         width = change.tokens.shape[1]
@@ -187,12 +193,12 @@ class ConstrainedRow:
         arrays.tokens[row, : len(new)] = new
         arrays.start[row], arrays.used[row] = start, len(new)
         self._end_written = self.ended and not self._unwritten
-        # An answer that the budget cuts off fills its row, and has no end of text after it.
+        # An answer that is cut off by the budget fills its row: there is no position for an end of text.
         arrays.clear[row], arrays.ended[row] = self._clear, self._end_written and not self.walker.cut
         self._clear = bool(self._unwritten) and self._clear
 
     def bits(self) -> np.ndarray:
-        """Returns the ids that may stand at the frontier, uint32 [words], for `processors.allow_bits`."""
+        """Returns the ids allowed at the frontier as a bit mask, uint32 [words], for `processors.allow_bits`."""
         return self.walker.bits()
 
 
@@ -200,24 +206,24 @@ Grammars = Sequence[ConstrainedRow | None]
 
 
 def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[ConstrainedRow | None]:
-    """Compiles the grammars of a request, after refusing what they cannot be combined with.
+    """Compiles the grammars of a request, after checking that its other arguments work with a grammar.
 
     Args:
         lm: The model.
-        request: Checked, with a schema.
-        passes: Of the call; must be None.
+        request: A checked request with a schema.
+        passes: The argument `passes` of the call, which must be None.
 
     Returns:
-        One per row, `n` for each prompt; None for a row without a grammar.
+        One `ConstrainedRow` per row, `n` for each prompt; None for rows without a grammar.
 
     Raises:
-        ValueError: Names the argument that does not fit, or the schema that is refused and why.
+        ValueError: Names the argument that does not fit, or the refused schema and the reason.
     """
     if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
         allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
         raise refuse("schema", request.schema, allowed)
     others = {"state": request.state, "passes": passes, "guidance": request.guidance, "mesh": request.mesh}
-    others["stop"] = request.stop  # what obeys a grammar must not be cut
+    others["stop"] = request.stop  # a cut text would no longer match the grammar
     for name, value in others.items():
         if value is not None:
             raise refuse(name, value, "None with schema=")
@@ -256,14 +262,14 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
 
 
 def with_grammar_mask(lm: LM, request: Request) -> Request:
-    """Returns the request whose sampler has a grammar mask per row; for now it allows every id.
+    """Adds a grammar mask per row to the sampler of a request; it allows every id until `run` sets it.
 
     Args:
-        lm: Its vocabulary is the size of the mask.
-        request: As `encode_request` made it.
+        lm: The model, with the size of the vocabulary.
+        request: The request from `encode_request`.
 
     Returns:
-        The request.
+        The request with the mask as the last processor of `sampler.allow`.
     """
     sampler, count = check_sampler(request.sampler), len(request.prompts) // request.n
     bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
@@ -272,20 +278,21 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
 
 
 def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Session, list[Frame], int]:
-    """Runs a session to its end, with the host between the passes.
+    """Runs a session until all rows are done, one pass at a time, with the host's decisions between the passes.
 
     Args:
         lm: The model.
-        session: Of a request with a grammar mask, not run yet.
-        grammars: One per row, or None.
+        session: A new session of a request with a grammar mask.
+        grammars: A `ConstrainedRow` per row, or None.
         history: Whether to keep a frame of every pass.
 
     Returns:
-        The finished session, the frames, and how many passes were made.
+        The finished session, the frames, and the number of passes made.
     """
     constrained = np.zeros(session.state.tokens.shape[0], bool)
     constrained[: session.rows] = [row is not None for row in grammars]
-    # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
+    # The host commits at least one token per pass. A block therefore never needs more steps than it has tokens, and
+    # with fewer its schedule could end before the host has committed all of them.
     steps = np.where(constrained, session.config.block, jax.device_get(session.state.sampling.steps))
     sampling = session.state.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
     session = dataclasses.replace(session, state=session.state._replace(sampling=sampling))
@@ -321,7 +328,7 @@ def _begin_answers(grammars: Grammars, committed: np.ndarray, answer_budget: np.
 
 
 def _write_pending(session: Session, grammars: Grammars) -> Session:
-    """The session with what the grammars have accepted."""
+    """Writes the tokens that the grammars have accepted into the state of the session."""
     state = session.state
     while any(row is not None and row.begun and row.pending for row in grammars):
         change = no_tokens(state.tokens.shape[0], session.config.width)
@@ -333,7 +340,10 @@ def _write_pending(session: Session, grammars: Grammars) -> Session:
 
 
 def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Session:
-    """The session with the ids that each grammar allows next; parameters are traced, so nothing is compiled."""
+    """Sets the mask of each row to the ids that its grammar allows next.
+
+    The mask is a traced parameter of the sampler, so that a new mask compiles nothing.
+    """
     sampling = session.state.sampling
     sampler = sampling.sampler
     *others, mask = sampler.allow
@@ -342,7 +352,7 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
         bits[i], start[i] = ALL_IDS, 0
         if row is not None and row.begun and not row.ended:
             words = row.bits()
-            bits[i] = 0  # also of the model's ids after the tokenizer's last
+            bits[i] = 0  # the model may have more ids than the tokenizer; those are forbidden too
             bits[i, 0, : len(words)] = words
             start[i] = row.frontier - prompt[i]
     mask = dataclasses.replace(mask, params=mask.params | {"bits": bits, "start": start})
@@ -351,7 +361,7 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
 
 
 def _with_commits(frame: Frame, grammars: Grammars, rows: int) -> Frame:
-    """The frame of a pass, in which the committed tokens are accepted."""
+    """Makes the frame of a pass as the user sees it: with the tokens that the host committed, as accepted ones."""
     answer, accepted = frame.answer[:rows].copy(), frame.accepted[:rows].copy()
     for i, row in enumerate(grammars):
         if row is not None and row.first is not None:

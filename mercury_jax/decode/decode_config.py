@@ -1,7 +1,7 @@
 """The static sizes of decoding: what a compiled step closes over.
 
 `DecodeConfig` holds them. `build_config` chooses them for rows of given lengths, and refuses plans, rules and drafts
-that the model cannot decode with. Lengths are rounded up to a `bucket`, so that few programs are compiled.
+that the model does not support. Lengths are rounded up to a `bucket`, so that few programs are compiled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
-PREFILL = 256  # tokens of one pass over a long prompt
-QUANTUM = 64  # capacities are multiples of it, then of powers of two
+PREFILL = 256  # tokens per prefill pass
+QUANTUM = 64  # capacities are multiples of this number; larger ones, of its products with powers of two
 SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
 
@@ -32,47 +32,50 @@ class DecodeConfig(NamedTuple):
     model: Model
     corruption: Corruption
     width: int  # W, positions of a canvas
-    block: int  # positions of the active block, at most the width
-    forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
+    block: int  # positions of the active block, at most `width`
+    forbidden: tuple[int, ...] = ()  # ids that are never emitted, in addition to `corruption.forbidden`
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | CachePolicy | None = None  # reuse of keys between the steps of a canvas
-    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
+    refresh: Refresh | CachePolicy | None = None  # reuse of keys and values between the steps of a canvas
+    # a pass feeds additional masks after the canvas, one per window position
+    leave_one_out: LeaveOneOutMasks = False
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
-    lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
-    logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
-    times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
-    trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
-    drafter: DecodeConfig | None = None  # of the model that drafts (`drafting`); `speculative` is set too
-    drafts: str | None = None  # of a drafter: how its drafts are accepted, "same_seed" or "rejection"
-    vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
+    lookahead: int = 0  # drafts of later canvases that each pass computes too (`lookahead.py`)
+    # alternatives per token for which log-probabilities are kept; None: keep none
+    logprobs: int | None = None
+    times: tuple[float, ...] | None = None  # times t of a block's steps and its end; None: evenly from 1 to 0
+    trajectory: bool = False  # record when each token was accepted, and the log-probability of its draw
+    drafter: DecodeConfig | None = None  # config of a separate drafter (`drafting.py`); implies `speculative`
+    drafts: str | None = None  # for a drafter: how its drafts are accepted, "same_seed" or "rejection"
+    vocab_chunk: int = 32768  # ids per chunk, if no part needs all logits (`chunked_vocab.py`)
 
     @property
     def window(self) -> int:
-        """L, the positions that a rule sees."""
+        """L, the number of positions that a rule sees."""
         return min(self.width, self.block + self.revisable)
 
     @property
     def seeded(self) -> bool:
-        """Whether the pass that encodes a block also decides the first token of the next (Fast-dLLM v2)."""
+        """Whether the pass that encodes a block also decides the first token of the next block (Fast-dLLM v2)."""
         config = self.model.config
         return config.pattern == "block_causal" and config.alignment == "shifted"
 
     @property
     def own_prefill(self) -> int:
-        """Tokens of a prompt that the decoder's own steps encode, at most; `prefill` encodes the rest."""
+        """The largest number of prompt tokens that `step` encodes; `prefill` encodes the rest."""
+        # `step` encodes W tokens per pass, so that this rest takes two passes.
         return 2 * self.width
 
     @property
     def never_emitted(self) -> tuple[int, ...]:
-        """Ids that no answer may hold."""
+        """Ids that may not occur in an answer."""
         return (*self.corruption.forbidden, *self.forbidden)
 
     @property
     def slots_after(self) -> int:
-        """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        # With shifted logits a pass over every slot starts at 0; any other takes the token before it, and so must a
-        # wide one of a row that reuses what lies before its block.
+        """Slots after a row's last position, where a canvas and the leave-one-out masks after it are written."""
+        # With shifted logits, a pass also feeds the token before its first position, unless it starts at position 0.
+        # A row that reuses the keys before its block must fit that token into its widest pass too.
         more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
         return self.width + (self.window if self.leave_one_out else 0) + more
 
@@ -94,21 +97,21 @@ def build_config(
 
     Args:
         lm: The model.
-        sampler: Completed by `defaults.complete_sampler`.
-        plan: Block and reuse of keys.
-        model: `lm.model`, guided or divided over a mesh where the call asks for that.
-        longest: The furthest position that any row can reach.
-        region: Most tokens that a row may write.
-        block: Width of the canvas where the rows fix it, instead of the plan's.
-        infilling: No id ends the answer.
-        logprobs: Keep log-probabilities, with this many alternatives at each token.
-        trajectory: Keep when each token was accepted, and the log-probability of its draw.
+        sampler: A sampler completed by `defaults.complete_sampler`.
+        plan: Block length, and reuse of cached keys and values.
+        model: `lm.model`, or its version for guidance or for a mesh.
+        longest: The largest end of any row, prompt included.
+        region: The largest number of tokens that a row may write.
+        block: Length of the block if the rows determine it; None: that of the plan.
+        infilling: Whether no id ends the answer; the end ids are then never emitted.
+        logprobs: Number of alternatives per token for which log-probabilities are kept; None: none are kept.
+        trajectory: Whether to record when each token was accepted, and the log-probability of its draw.
 
     Returns:
         The static configuration.
 
     Raises:
-        ValueError: Names what does not fit together.
+        ValueError: Names the plan, rule or parameter that does not fit the model.
     """
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, lm.model.config.vocab)
@@ -136,7 +139,7 @@ def build_config(
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
-    """Refuses plans, rules and drafts that the model cannot decode with."""
+    """Raises ValueError for plans, rules and drafts that the model does not support."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
     bidirectional, model = pattern == "bidirectional", lm.model
     check_tables(rule, config.vocab)
@@ -202,7 +205,10 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
 
 
 def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
-    """Refuses lookahead where the logits of a canvas depend on more than the canvas."""
+    """Raises ValueError for lookahead if the logits of a canvas depend on more than the canvas.
+
+    Lookahead computes canvases of later steps in the same pass, when the passes before them have not been made.
+    """
     reason = None
     if plan.refresh is not None:
         reason = "with plan.refresh: reused keys depend on earlier passes"
@@ -217,8 +223,13 @@ def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
 def _sizes(
     lm: LM, plan: Plan, sampler: Sampler, block: int | None, longest: int, region: int
 ) -> tuple[int, int]:
-    """Positions of the canvas, and of the active block."""
+    """Chooses the sizes of the canvas W and of the active block.
+
+    A bidirectional model has no encoded prefix: its canvas is the whole row, and the block moves through it. In other
+    models the canvas is one block after the KV cache.
+    """
     config = lm.model.config
+    # A rule of variable length that names no block edits the whole answer at once.
     whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
     if config.pattern == "bidirectional":
         width = bucket(longest) if lm.model.hides_padding else longest
@@ -235,14 +246,14 @@ def _sizes(
 
 
 def check_equal_lengths(name: str, lengths: Any) -> None:
-    """Refuses rows of several lengths, for a model that would see their padding.
+    """Raises ValueError unless all rows have the same length, for a model that would see the padding of shorter rows.
 
     Args:
-        name: What errors call the rows.
-        lengths: Of each row, prompt and answer together.
+        name: Name of the rows in the message.
+        lengths: Length of each row, prompt and answer together.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The lengths differ.
     """
     found = sorted({int(n) for n in np.asarray(lengths)})
     if len(found) > 1:
@@ -251,16 +262,16 @@ def check_equal_lengths(name: str, lengths: Any) -> None:
 
 
 def bucket(size: int, quantum: int = QUANTUM) -> int:
-    """Returns the smallest capacity >= size: multiples of `quantum` up to 8 of them, then 4 steps per doubling.
+    """Rounds a size up to a capacity: multiples of `quantum` up to 8 quanta, then 4 capacities per doubling.
 
-    Beyond 8 quanta it wastes less than a quarter of `size`; below that, less than a quantum.
+    Up to 8 quanta less than a quantum is wasted; beyond, less than a quarter of `size`.
 
     Args:
-        size: What must fit.
+        size: Number of positions that must fit.
         quantum: Smallest capacity.
 
     Returns:
-        The capacity.
+        The smallest capacity >= size.
     """
     step = quantum
     while step * 8 < size:
@@ -269,16 +280,16 @@ def bucket(size: int, quantum: int = QUANTUM) -> int:
 
 
 def slots_for(tokens: int, behind: int, context: int, quantum: int = 2 * QUANTUM) -> int:
-    """Returns the slots of a row's tokens and KV cache: a bucket, but no more than any row of the model needs.
+    """Computes the number of slots S of a row's tokens and KV cache: a bucket, bounded by the model's context.
 
-    Without that bound a row that fills a context of 2 ** k would take the next bucket, a quarter more slots.
+    Without the bound, a row that fills a context of 2 ** k tokens would take the next bucket, a quarter more slots.
 
     Args:
-        tokens: Positions of the longest row.
-        behind: Further slots after a row's last position, where canvases are written.
-        context: The model's; no row is longer.
-        quantum: Smallest number of slots, and their step. A call takes coarse steps, since a slot that stays empty
-            costs little and a further program seconds; a server compiles its programs beforehand.
+        tokens: Length of the longest row.
+        behind: Slots after a row's last position, where canvases are written.
+        context: Context length of the model; no row is longer.
+        quantum: Smallest number of slots, and the step between buckets. The default is coarse: for a call, an empty
+            slot costs little, and compiling another program costs seconds. A server compiles its programs in advance.
 
     Returns:
         The number of slots.
@@ -288,21 +299,21 @@ def slots_for(tokens: int, behind: int, context: int, quantum: int = 2 * QUANTUM
 
 
 def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int | None:
-    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
+    """Chooses the number of tokens per prefill pass.
 
-    It follows from the slots, so that prompts of all lengths share a program.
+    It depends on the slots and not on the prompts, so that prompts of all lengths share a program.
 
     Args:
         config: Static sizes.
-        slots: Of a row.
-        always: Whether short prompts are encoded so too.
+        slots: Number of slots of a row.
+        always: Whether to use prefill passes for short prompts too.
 
     Returns:
-        The width, or None.
+        Tokens per pass; None if `step` encodes all prompts.
     """
     short = slots <= 4 * config.width and not always
     if config.model.config.pattern == "bidirectional" or short:
         return None
-    # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
+    # Whole blocks: in a block-causal model the tokens of a block attend to each other, so that one pass must hold all.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1
     return -(-min(PREFILL, slots // 2) // quantum) * quantum

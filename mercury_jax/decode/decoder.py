@@ -1,11 +1,17 @@
-"""The decoder: pure functions over one `State`, under every public call and the server alike.
+"""The decoder: pure functions over one `State`, used by every public call and by the server.
 
-A row's phase follows from its numbers and is never stored: done; else *encode* while `cache_length` is below the
-number of committed tokens; else *verify* where a draft waits for its causal pass; else *denoise*. To commit a block is
-to write it to `tokens` and raise `committed`: the row encodes it in the next pass, while other rows denoise.
+The phase of a row is derived from its fields and never stored. The first that applies counts:
 
-`step` is one pass, `run_until_done` and `run_limited` repeat it. `Decoder` offers them to the user's own `jit`, `vmap`,
-`scan`, `grad` and `shard_map`; `session.py` compiles them for the public calls.
+    done     nothing is left to write
+    encode   `cache_length` is below the number of committed tokens: the pass writes them to the KV cache
+    verify   a draft waits for its causal pass
+    denoise  otherwise: the pass updates the canvas
+
+Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
+rows denoise.
+
+`step` is one pass; `run_until_done` and `run_limited` repeat it. `Decoder` offers them for use under the user's own
+`jit`, `vmap`, `scan`, `grad` and `shard_map`; `session.py` compiles them for the public calls.
 """
 
 from __future__ import annotations
@@ -68,7 +74,7 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     Args:
         config: Static sizes; equal configs share one compilation.
         params: Parameters of the model.
-        state: Every leaf has the batch axis B first.
+        state: State of B rows; every leaf has the batch axis first.
 
     Returns:
         The next state, and a frame that shows each row's window after this pass.
@@ -106,41 +112,48 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
         moved, frame = verify(config, state, logits, verifying, moved, frame)
         if config.drafter is not None:
             moved = count_drafts(state, moved, frame, verifying)
+    # With shifted logits the pass that encodes the last committed token also predicts the first token of the block.
     if config.seeded:
         finished = encoding & (state.cache_length + used == state.committed)
         moved = first_tokens(config, params, hidden, finished, moved)
+    # Only encoding rows keep what the pass wrote to the cache. A denoising row overwrites it in its next pass.
     return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
 
 
 def encodable_tokens(config: DecodeConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Returns how many committed tokens an encoding pass writes to the cache; a verifying pass encodes the last itself.
+    """Computes how many tokens of each row's prefix encoding passes write to the cache.
 
     Args:
-        config: Its model knows which tokens may be encoded.
-        committed: Tokens of each row's prefix that are decided.
+        config: Static sizes; `config.model.encodable` knows the model's rule, such as whole blocks only.
+        committed: Length of each row's committed prefix [B].
 
     Returns:
-        Tokens of each row's prefix [B].
+        Length of the prefix to encode [B].
     """
+    # With self-speculation the last committed token is left out: the verifying pass feeds it as the first token of its
+    # draft, because the logits at its position verify the token after it.
     ready = config.model.encodable(committed)
     return jnp.minimum(ready, committed - 1) if config.speculative else ready
 
 
 def open_canvases(config: DecodeConfig, state: State) -> State:
-    """Lays a new canvas for every row that has encoded all it can and has none open.
+    """Initializes the canvas of every row that has encoded its committed tokens and has no open canvas.
 
     Args:
         config: Static sizes.
-        state: Of all rows. The rule and the stopping criterion start with a fresh memory.
+        state: State of all rows.
 
     Returns:
-        The state with new canvases: noise, but for committed, given and draft tokens.
+        The state with the new canvases. A canvas holds the committed, given and draft tokens at their positions, and
+        noise elsewhere. The memories of the rule and of the stopping criterion start anew.
     """
     ready = encodable_tokens(config, state.committed)
     opening = (state.cache_length >= ready) & ~state.done & (state.step < 0)
 
     def lay(row: State) -> tuple[Array, Array, Array]:
-        at = row.cache_length + jnp.arange(config.width)
+        # The canvas covers the W positions after the cache. Positions that are committed, given or drafted start with
+        # their tokens, the others with noise. Of the committed ones, the last `revisable` stay editable.
+        at = row.cache_length + jnp.arange(config.width)  # [W]
         here = lambda x: jax.lax.dynamic_slice(x, (row.cache_length,), (config.width,))
         frozen = (at < row.committed - config.revisable) | here(row.given)
         ones = jnp.ones((config.width,), jnp.float32)
@@ -161,7 +174,9 @@ def open_canvases(config: DecodeConfig, state: State) -> State:
         self_cond=jax.tree.map(jnp.zeros_like, state.self_cond),
         memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
     )
-    if config.speculative:  # a committed token alone is a draft of nothing
+    # With self-speculation a canvas that holds only the last committed token has nothing to denoise: it is verified
+    # at once. With a separate drafter the canvas already holds that model's draft.
+    if config.speculative:
         fresh["unverified"] = (used <= 1) | (config.drafter is not None)
     return update_rows(state, opening, fresh)
 
@@ -174,17 +189,18 @@ def prefill(
     limit: Int[Array, ""] | None = None,
     passes: int | None = None,
 ) -> State:
-    """Encodes committed tokens in passes of `width` tokens, where prompts are much longer than a canvas.
+    """Encodes committed tokens in passes of `width` tokens, for prompts that are much longer than a canvas.
 
-    It stops where `config.own_prefill` tokens or fewer are left: `step` encodes these.
+    Stops when no row has more than `config.own_prefill` tokens left; `step` encodes the rest.
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows.
+        params: Parameters of the model.
+        state: State of all rows.
         width: Tokens per pass.
-        limit: Encode no further than this position; None: all that can be encoded.
-        passes: Make exactly as many, which is differentiable; None: as many as the longest row needs.
+        limit: Absolute position up to which tokens are encoded, without a rest for `step`; None: no limit.
+        passes: Number of passes, by a `fori_loop` that is differentiable; None: as many as the longest row needs, by a
+            `while_loop`.
 
     Returns:
         The state with a longer cache.
@@ -195,22 +211,23 @@ def prefill(
             own = prefill(config.drafter, params.drafter, own, wide)
             state = state._replace(drafter=state.drafter._replace(state=own))
     committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
-    if config.seeded:  # `step` encodes the last block, and decides the token after it
+    # the last block is left to `step`, which also predicts the first token of the next block
+    if config.seeded:
         committed = committed - 1
 
     def pending(state: State) -> Int[Array, "B"]:
         return (encodable_tokens(config, committed) - state.cache_length) * ~state.done
 
     def body(state: State) -> State:
+        # tokens [B, width]: the next tokens of each row, of which the first used[b] are encoded.
         used = jnp.minimum(pending(state), width)
-        # tokens [B, width]: the next ones of each row; `used` says how many of them count.
         slots = state.cache_length[:, None] + jnp.arange(width)
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.tokens.shape[1] - 1), axis=1)
         everyone = jnp.ones_like(state.done)
         end = state.cache_length + used
         zeros = lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype)
         no_self_cond = jax.tree.map(zeros, state.self_cond)
-        clean = jnp.zeros(end.shape) if config.model.config.timed else None
+        clean = jnp.zeros(end.shape) if config.model.config.timed else None  # time 0: text without noise
         given = Pass(tokens, state.cache, state.cache_length, used, end, everyone, no_self_cond, clean)
         _, cache = config.model.forward(params, given)
         return state._replace(cache=cache, cache_length=end)
@@ -230,12 +247,13 @@ def run_until_done(
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows.
-        watch: Also stop after a pass in which one of these rows has committed tokens.
+        params: Parameters of the model.
+        state: State of all rows.
+        watch: Rows [B] whose text the host searches for stop texts: the loop also stops after a pass in which one of
+            them commits tokens. None: none.
 
     Returns:
-        The state, and how many passes were made.
+        The state, and the number of passes made.
     """
     axes = varying_axes((params, state))
 
@@ -249,15 +267,15 @@ def run_until_done(
 
 
 def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
-    """Returns whether a loop of passes goes on: a row is not done, and no watched row has committed tokens.
+    """Returns whether a decoding loop continues: some row is not done, and no watched row has committed tokens.
 
     Args:
-        state: Of all rows.
-        begun: `committed` of each row when the loop began.
-        watch: The watched rows; None: none.
+        state: State of all rows.
+        begun: `State.committed` [B] when the loop began.
+        watch: The watched rows [B]; None: none.
 
     Returns:
-        One bool.
+        A scalar bool, the condition of a `while_loop`.
     """
     going = ~jnp.all(state.done)
     return going if watch is None else going & ~jnp.any(watch & (state.committed != begun))
@@ -271,18 +289,18 @@ def run_limited(
     limit: Int[Array, ""] | None = None,
     watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame, Int[Array, ""]]:
-    """Repeats `step` on the device until every row is done or the passes are used up.
+    """Repeats `step` on the device until every row is done, but at most `passes` times, and keeps the frames.
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows.
-        passes: Most passes.
-        limit: A traced bound on the passes, where it is smaller.
-        watch: As of `run_until_done`.
+        params: Parameters of the model.
+        state: State of all rows.
+        passes: Maximum number of passes; static, since it is the size of the frame buffer.
+        limit: A traced maximum; the smaller of `passes` and `limit` applies. None: `passes`.
+        watch: Rows [B] whose commits stop the loop, see `run_until_done`.
 
     Returns:
-        The state, frames [passes, B, ...], and how many passes were made.
+        The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.
     """
     axes = varying_axes((params, state))
     like = jax.eval_shape(lambda s: step(config, params, s)[1], state)
@@ -305,21 +323,23 @@ def run_limited(
 class Decoder:
     """Pure functions that decode a batch of rows; made by `mj.decoder`.
 
-    All of them work under `jit`, `vmap` (over keys, parameters, or both), `scan` and `grad`, and inside of a user's
-    `shard_map`. Nothing is compiled or checked on the host but shapes: wrap them in `jax.jit`.
+    All methods work under `jit`, `vmap` (over keys, parameters, or both), `scan` and `grad`, and inside a user's
+    `shard_map`. They are not compiled: wrap them in `jax.jit`. Under a transformation only shapes and dtypes are
+    checked, since the values are traced.
 
     Attributes:
         config: Static sizes.
-        slots: Positions of a row, prompt and answer together.
-        steps: Denoising steps of a block; None: as many as it has tokens.
-        sampler: How answers are decoded; its parameters are numbers or arrays with one entry per row.
+        slots: Maximum tokens of a row, prompt and answer together.
+        steps: Denoising steps per block; None: one per token.
+        sampler: The sampler; its parameters are numbers, or arrays with one entry per row.
+        lm: The model without its parameters, which are the first argument of `init`, `step` and `run`.
     """
 
     config: DecodeConfig
     slots: int
     steps: int | None
     sampler: Sampler = field(repr=False)
-    lm: LM = field(repr=False)  # without its parameters
+    lm: LM = field(repr=False)
 
     def init(
         self,
@@ -331,23 +351,23 @@ class Decoder:
         key: Key,
         given: Bool[Array, "B P"] | None = None,
     ) -> State:
-        """Makes the state of a batch before its first denoising step, with long prompts encoded.
+        """Makes the state of a batch before its first denoising step, and prefills long prompts.
 
         Args:
             params: Parameters of the model.
-            ids: Prompts, left-aligned; what lies past a row's length is ignored.
-            lengths: Tokens of each prompt; None: P.
-            max_tokens: Most tokens that are written after a prompt, one number or one per row. Rows end at the
-                decoder's `slots` at the latest, where these numbers are traced.
-            key: One key, from which each row gets its own; or one key per row [B]. `mj.sample(seed=s)` uses
+            ids: Prompts, left-aligned; ids past the length of a row are ignored.
+            lengths: Length of each prompt; None: P for all.
+            max_tokens: Maximum number of tokens after a prompt, one number or one per row. Traced numbers cannot be
+                checked: rows are then cut at the decoder's `slots`.
+            key: One key, into which the row index is folded; or one key per row [B]. `mj.sample(seed=s)` uses
                 `jax.random.key(s + i)` for row i.
-            given: Which tokens of the prompts are known; the others are decoded as well (infilling). None: all are.
+            given: False at prompt tokens that are to be decoded as well (infilling). None: all tokens are given.
 
         Returns:
-            The state.
+            The state of B rows.
 
         Raises:
-            ValueError: Names the argument of a wrong shape, or prompts and budgets that exceed the decoder's slots.
+            ValueError: Names an argument of the wrong shape, or prompts and budgets that exceed the decoder's slots.
         """
         _check_arrays(params)
         ids, vocab = _array("ids", ids, "whole numbers [B, P]"), self.config.model.config.vocab
@@ -382,14 +402,14 @@ class Decoder:
 
     @property
     def _capacity(self) -> int:
-        """Positions of a row's arrays: its slots and a canvas after them, rounded up."""
+        """Size S of a row's arrays: its slots and those of a canvas after them, rounded up."""
         config = self.config
         if config.model.config.pattern == "bidirectional":
             return config.slots_after
         return slots_for(self.slots, config.slots_after, config.model.config.context)
 
     def _check_state(self, state: Any) -> None:
-        """Refuses what is no state of this decoder."""
+        """Raises ValueError unless `state` comes from a decoder with the same canvas, slots and `logprobs`."""
         if not isinstance(state, State):
             raise refuse(
                 "state", state, "a state of init; run(params, state, passes=) returns one and frames"
@@ -408,16 +428,17 @@ class Decoder:
     def _init(
         self, params: Params, ids: Array, lengths: Array, most: Array, keys: Key, given: Array
     ) -> State:
-        """`init` with all arguments set, one entry per row."""
+        """Computes `init` for checked arguments, all of them arrays with the batch axis first."""
         config, (count, longest), capacity = self.config, ids.shape, self._capacity
         wide = lambda x: jnp.pad(x, [(0, 0), (0, capacity - longest)])
         known = given & (jnp.arange(longest) < lengths[:, None])
-        # The first unknown token begins the answer; what precedes it is committed.
+        # The answer begins at the first token that is not given; the tokens before it are committed.
         committed = jnp.where(known, longest, jnp.arange(longest)).min(axis=1, initial=longest)
         committed = jnp.minimum(committed, lengths).astype(jnp.int32)
         last = jnp.minimum(lengths + most, self.slots)
         end, start = last, self.sampler.rule.params.get("start")
-        if config.variable_length and start is not None:  # such a rule says how short an answer starts
+        # A rule of variable length starts with a short answer, which it grows up to `max_end`.
+        if config.variable_length and start is not None:
             end = jnp.minimum(committed + jnp.asarray(start, jnp.int32), last)
         none = jnp.zeros((count, capacity), bool)
         rows = Rows(
@@ -433,11 +454,11 @@ class Decoder:
         return prefill(config, params, state, width, passes=-(-longest // width))
 
     def step(self, params: Params, state: State) -> tuple[State, Frame]:
-        """Makes one forward pass, which advances every row by what that row needs next.
+        """Runs one forward pass and advances every row by what that row needs next; see `decoder.step`.
 
         Args:
             params: Parameters of the model.
-            state: From `init`.
+            state: A state from `init`, `step`, `run` or `fork`.
 
         Returns:
             The next state, and a frame that shows each row's window after this pass.
@@ -455,16 +476,16 @@ class Decoder:
     @overload
     def run(self, params: Params, state: State, passes: int) -> tuple[State, Frame]: ...
     def run(self, params: Params, state: State, passes: int | None = None) -> State | tuple[State, Frame]:
-        """Makes forward passes until every row is done, or exactly as many as are wanted.
+        """Runs forward passes until every row is done, or exactly `passes` of them.
 
         Args:
             params: Parameters of the model.
-            state: From `init`.
-            passes: None: until every row is done, by a `while_loop`. Else the number of passes of a `scan`, which is
+            state: A state from `init`, `step`, `run` or `fork`.
+            passes: None: until every row is done, by a `while_loop`. Otherwise the length of a `scan`, which is
                 differentiable; rows that are done do not change.
 
         Returns:
-            The state; with `passes` also the frames [passes, B, ...].
+            The state; with `passes` also the frames, each leaf [passes, B, ...].
 
         Raises:
             ValueError: `passes` is not a whole number from 1 on.
@@ -488,13 +509,13 @@ class Decoder:
             return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
 
     def answer(self, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-        """Reads the answers off a state.
+        """Extracts the answers from a state.
 
         Args:
-            state: Of any time; a row that is not done shows the blocks that it has finished.
+            state: A state after any number of passes; a row that is not done shows the blocks that it has committed.
 
         Returns:
-            Ids, left-aligned and padded, and the number of tokens of each answer.
+            Ids [B, S], left-aligned and padded with the model's padding id, and the length of each answer [B].
 
         Raises:
             ValueError: `state` is no state of this decoder.
@@ -511,12 +532,12 @@ class Decoder:
         return in_auto_axes(read, state.tokens, state._replace(cache=()))
 
     def fork(self, state: State, rows: Int[Array, "N"], key: Key) -> State:
-        """Copies rows of a state. Each copy draws from a fresh key, so that copies of one row differ from then on.
+        """Copies rows of a state, each with a new key, so that copies of the same row differ from then on.
 
         Args:
-            state: Of B rows.
-            rows: Which row each copy continues, in 0..B - 1.
-            key: The copies' keys are split from it.
+            state: State of B rows.
+            rows: Index of the row that each of the N copies continues, in 0..B - 1.
+            key: Key that is split into the N keys of the copies.
 
         Returns:
             A state of N rows.
@@ -541,16 +562,16 @@ class Decoder:
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 
     def estimate(self, state: State, guess: bool = True) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-        """Reads off a state what would be emitted if it ended now: finished blocks, and the guess of the open one.
+        """Estimates the answers of a state: committed blocks, and the current guess of the active block.
 
         Args:
-            state: Of any time.
-            guess: Whether undecided tokens are those that the rule would emit now; else they are the mask id (under
-                uniform noise, what the canvas holds).
+            state: A state after any number of passes.
+            guess: True: undecided tokens are those that the rule would emit now. False: they are what the canvas
+                holds, which is the mask id or, under uniform noise, a random token.
 
         Returns:
-            Ids, left-aligned and padded, and the number of tokens of each answer. Blocks after the open one are left
-            out. Of a row that is done it is the answer.
+            Ids [B, S], left-aligned and padded, and their number per row [B]. Blocks after the active one are not
+            included. For a row that is done this is its answer.
         """
         estimate = functools.partial(estimate_answers, self.config, guess=guess)
         return in_auto_axes(estimate, state.tokens, state._replace(cache=()))
@@ -563,16 +584,16 @@ def estimate_answers(
 
     Args:
         config: Static sizes.
-        state: Of all rows.
-        guess: Also show what the open block's last pass would emit; else only what its canvas holds.
+        state: State of all rows.
+        guess: True: the active block shows what its last pass would emit. False: it shows its canvas.
 
     Returns:
-        Ids, left-aligned, and the number of tokens of each answer.
+        Ids [B, S], left-aligned and padded, and the number of tokens of each answer [B].
     """
 
     def read(row: State) -> tuple[Array, Array]:
         at = jnp.arange(row.tokens.shape[0])
-        # The open block: what its last pass would emit, up to the end of its window. A new canvas holds only noise.
+        # The active block, up to the end of its window. Before its first step the canvas is pure noise and not shown.
         is_open = ~row.done & (row.step > 0)
         inside = is_open & (at >= row.committed) & (at < window_of(config, row).end) & ~row.given
         shown = row.answer if guess else row.canvas
@@ -580,6 +601,7 @@ def estimate_answers(
         tokens = jnp.where(inside, shown, row.tokens)
         end = jnp.where(is_open, window_of(config, row).end, jnp.maximum(row.committed, row.prompt))
         end = jnp.where(row.done, row.end, end)
+        # A guessed end-of-text token ends the estimate as it would end the answer.
         ends = inside & ends_text(config, tokens, row)
         end = jnp.minimum(end, jnp.min(jnp.where(ends, at, end)))
         ids = jnp.roll(tokens, -row.prompt)
@@ -589,15 +611,15 @@ def estimate_answers(
 
 
 def _array(name: str, value: Any, allowed: str) -> Array:
-    """Converts numbers to an array; refuses what is none."""
+    """Converts numbers to an array; raises ValueError for anything else."""
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError):  # texts, or lists of several lengths
+    except (TypeError, ValueError):  # a text, or a ragged list
         raise refuse(name, value, allowed) from None
 
 
 def _check_arrays(params: Any) -> None:
-    """Refuses parameters that are no arrays."""
+    """Raises ValueError unless the parameters are a pytree of arrays or tracers."""
     if isinstance(params, LM | State):
         raise refuse("params", f"a {type(params).__name__}", "the parameters of the model, such as lm.params")
     if params is None or not all(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
@@ -605,7 +627,7 @@ def _check_arrays(params: Any) -> None:
 
 
 def _check_key(key: Any, allowed: str, *shapes: tuple[int, ...]) -> Key:
-    """Refuses what is no key of these shapes."""
+    """Returns the key if it is a typed key of one of these shapes; otherwise raises ValueError."""
     typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed or key.shape not in shapes:
         raise refuse("key", key, allowed)
@@ -613,7 +635,7 @@ def _check_key(key: Any, allowed: str, *shapes: tuple[int, ...]) -> Key:
 
 
 def _per_row(name: str, value: Any, rows: int, low: int, high: Any) -> Int[Array, "B"]:
-    """Broadcasts one whole number, or one per row, to [B]; checks the range where the numbers are known."""
+    """Broadcasts one whole number, or one per row, to [B]; checks its range unless it is traced."""
     allowed = f"a whole number in {low}..{high}, or one for each of the {rows} rows"
     numbers = _array(name, value, allowed)
     if numbers.shape not in ((), (rows,)) or not jnp.issubdtype(numbers.dtype, jnp.integer):
@@ -633,17 +655,18 @@ def decoder(
     logprobs: int | None = None,
     trajectory: bool = False,
 ) -> Decoder:
-    """Makes the decoder of a model: the state machine under `sample` as pure JAX functions.
+    """Makes the decoder of a model: the state machine behind `mj.sample` as pure JAX functions.
 
     Args:
-        lm: The model. Its parameters are not kept: they are the first argument of the decoder's functions.
-        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the model's own. Its parameters may be
-            traced.
-        plan: Block, steps, and reuse of keys.
-        slots: Positions of a row, prompt and answer together.
-        logprobs: Keep log-probabilities in the state, with this many alternatives at each token.
-        trajectory: Keep in `State.trajectory` in which pass each token was accepted and the log-probability of its
-            draw, see `Rollout`.
+        lm: The model. Its parameters are not stored: they are the first argument of the decoder's methods.
+        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`; its parameters may be traced. None: the
+            checkpoint's default, or else the default for its noise.
+        plan: Block length, denoising steps, and reuse of cached keys and values.
+        slots: Maximum tokens of a row, prompt and answer together.
+        logprobs: Number of alternatives per token for which `State.logprobs` keeps log-probabilities, in addition to
+            the emitted token's. None: none are kept.
+        trajectory: Whether `State.trajectory` records the pass that accepted each token and the log-probability of
+            its draw, see `Rollout`.
 
     Returns:
         The decoder.

@@ -1,6 +1,6 @@
-"""How a model is decoded where the caller does not say: the checkpoint's own settings, else those of its noise.
+"""Default samplers and plans: the settings of the checkpoint, or else those for its noise.
 
-Also the effort levels, which set the thinking budget, the rule and the steps of a conversation at once.
+Also the effort levels, each of which sets the thinking budget, the rule and the steps of a conversation.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from mercury_jax.decode.sampler import Param, Rule, Sampler, SamplerLike, check_
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM
 
-# Keys of `LM.decoding`; hub/generation.py says what they mean.
+# Keys of `LM.decoding`; hub/generation.py defines them.
 SETTINGS = (
     "rule", "params", "temperature", "processors", "cooling", "steady", "block", "steps", "source",
 )  # fmt: skip
 
 
 def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) -> Rule | Sampler:
-    """Returns the model's own sampler: that of its checkpoint or family, else one that suits its noise.
+    """Returns the default sampler of a model: that of its checkpoint or family, or else the default for its noise.
 
     Args:
-        lm: `LM.decoding` holds the settings, by the keys of hub/generation.py.
-        temperature: Replaces the temperature of these settings, also where it divides the logits before the confidence
-            is read from them; one number or one per row. None: theirs.
+        lm: The model; `LM.decoding` holds the settings, with the keys of hub/generation.py.
+        temperature: Replaces the temperature of the settings, one number or one per row. If the settings contain a
+            temperature processor, which also changes the confidence, it is replaced there. None: that of the settings.
 
     Returns:
-        The rule, or a sampler of it.
+        A rule, or a sampler with that rule.
 
     Raises:
         ValueError: The settings name a rule or processor that does not exist, or a key that is not used.
@@ -56,7 +56,8 @@ def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) 
     own = check_sampler(rules.ALL[name](**lm.decoding.get("params", {})))
     drawn = own.temperature if lm.decoding.get("temperature") is None else lm.decoding["temperature"]
     if temperature is not None and "temperature" in chain:
-        t = jnp.asarray(temperature, float)  # 0 takes the argmax, and does not divide by it
+        # The processor divides by the temperature; 0 must not, and selects the argmax by `drawn` instead.
+        t = jnp.asarray(temperature, float)
         chain = {**chain, "temperature": {"t": jnp.where(t > 0, t, 1.0)}}
         drawn = jnp.where(t > 0, 1.0, 0.0)
     elif temperature is not None:
@@ -70,12 +71,12 @@ def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) 
 
 
 def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
-    """Returns the plan with the block and steps of the model's own settings where it names no block itself.
+    """Completes a plan without a block by the block and steps of the model's settings.
 
     Args:
-        lm: `LM.decoding` may hold "block" and "steps"; the block "answer" is as long as the context.
-        plan: The caller's; its steps are kept.
-        share: Of the model's own steps, by effort.
+        lm: The model; `LM.decoding` may hold "block" and "steps". The block "answer" is as long as the context.
+        plan: The plan of the caller. If it names a block, it is returned unchanged; its steps are always kept.
+        share: Factor on the steps of the settings, from the effort.
 
     Returns:
         The plan.
@@ -92,13 +93,13 @@ def rule_settings(sampler: Any) -> dict[str, Any]:
     """Describes a rule as `LM.decoding` stores it in a model's folder: {"rule": name, "params": {parameters}}.
 
     Args:
-        sampler: A registered rule with one number for each of its parameters; None for no rule of its own.
+        sampler: A registered rule whose parameters are single numbers; None: store no rule.
 
     Returns:
-        What `default_sampler` reads; empty for None.
+        Settings for `default_sampler`; empty for None.
 
     Raises:
-        ValueError: It is no such rule. Processors and stopping criteria are not stored.
+        ValueError: `sampler` is not such a rule. Processors and stopping criteria cannot be stored.
     """
     if sampler is None:
         return {}
@@ -109,18 +110,19 @@ def rule_settings(sampler: Any) -> dict[str, Any]:
 
 
 def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressive: bool = False) -> Sampler:
-    """Fills in what a sampler leaves open: stopping criterion and temperature.
+    """Sets the stopping criterion and the temperature of a sampler that does not name them.
 
     Args:
-        sampler: A sampler, or a rule alone.
-        corruption: The default stopping criterion is `filled` under masks, `steady` under uniform noise.
-        autoregressive: Whether the model can only decode so: then nothing is drafted, and the rule has no effect.
+        sampler: A sampler or a rule.
+        corruption: Noise of the model. The default stopping criterion is `filled` for absorbing noise, and `steady`
+            for uniform noise.
+        autoregressive: Whether the model is autoregressive. Then `speculate` is set to 0, and the rule has no effect.
 
     Returns:
         A sampler whose `stopping` and `temperature` are set.
 
     Raises:
-        ValueError: The rule is made for another kind of noise, or a field holds something else.
+        ValueError: The rule is defined for another kind of noise, or a field holds a value of the wrong kind.
     """
     checked = check_sampler(sampler)
     if autoregressive and checked.speculate is None:
@@ -138,12 +140,12 @@ def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressiv
 
 
 class Effort(NamedTuple):
-    """How much compute an answer may use. The tokens of the answer itself are `max_tokens`, at every effort.
+    """How much compute an answer may use. The answer itself may have `max_tokens` tokens at every effort.
 
     Attributes:
-        thinking: Most tokens of thinking before the answer of a conversation; 0: none.
-        p: Probability from which `threshold` accepts a token.
-        steps: Most denoising steps of a block, as a share of its tokens.
+        thinking: Maximum tokens of thinking before the answer of a conversation; 0: no thinking.
+        p: Probability at which the rule `threshold` accepts a token.
+        steps: Maximum denoising steps per block, as a share of its tokens.
     """
 
     thinking: int
@@ -164,7 +166,7 @@ def find_effort(effort: EffortLike | Sequence[EffortLike] | None) -> Effort | li
     """Looks up an effort level, or one per prompt.
 
     Args:
-        effort: A name, an `Effort` of one's own, a list of these, or None.
+        effort: The name of a level, an `Effort`, a list of these, or None.
 
     Returns:
         The `Effort`, a list of them, or None.
@@ -178,6 +180,7 @@ def find_effort(effort: EffortLike | Sequence[EffortLike] | None) -> Effort | li
 
 
 def _one_effort(name: str, effort: Any) -> Effort:
+    """Looks up one effort level, or checks the fields of an `Effort`."""
     if isinstance(effort, Effort):
         check_number("Effort.thinking", effort.thinking, AtLeast(0, integer=True))
         check_number("Effort.p", effort.p, rules.threshold.ranges["p"])
@@ -195,14 +198,16 @@ def choose_sampler(
     effort: Effort | None,
     temperature: Param | Sequence[float] | None = None,
 ) -> tuple[SamplerLike, Plan]:
-    """Chooses sampler and plan where the caller leaves them open.
+    """Chooses the sampler and the fields of the plan that the caller does not set.
 
     Args:
-        lm: Its checkpoint and noise set the defaults.
-        sampler: The caller's, or None.
-        plan: The caller's; fields that it sets are kept.
-        effort: Under masked noise it sets the threshold and the steps; under uniform noise a share of the steps.
-        temperature: The caller's; where the model's own sampler applies, it replaces that one's.
+        lm: The model, whose checkpoint and noise set the defaults.
+        sampler: The sampler of the caller, or None.
+        plan: The plan of the caller; the fields that it sets are kept.
+        effort: For absorbing noise the effort sets the threshold and the steps; for uniform noise, the share of the
+            default steps.
+        temperature: The temperature of the caller; it replaces that of the default sampler. It has no effect on a
+            sampler of the caller, which `request.py` handles.
 
     Returns:
         The sampler and the plan.

@@ -1,8 +1,9 @@
 """One denoising step of all rows: token statistics, the rule's decision, the stopping criterion, commit.
 
-`denoise` works on the batch and vmaps `decide`, which works on one row. A row's step ends in one of two ways: its
-canvas becomes what the rule proposed, or its block is finished and written to `tokens`, where the next passes encode
-it.
+`denoise` works on the batch and vmaps `decide`, which works on one row. A step of a row ends in one of two ways: the
+canvas becomes the rule's proposal, or the block is finished and committed to `tokens`, and later passes encode it.
+
+`decoder.step` calls `denoise` after the forward pass; `view.py` builds what the rule sees.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ def denoise(
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows, with the cache that this pass has written.
-        hidden: Of each row's window [B, L, ...].
-        leave_one_out: The same by masks that do not see the token at their position; None unless the rule asks.
+        params: Parameters of the model.
+        state: State of all rows, with the cache that this pass has written.
+        hidden: Hidden states of each row's window, leaves [B, L, ...].
+        leave_one_out: Hidden states of the additional masks that do not see the token at their position, with the same
+            shapes; None unless the rule has `leave_one_out`.
         rows: Which rows denoise; the others keep their state.
 
     Returns:
@@ -72,7 +74,8 @@ def denoise(
     """
     small = state.without_cache()
     seen = jax.vmap(functools.partial(observe, config))(small)
-    # 1. Statistics of each position, and the self-conditioning for the next pass.
+    # 1. Token statistics of each position [B, L], and the self-conditioning for the next pass. With a large vocabulary
+    # they are computed in chunks, so that the logits [B, L, V] never exist at once.
     if chunked_vocab.applies(config, state.sampling.sampler):
         stats, self_cond = chunked_vocab.chunked_stats(config, params, small, hidden, seen)
         raw = None
@@ -80,7 +83,8 @@ def denoise(
         raw = config.model.head(params, hidden)  # [B, L, V]
         process = functools.partial(process_logits, config)
         logits = jax.vmap(process)(small, seen.view, seen.window.at, raw)
-        # Tokens are drawn by uniforms and cumulative sums, which are computed only if some row draws at all.
+        # Sampling needs uniforms and cumulative sums over the vocabulary. They are computed only if a row has a
+        # temperature above 0.
         temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
 
         def draw_tokens() -> Int[Array, "B L"]:
@@ -99,6 +103,7 @@ def denoise(
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
     rule = state.sampling.sampler.rule
     if rule.needs_hidden:
+        # Under classifier-free guidance there are two branches; the rule sees the conditional one.
         own = hidden.conditional if isinstance(hidden, GuidedHidden) else hidden
         name = f"needs_hidden of the rule {rule.name}"
         shown = own if rule.needs_hidden is True else call_part(name, rule.needs_hidden, params, own)
@@ -106,27 +111,27 @@ def denoise(
     # 2. The rule's decision, row by row.
     step = functools.partial(decide, config)
     changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits)
+    # The rule saw the window [L]; the state keeps the canvas [W], in which the window begins at `offset`.
     offset = window_offset(config, state.cache_length, state.committed)
-    if (
-        config.window < config.width
-    ):  # the self-conditioning of the window [B, L, D] is put into the canvas [B, W, D]
+    # The self-conditioning of the window [B, L, D] replaces that part of the canvas's [B, W, D].
+    if config.window < config.width:
         put = jax.vmap(lambda old, new, at: write_at(old, new, at))
         self_cond = jax.tree.map(lambda old, new: put(old, new, offset), state.self_cond, self_cond)
     moved = update_rows(state, rows, changes | {"self_cond": self_cond})._replace(nfe=state.nfe + rows)
-    # 3. What this pass shows.
+    # 3. The frame of this pass; rows that did not denoise have used = 0 in it.
     answer = jax.vmap(lambda x, start: slice_at(x, start, config.window))(moved.answer, offset)
     used = jnp.where(rows, moved.used if config.variable_length else seen.window.used, 0)
     return moved, Frame(state.cache_length + offset, used, answer, accepted, confidence, moved.done)
 
 
 class Decision(NamedTuple):
-    """A rule's proposal with the given tokens put back, before it is committed."""
+    """A rule's proposal with the given tokens restored, before it is written to the state."""
 
     proposal: Proposal
-    frozen: Bool[Array, "L"]
-    open: Bool[Array, "L"]  # still noise
-    row_end: Int[Array, ""]
-    block_end: Int[Array, ""]
+    frozen: Bool[Array, "L"]  # committed or given, at the positions of the proposal
+    open: Bool[Array, "L"]  # editable and still noise
+    row_end: Int[Array, ""]  # absolute end of the row; changes if the rule inserted or deleted positions
+    block_end: Int[Array, ""]  # absolute end of the active block
 
 
 def decide(
@@ -137,18 +142,19 @@ def decide(
     raw: Float[Array, "L V"] | None,
     other_logits: Float[Array, "L V"] | None,
 ) -> tuple[dict[str, Any], Bool[Array, "L"], Float[Array, "L"]]:
-    """Applies the rule and the stopping criterion to one row, and commits its block where that is finished.
+    """Applies the rule and the stopping criterion to one row, and commits its block if it is finished.
 
     Args:
         config: Static sizes.
-        row: One row of a state.
-        seen: Of the row.
-        stats: Of its window.
-        raw: Logits before any processor; None where the vocabulary was processed in chunks.
-        other_logits: Of leave-one-out masks, or None.
+        row: One row of a state, without the batch axis.
+        seen: What `observe` computed for the row: its view, window and key.
+        stats: Token statistics of its window.
+        raw: Logits before any processor; None if the vocabulary was processed in chunks.
+        other_logits: Logits of the leave-one-out masks; None unless the rule has `leave_one_out`.
 
     Returns:
-        The fields of the state that change, which positions are accepted, and the confidence of each.
+        The fields of the state that change, which positions are accepted, and the probability of the argmax at each
+        position.
     """
     sampler, window, constrained = row.sampling.sampler, seen.window, row.sampling.constrained
     view = seen.view._replace(stats=stats, leave_one_out=stats)
@@ -158,21 +164,22 @@ def decide(
     proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
     if not isinstance(constrained, tuple):
         proposal = sample_front(view, proposal, constrained & (row.answer_budget == 0))
-    if config.drafts is not None:  # the last step of a draft draws whatever is open
+    if config.drafts is not None:  # a draft must have no mask left: its last step samples every open position
         put = lambda old: jnp.where(drawn_last(view), view.stats.sample, old).astype(jnp.int32)
         proposal = proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
     decision = _restore_given(config, row, view, window, proposal)
     assert sampler.stopping is not None
     stopped, stopping_memory = sampler.stopping(view, decision.proposal, row.memory[1])
-    is_nan = jnp.any(jnp.isnan(stats.entropy) & view.editable)  # ends the row; the caller names the pass
+    # ends the row; the host raises, and names the pass
+    is_nan = jnp.any(jnp.isnan(stats.entropy) & view.editable)
     changes, accepted = _commit(config, row, view, window, decision, stopped & ~is_nan)
     changes |= dict(
         memory=(rule_memory, stopping_memory),
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
         done=changes["done"] | is_nan,
     )
-    # What was open before this pass, or is replaced by it, is written by it: of a token that is put back to noise
-    # and accepted again, the last acceptance counts.
+    # Positions whose log-probability this pass writes: those open before it, and those whose token it replaces. A
+    # token that is remasked and accepted again thus has the log-probability of its last acceptance.
     source = decision.proposal.source if config.variable_length else None
     changed = view.masked | (decision.proposal.canvas != view.canvas)
     answer = decision.proposal.answer
@@ -188,27 +195,29 @@ def decide(
 
 
 def drawn_last(view: View) -> Bool[Array, "*B L"]:
-    """Returns which positions of a draft are drawn in the last step of its block: all that are open then.
+    """Returns the positions of a draft that are sampled because this is the last step of its block.
 
     Args:
-        view: Of one row or of all.
+        view: The view of one row, or of B rows.
 
     Returns:
-        One bool per position.
+        All masked positions in the last step; no position in earlier steps.
     """
     return jnp.expand_dims(view.step + 1 >= view.steps, -1) & view.masked
 
 
 def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -> Proposal:
-    """For grammar-constrained rows, always samples the first open token, which the host commits.
+    """For grammar-constrained rows, always samples the first undecided token.
+
+    The grammar mask covers only this token, and the host commits it after the pass.
 
     Args:
-        view: Of one row.
-        proposal: Of the rule, which may leave that token open.
-        constrained: Whether a grammar applies to the row now.
+        view: The view of one row.
+        proposal: The proposal of the rule, which may leave that token open.
+        constrained: Whether a grammar applies to the row now; not while it thinks.
 
     Returns:
-        The proposal with that token drawn.
+        The proposal with that token sampled.
     """
     first = constrained & view.editable & (jnp.cumsum(view.editable) == 1)
     waits = first & (proposal.canvas != proposal.answer)
@@ -219,7 +228,7 @@ def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -
 def _restore_given(
     config: DecodeConfig, row: State, view: View, window: Window, proposal: Proposal
 ) -> Decision:
-    """The proposal with given tokens put back where they belong, moved along where the rule moved them."""
+    """Restores the frozen tokens of the canvas in a proposal, at the positions to which the rule moved them."""
     mask = config.corruption.mask
     if not config.variable_length:
         keep = lambda new: jnp.where(view.editable, new, view.canvas).astype(jnp.int32)
@@ -237,12 +246,20 @@ def _restore_given(
 def _moved_proposal(
     config: DecodeConfig, view: View, window: Window, proposal: Proposal
 ) -> tuple[Proposal, Bool[Array, "L"]]:
-    """The proposal of a rule of variable length; dropped if it loses or reorders a given token."""
+    """Validates the proposal of a rule of variable length.
+
+    Returns:
+        The proposal with its frozen tokens restored, and which of its positions are frozen. If the rule dropped or
+        reordered a frozen token, the unchanged canvas instead.
+    """
     at = jnp.arange(config.window)
     used = jnp.clip(proposal.used, 0, jnp.minimum(view.used + view.growth, config.window))
+    # source[i]: the position of the old canvas that position i comes from; -1 for an inserted or unused one. [L]
     source = jnp.where(at < used, proposal.source, -1)
     old = jnp.maximum(source, 0)
     frozen = (source >= 0) & window.frozen[old]
+    # Frozen tokens keep their order if each source exceeds the sources of all frozen tokens before it. None is lost if
+    # their number is the same as before.
     order = jnp.where(frozen, source, -1)
     before = jnp.concatenate([jnp.array([-1]), jax.lax.cummax(order)[:-1]])
     valid = jnp.all(~frozen | (order > before))
@@ -263,29 +280,44 @@ def _commit(
     decision: Decision,
     stopped: Bool[Array, ""],
 ) -> tuple[dict[str, Any], Bool[Array, "L"]]:
-    """Writes the proposal into the canvas, and a finished block into the tokens."""
+    """Writes the proposal into the canvas, and commits the block to the row's tokens if it is finished.
+
+    Args:
+        config: Static sizes.
+        row: One row of a state.
+        view: The view of the row.
+        window: Its window.
+        decision: The rule's proposal with the given tokens restored.
+        stopped: Whether the stopping criterion ends the block.
+
+    Returns:
+        The fields of the state that change, and the accepted positions of the window.
+    """
     proposal, at, params = decision.proposal, window.at, row.sampling
     editable = ~decision.frozen & (at < decision.block_end)
-    # Tokens that end what is being written: the end of text, and while thinking also the token that closes it.
+    # Tokens that end the current section: the end of text and, while the row thinks, the token that ends the thinking.
     thinking = (row.answer_budget > 0) & (params.end_thinking >= 0)
     ends = lambda tokens: ends_text(config, tokens, row) | (thinking & (tokens == params.end_thinking))
     first_end = jnp.min(jnp.where(editable & ends(proposal.answer), at, decision.row_end))
     finished = stopped | (view.step + 1 >= view.steps)
     assert params.sampler.stopping is not None
     if config.corruption.mask is not None and params.sampler.stopping.name == "filled":
-        # The chain holds an end of text with nothing open before it: the rest need not be decided. Not under
-        # another stopping criterion, where the rule may still revise what the canvas holds.
+        # The canvas holds an end of text with no mask before it: the positions after it need no more steps. Only under
+        # the criterion `filled`: under another one the rule may still revise tokens before the end of text.
         far = at[-1] + 1
         first_open = jnp.min(jnp.where(decision.open, at, far))
         finished |= jnp.min(jnp.where(editable & ends(proposal.canvas), at, far)) < first_open
-    if not isinstance(params.constrained, tuple):  # the host commits, but for the thinking
+    # the host commits grammar-constrained tokens, except thinking
+    if not isinstance(params.constrained, tuple):
         finished &= ~params.constrained | (row.answer_budget > 0)
-    # A row that ends keeps its end-of-text token just after its text.
+    # An answer ends before its first end-of-text token, which stays in `tokens` at `end`: the host reads there whether
+    # the model ended the answer. Editable positions after it become end of text too.
     behind = finished & (at > first_end) & editable & (params.eos >= 0)
     answer = jnp.where(behind, view.eos, proposal.answer)
     end = jnp.where(finished, jnp.minimum(decision.row_end, first_end), decision.row_end)
     committed = jnp.where(finished, jnp.minimum(decision.block_end, end), row.committed)
-    # The tokens with the window in them: the active block's answer, the rest as it was.
+    # Row tokens [S] with the answer of the active block written at the window; the rest is unchanged. Frozen positions
+    # are written only under variable length, where they may have moved.
     writable = (at < decision.block_end) & (~decision.frozen | config.variable_length)
     old = jax.lax.dynamic_slice_in_dim(row.tokens, at[0], config.window)
     written = write_at(row.tokens, jnp.where(writable, answer, old), at[0])
@@ -303,7 +335,7 @@ def _commit(
         given = write_at(row.given, decision.frozen & (at < decision.block_end), at[0])
         changes["given"] = jnp.where(finished, given, row.given)
         changes["used"] = decision.block_end - row.cache_length
-    if config.speculative:  # the draft waits for its verification; nothing is written yet
+    if config.speculative:  # a finished draft waits for its verifying pass, which commits it
         changes |= {name: getattr(row, name) for name in ("tokens", "committed", "end", "done")}
         changes |= dict(unverified=finished, step=row.step + 1)
     else:
@@ -314,18 +346,19 @@ def _commit(
 
 
 def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
-    """Traces a user's own rule, processors or stopping criterion as a step calls them, before anything is compiled.
+    """Traces a user's rule, processors and stopping criterion as a step calls them, to report errors early.
 
-    They would otherwise be called first where a program is traced, which is after long prompts were encoded and, for a
-    stream, at its first output. Nothing is computed, and the model is not traced. Samplers whose parts are all of this
-    package are not traced; of others each is traced once, whatever the values of its parameters.
+    Without this check a user's function is first called when the decoding program is traced, which is after the prefill
+    of long prompts and, in a stream, at the first output. Nothing is computed, and the model is not traced. Samplers
+    that use only functions of this package are skipped. Others are traced once per structure and shapes of their
+    parameters, whatever the values.
 
     Args:
-        config: Its canvas, block and vocabulary give the shapes.
-        sampling: Every leaf has the batch axis first.
+        config: Static sizes; canvas, block and vocabulary give the shapes.
+        sampling: Sampling parameters of all rows; every leaf has the batch axis first.
 
     Raises:
-        ValueError: A part fails or returns something else than its kind must.
+        ValueError: A part fails, or returns a value of the wrong structure, shape or dtype.
     """
     functions = [
         f for part in sampling.sampler.parts for f in getattr(part.function, "functions", (part.function,))
@@ -340,7 +373,7 @@ def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any], ...]) -> None:
-    """Traces one row's denoising step with zeros in place of the model's logits."""
+    """Traces the denoising step of one row, with zeros instead of the model's logits. Cached by its arguments."""
     model_config, int32 = config.model.config, jnp.int32
 
     def one_step(params: SamplingParams) -> Any:

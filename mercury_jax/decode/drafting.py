@@ -1,25 +1,26 @@
 """Lossless drafting across models: a diffusion model drafts a block, an autoregressive model verifies it in one pass.
 
-Each step of the decoder is one round. The drafter is a `State` of its own, with its own config, sampler and KV cache:
-`draft_block` copies the verified text into it and repeats the decoder's `step` on it until every row has a block. Then
-the verifier's pass goes over the last committed token and the draft, as in `self_speculation`, and accepts the draft
-from the left as far as it agrees.
+Each `decoder.step` is one round of drafting and verification. The drafter has a `State` of its own, with its own
+config, sampler and KV cache. `draft_block` copies the verified text into that state and repeats the decoder's `step`
+on it until every row has a block. The verifier then runs one causal pass over the last committed token and the draft,
+as in `self_speculation`, and accepts the longest prefix of the draft that it agrees with.
 
-Two methods say what "agrees" means at a temperature above 0; with argmax they are the same:
+Two methods define this agreement at a temperature above 0; for argmax they are the same:
 
-same_seed   The verifier draws each token with the uniform of its position and accepts equal draft tokens. The text is,
-            token for token, what the verifier alone draws with this seed. The drafter draws with the same uniforms, so
-            that two similar distributions mostly draw the same token.
-rejection   A draft token x is accepted with probability min(1, p(x) / q(x)), else a token is drawn from max(p - q, 0)
-            (speculative sampling, arXiv 2211.17192 and 2302.01318). The text has the verifier's distribution, and no
-            method accepts a token more often; it is another text than the verifier's of this seed.
+same_seed   The verifier samples each token with the uniform of its position, and accepts draft tokens that are equal to
+            its samples. The text is, token for token, the one that the verifier alone samples with this seed. The
+            drafter uses the same uniforms, so that two similar distributions mostly give the same token.
+rejection   A draft token x is accepted with probability min(1, p(x) / q(x)); otherwise a token is sampled from
+            max(p - q, 0), normalised (speculative sampling, arXiv 2211.17192 and 2302.01318). The text has the
+            verifier's distribution, but differs from the verifier's own text with this seed. For each token, no exact
+            method has a higher probability of acceptance.
 
-For `rejection` q must be the distribution from which a draft token was drawn, given all that the drafter knew. A rule
-chooses by confidence which drawn tokens it keeps, and tokens that are drawn later depend on those to their right: the
-probabilities at which it accepted them are not q. So each block ends with a step in which all positions that are still
-open are drawn independently: q is their distribution there. Tokens that were decided earlier are drafts without
-randomness, whose q is 1. Both are exact with any rule; with one step, and under uniform noise, the first is the case
-of every token.
+For `rejection`, q must be the distribution from which a draft token was sampled, given everything that the drafter
+knew. The probabilities at which a rule accepted its tokens are not q: the rule selects samples by confidence, and later
+samples depend on tokens to their right. Therefore the last step of a block samples all positions that are still open
+independently of each other, and q is their distribution in that step. Tokens accepted in earlier steps count as
+deterministic drafts, with q = 1. Both cases are exact with any rule. With one step per block, or under uniform noise,
+every token is of the first kind.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ class Draft:
 
     Attributes:
         lm: The drafter, a diffusion model with the tokenizer and the vocabulary of the verifier.
-        tokens: Most tokens of a draft; at most the block that the drafter was trained with.
-        steps: Denoising steps of a draft.
-        sampler: Rule and processors of the drafter. None: `confidence` under masks, `entropy_bound` under uniform
-            noise, with the processors of the verifier.
-        temperature: Of the drafter, one number or one per prompt; None: the verifier's.
-        method: "same_seed": the text is the verifier's own with this seed. "rejection": the text has the verifier's
-            distribution and more of a draft is accepted.
+        tokens: Maximum tokens of a draft; at most the block length of the drafter's training.
+        steps: Denoising steps per draft.
+        sampler: Rule and processors of the drafter. None: `confidence` for absorbing noise or `entropy_bound` for
+            uniform noise, with the processors of the verifier.
+        temperature: Sampling temperature of the drafter, one number or one per prompt. None: that of the verifier.
+        method: "same_seed": the text is the one that the verifier alone samples with this seed. "rejection": the text
+            has the verifier's distribution, and more draft tokens are accepted.
 
     Example:
         >>> out = mj.sample(verifier, prompts, draft=mj.Draft(drafter, tokens=16, steps=2))
@@ -115,25 +116,25 @@ class Draft:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """What drafts have cost and brought; one entry per row."""
+    """The cost of the drafts and how many of their tokens were accepted, one entry per row."""
 
-    forwards: np.ndarray  # int [B], passes of the drafter: denoising, and encoding of verified tokens
-    proposed: np.ndarray  # int [B], draft tokens that the verifier has seen
-    accepted: np.ndarray  # int [B], those of them that are text now
+    forwards: np.ndarray  # int [B], passes of the drafter, both denoising and encoding of verified tokens
+    proposed: np.ndarray  # int [B], draft tokens that the verifier has processed
+    accepted: np.ndarray  # int [B], draft tokens that the verifier has accepted
 
     @property
     def acceptance(self) -> float:
-        """Accepted draft tokens over proposed ones, of all rows."""
+        """Accepted draft tokens of all rows divided by the proposed ones."""
         return float(self.accepted.sum() / max(int(self.proposed.sum()), 1))
 
     def __add__(self, other: DraftOutput) -> DraftOutput:
-        """The sum over two calls, row by row."""
+        """Adds the counts of two calls, row by row."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return DraftOutput(*(a + b for a, b in pairs))
 
 
 class DraftParams(NamedTuple):
-    """The parameters of both models, where one expects those of the verifier."""
+    """The parameters of both models; passed wherever the decoder expects the parameters of the verifier."""
 
     verifier: Params
     drafter: Params
@@ -143,18 +144,18 @@ class DraftParams(NamedTuple):
 
 
 def with_drafter(lm: LM, request: Request, **others: Any) -> tuple[LM, Request]:
-    """Checks that one model can draft for another, and returns both as one.
+    """Checks that one model can draft for another, and joins both into one `LM`.
 
     Args:
         lm: The verifier.
-        request: With `draft`; its sampler is the verifier's.
-        others: Arguments of the call that drafts exclude, by name.
+        request: The request, with `draft` set; its sampler is that of the verifier.
+        others: Other arguments of the call that do not work with drafts, by name.
 
     Returns:
-        The verifier with the parameters of both models, and the request with its sampler.
+        The verifier with `DraftParams` as its parameters, and the request with the verifier's sampler.
 
     Raises:
-        ValueError: Names what does not fit.
+        ValueError: Names the argument that does not fit.
     """
     draft, config = request.draft, lm.model.config
     if isinstance(draft, LM):
@@ -189,8 +190,8 @@ def with_drafter(lm: LM, request: Request, **others: Any) -> tuple[LM, Request]:
 def _check_same_tokens(lm: LM, drafter: LM) -> None:
     """Raises ValueError unless the ids of two models stand for the same tokens.
 
-    Special tokens are compared by the ids that begin a text. The ids that end an answer may differ: only those of the
-    verifier end one.
+    Tokens are compared by their text. A tokenizer may have no text for special tokens: of these only the ids that begin
+    a text are compared. The ids that end an answer may differ, since only those of the verifier end one.
     """
     vocab, other = lm.model.config.vocab, drafter.model.config.vocab
     if vocab != other:
@@ -208,14 +209,17 @@ def _check_same_tokens(lm: LM, drafter: LM) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _check_drafter_params(model: Model, tree: Any, leaves: tuple[tuple[Any, Any], ...]) -> None:
-    """Raises ValueError unless a drafter can be traced with its parameters; once for the same shapes."""
+    """Raises ValueError unless the drafter can be traced with its parameters; checked once per set of shapes."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
     check_params(model, tree.unflatten(shapes), "draft.lm.params")
 
 
 @functools.cache
 def _verifier_model(model: Model) -> Model:
-    """The model with functions that take the verifier's part of `DraftParams`; equal models give the same one."""
+    """Makes a model whose functions take `DraftParams` and use the verifier's part.
+
+    Cached: equal models give the same object, so that they share compiled programs.
+    """
 
     def of_verifier(function: Any) -> Any:
         def call(params: Any, *args: Any, **more: Any) -> Any:
@@ -237,22 +241,22 @@ def add_drafter(
     rows: int,
     n: int,
 ) -> tuple[DecodeConfig, SamplingParams]:
-    """Fixes the static sizes and the sampling parameters of a drafter.
+    """Chooses the static sizes and the sampling parameters of the drafter.
 
     Args:
-        draft: Of the call.
-        config: Of the verifier, for decoding without drafts.
-        sampler: Of the verifier, complete.
-        mesh: Over which the parameters are sharded, or None.
-        longest: The furthest position that any row can reach.
-        rows: B.
-        n: Rows of each prompt.
+        draft: The drafter and its settings.
+        config: Config of the verifier for decoding without drafts.
+        sampler: Sampler of the verifier, completed by `defaults.complete_sampler`.
+        mesh: Mesh over which the parameters are sharded, or None.
+        longest: The largest end of any row, prompt included.
+        rows: Number of rows B.
+        n: Rows per prompt.
 
     Returns:
-        The verifier's config with drafts, and the drafter's sampling parameters [B, ...].
+        The verifier's config for decoding with drafts, and the drafter's sampling parameters [B, ...].
 
     Raises:
-        ValueError: Names what does not fit together.
+        ValueError: Names the setting that does not fit the drafter.
     """
     lm = draft.lm
     rule = rules.entropy_bound() if lm.corruption.mask is None else rules.confidence()
@@ -265,7 +269,7 @@ def add_drafter(
     if longest > lm.model.config.context:
         allowed = f"a model whose context holds {longest} tokens"
         raise refuse("draft.lm", f"{lm.name} with a context of {lm.model.config.context}", allowed)
-    # A block of causal blocks is the model's own, of which a draft takes what follows the text.
+    # The block length of a block-causal drafter is fixed. Its draft is the rest of the block after the verified text.
     block = None if lm.model.config.pattern == "block_causal" else draft.tokens
     drafter = build_config(
         lm,
@@ -277,7 +281,7 @@ def add_drafter(
     )._replace(drafts=draft.method)
     sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
     sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
-    width = draft.tokens + 1
+    width = draft.tokens + 1  # the verifying pass feeds the last committed token and the draft
     return config._replace(width=width, block=width, drafter=drafter), sampling
 
 
@@ -288,13 +292,13 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     """Drafts a block for every row that waits for its verifying pass.
 
     Args:
-        step: `decoder.step`.
-        config: Of the verifier; `config.drafter` is the drafter's.
-        params: Of both models.
-        state: Of the verifier, with canvases that begin with the last committed token.
+        step: `decoder.step`, passed in because `decoder.py` imports this module.
+        config: Config of the verifier, with `config.drafter`.
+        params: Parameters of both models.
+        state: State of the verifier; each canvas begins with the last committed token.
 
     Returns:
-        The state whose canvases hold the drafts.
+        The state, with the drafts in the canvases after that token.
     """
     drafter, own, rows = state.drafter, config.drafter, state.unverified & ~state.done
     assert isinstance(drafter, Drafter) and own is not None
@@ -304,7 +308,8 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     def drafting(carry: tuple[Array, State]) -> tuple[Array, State]:
         passes, old = carry
         new, _ = step(own, params.drafter, old)
-        # The block is finished. (The pass that encodes a block may decide a token too: it is part of the draft.)
+        # A row is finished when it has committed a block after at least one denoising pass. Committed tokens alone are
+        # not enough: the pass that encodes the previous block may decide a token too, which is part of the draft.
         finished = (new.committed > state.committed) & (new.nfe > start.nfe) & (new.step < 0)
         new = new._replace(done=new.done | finished)
         return varying((passes + ~old.done, new), axes)
@@ -313,17 +318,22 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     first = varying((drafter.forwards, start), axes)
     forwards, found = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), drafting, first)
 
+    # canvas [B, W]: the last committed token, then the draft of up to W - 1 tokens.
     at = state.committed[:, None] + jnp.arange(most)
     tokens = jnp.take_along_axis(found.tokens, jnp.minimum(at, found.tokens.shape[1] - 1), axis=1)
     canvas = jnp.concatenate([state.canvas[:, :1], tokens], axis=1)
-    size = jnp.clip(found.committed - state.committed, 0, most)  # 0 where logits were NaN
+    size = jnp.clip(found.committed - state.committed, 0, most)  # 0 if the drafter's logits were NaN
     used = jnp.minimum(state.used, 1 + size).astype(jnp.int32)
     drafted = drafter._replace(state=found, forwards=forwards)
     return update_rows(state, rows, dict(canvas=canvas, answer=canvas, used=used))._replace(drafter=drafted)
 
 
 def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) -> State:
-    """The drafter's state with the verified text and no open canvas; rows that draft nothing now are done."""
+    """Copies the verified text into the drafter's state and closes its canvases.
+
+    Rows that do not draft in this round are marked as done. The drafter's cache is cut at the verified text, since it
+    may also hold keys of draft tokens that were rejected.
+    """
     slots = drafter.tokens.shape[1]
     verified = state.tokens[:, :slots]
     verified = jnp.pad(verified, [(0, 0), (0, slots - verified.shape[1])])
@@ -343,13 +353,13 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
 
 
 def idle_frame(state: State) -> Frame:
-    """The frame of rows that do not denoise, as no row of a verifier does.
+    """Makes the frame of a verifier before its verifying pass, in which no row denoised.
 
     Args:
-        state: Of the verifier.
+        state: State of the verifier.
 
     Returns:
-        A frame that shows nothing.
+        A frame with `used` 0 in every row.
     """
     zeros = jnp.zeros_like(state.used)
     confidence = jnp.zeros(state.answer.shape, jnp.float32)
@@ -358,16 +368,16 @@ def idle_frame(state: State) -> Frame:
 
 
 def count_drafts(state: State, moved: State, frame: Frame, rows: Bool[Array, "B"]) -> State:
-    """Counts the draft tokens of a verifying pass.
+    """Counts the proposed and the accepted draft tokens of a verifying pass.
 
     Args:
-        state: Before the pass.
-        moved: After it.
-        frame: Of the pass: its answer is what the verifier has drawn.
+        state: State before the pass.
+        moved: State after the pass.
+        frame: Frame of the pass, whose `answer` holds the tokens that the verifier sampled.
         rows: Which rows verified a draft.
 
     Returns:
-        `moved` with the counts.
+        `moved` with updated counts in `moved.drafter`.
     """
     drafter = moved.drafter
     assert isinstance(drafter, Drafter)
@@ -393,17 +403,17 @@ def record_drawn(
     start: Int[Array, "B"],
     rows: Bool[Array, "B"],
 ) -> Drawn:
-    """Keeps the logits from which the tokens of a block's last step are drawn.
+    """Records the logits from which the last step of a block samples its tokens.
 
     Args:
-        old: Of earlier passes.
-        logits: Of the drafter's window, after all processors.
-        fresh: Positions that this step draws independently of each other: those open in the last step of a block.
+        old: Record of earlier passes.
+        logits: Logits of the drafter's window, after all processors.
+        fresh: Positions that this step samples independently of each other: the open ones in the last step of a block.
         start: Absolute position of the window.
         rows: Which rows denoise.
 
     Returns:
-        The record.
+        The record, changed in the rows that take the last step of their block.
     """
     ends = rows & jnp.any(fresh, axis=1)
     pick = lambda new, old: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), new, old).astype(old.dtype)
@@ -411,22 +421,22 @@ def record_drawn(
 
 
 class Proposals(NamedTuple):
-    """What rejection sampling knows of the draft tokens of one row, position by position of a verifying pass."""
+    """The drafter's distributions of one row, aligned with the positions of a verifying pass."""
 
-    logits: Float[Array, "W V"]  # of the drafter
-    fresh: Bool[Array, "W"]  # drawn from these logits; False: decided before, q is 1
-    temperature: Float[Array, ""]  # of the drafter
+    logits: Float[Array, "W V"]  # logits of the drafter
+    fresh: Bool[Array, "W"]  # sampled from these logits; False: accepted in an earlier step, so that q = 1
+    temperature: Float[Array, ""]  # sampling temperature of the drafter
 
 
 def proposals(config: DecodeConfig, state: State) -> Proposals | None:
     """Aligns the drafter's distributions with the positions that a verifying pass predicts.
 
     Args:
-        config: Of the verifier.
-        state: Of the verifier.
+        config: Config of the verifier.
+        state: State of the verifier.
 
     Returns:
-        Leaves [B, ...]; None unless drafts are accepted by rejection sampling.
+        The distributions, leaves [B, ...]; None unless drafts are accepted by rejection sampling.
     """
     drafter = state.drafter.state if isinstance(state.drafter, Drafter) else None
     drawn = () if drafter is None else drafter.drawn
@@ -450,33 +460,34 @@ def accept_or_redraw(
     at: Int[Array, "W"],
     temperature: Float[Array, ""],
 ) -> Int[Array, "W"]:
-    """Draws a token for each position of a verifying pass by rejection sampling (arXiv 2211.17192, algorithm 1).
+    """Samples a token for each position of a verifying pass by rejection sampling (arXiv 2211.17192, algorithm 1).
 
-    All uniforms belong to positions. A position's uniforms count in one pass only: the one whose draft is accepted
-    up to it.
+    The uniforms belong to absolute positions and are the same in every pass. This keeps the samples independent: the
+    result at a position is used only in the one pass in which all draft tokens before it are accepted.
 
     Args:
-        row: Of the verifier.
-        logits: Of the verifier, after all processors.
-        proposed: Of the drafter.
-        draft: The draft token at each position.
-        exists: Positions with a draft token; at the others a token is drawn from p.
+        row: One row of the verifier's state.
+        logits: Logits of the verifier, after all processors.
+        proposed: The drafter's distributions.
+        draft: Draft token at each position.
+        exists: Positions with a draft token; at the others a token is sampled from p.
         at: Absolute positions.
-        temperature: Of the verifier; 0 takes the argmax, and accepts only that.
+        temperature: Sampling temperature of the verifier; 0: argmax, and only equal draft tokens are accepted.
 
     Returns:
-        The draft token where it is accepted, else another one.
+        At each position the draft token if it is accepted, otherwise another token.
     """
     softmax = lambda x, t: jax.nn.softmax(x / jnp.maximum(t, 1e-6), axis=-1)
     p = softmax(logits, temperature)
+    # q [W, V]: the drafter's distribution, a one-hot vector for deterministic tokens, 0 where there is no draft token.
     certain = jax.nn.one_hot(draft, p.shape[-1], dtype=p.dtype)
     q = jnp.where(proposed.fresh[:, None], softmax(proposed.logits, proposed.temperature), certain)
     q = q * exists[:, None]
     of_draft = lambda x: jnp.take_along_axis(x, draft[:, None], axis=-1)[:, 0]
     uniforms = position_uniforms(jax.random.fold_in(row.key, ACCEPTANCE_KEY), at)
-    accepted = exists & (uniforms * of_draft(q) < of_draft(p))
+    accepted = exists & (uniforms * of_draft(q) < of_draft(p))  # u < p(x) / q(x), without the division
     rest = jnp.maximum(p - q, 0.0)
-    # Where p equals q, rounding can leave nothing of p - q; a rejection there has probability 0 but for rounding.
+    # If p equals q, max(p - q, 0) is 0 everywhere. A rejection then happens only by rounding, and samples from p.
     rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)
     again = search_cdf(rest, jnp.minimum(position_uniforms(row.key, at), 1.0 - 1e-6))
     drawn = jnp.where(accepted, draft, again)

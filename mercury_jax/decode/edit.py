@@ -1,4 +1,8 @@
-"""edit(): refine a text in place, all chosen tokens at once."""
+"""edit(): refine a text in place, all chosen tokens at once.
+
+The text becomes the canvas of an ordinary session: `given` marks the tokens to keep, `draft` those from which editing
+starts, and all others start as noise. `infill.py` also fills holes of unknown length.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +29,22 @@ Span: TypeAlias = tuple[int, int] | str
 
 
 class Change(NamedTuple):
-    """One token that another one replaced."""
+    """One token that was replaced by another one."""
 
     at: int  # index of the token within the text
-    before: str
-    after: str
+    before: str  # text of the old token
+    after: str  # text of the new token
 
 
 @dataclass(frozen=True)
 class EditOutput:
-    """Edited texts; lists have one entry per text."""
+    """Edited texts; lists and arrays have one entry per text."""
 
     texts: list[str]
-    tokens: list[np.ndarray] = field(repr=False)
-    changes: list[list[Change]]
-    forwards: np.ndarray  # forward passes of each row (NFE)
-    seconds: float
+    tokens: list[np.ndarray] = field(repr=False)  # ids of the edited texts, without the prompt
+    changes: list[list[Change]]  # the tokens that changed, in the order of the text
+    forwards: np.ndarray  # int [B], denoising passes of each row (NFE)
+    seconds: float  # wall time of decoding, compilation included
 
     @property
     def text(self) -> str:
@@ -62,34 +66,35 @@ def edit(
 ) -> EditOutput:
     """Edits a text, or a list of texts, keeping its number of tokens.
 
-    A text is edited as a finished answer: as in training, end-of-text completes its last canvas up to the block. The
-    model sees these tokens, and they never change.
+    The text is treated as a finished answer: as in training, end-of-text tokens fill its last block. The model sees
+    these tokens, and they never change.
 
     Args:
         lm: A diffusion model.
         text: A text, ids (a list or an array), or a list of these; a 2-D array is a list of ids. Every token may
-            change, unless `spans` say otherwise. Mask ids among the ids are filled in.
-        prompt: What precedes the text and never changes: a text, a conversation or ids; for a list of texts, one for
-            all or a list.
-        spans: What to rewrite; the rest is kept: (start, end) in characters, or a piece of the text; of ids (start,
-            end) in tokens; for a list of texts, a list of such lists. Spans start from noise and keep their number of
-            tokens ("syz" may be three where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text
-            that answers something needs it as `prompt`, as in training. None: editing starts from the text itself,
-            and the rule replaces what the model would not have written.
-        seed: Text i draws from seed + i; or a list with one for each; or keys, as of `sample`.
-        sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
-            judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
-            logits has no such predictions and takes `rules.editing()`; one trained on uniform noise always takes
-            `rules.entropy_bound()`, which redraws what it is unsure of.
-        plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
-        temperature: Of drawn tokens, one number or one per text (None: the rule's own; 0: argmax).
-        mesh: Shard the rows over its `data` axis.
+            change, unless `spans` are given. Mask ids among the ids are filled in.
+        prompt: The context before the text, which never changes: a text, a conversation or ids. With a list of texts,
+            one prompt for all, or a list. Give the question if the text is the answer to one, as in training.
+        spans: The parts to rewrite; the rest is kept. A span is (start, end) in characters or a piece of the text, and
+            for ids (start, end) in tokens. With a list of texts, a list of span lists. Spans start from noise and keep
+            their number of tokens ("syz" may be three tokens where "sys" is one); `infill` with an open `Hole()` tries
+            other lengths. None: editing starts from the text itself, and the rule replaces tokens that the model finds
+            improbable.
+        seed: Text i uses the seed `seed + i`; or a list with one seed per text; or keys, as in `sample`.
+        sampler: A rule or a `Sampler`. None, with spans: the default of the model. None, without spans:
+            `rules.blind_editing()`, which judges each token by a prediction that does not see this token, and so needs
+            no training on wrong tokens. Models with shifted logits have no such predictions and use
+            `rules.editing()`. Models trained on uniform noise always use `rules.entropy_bound()`, which redraws
+            uncertain tokens.
+        plan: Block length, steps and cache reuse, as in `sample`. A text longer than a block is edited block by block.
+        temperature: Sampling temperature of tokens, one number or one per text. 0: argmax. None: that of the rule.
+        mesh: Mesh over whose `data` axis the rows are sharded.
 
     Returns:
-        The edited texts, and each token that changed.
+        The edited texts, and the tokens that changed.
 
     Raises:
-        ValueError: Before any compute, naming the argument that does not fit.
+        ValueError: Names the argument that does not fit, before any compute.
 
     Example:
         >>> mj.edit(lm, "1243\\n4312\\n3421\\n2124", prompt=[{"role": "user", "content": "0200\\n4302\\n3401\\n0004"}])
@@ -124,14 +129,15 @@ def edit(
 
 
 class EncodedText(NamedTuple):
-    """One text as ids, and which of them start from noise; None: editing starts from the text itself."""
+    """One text as ids, with the tokens to rewrite."""
 
-    ids: np.ndarray
+    ids: np.ndarray  # int [t]
+    # bool [t], tokens that start as noise; None: editing starts from the text itself
     noised: np.ndarray | None
 
 
 def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
-    """The request with a sampler, its own or the default; refuses a rule that would change the number of tokens."""
+    """Sets the default sampler if the request has none; refuses rules that change the number of tokens."""
     if request.sampler is None:
         if lm.corruption.mask is None:
             return request._replace(sampler=rules.entropy_bound())
@@ -140,13 +146,13 @@ def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
         blind = lm.model.leave_one_out and lm.model.config.alignment != "shifted"
         return request._replace(sampler=rules.blind_editing() if blind else rules.editing())
     rule = check_sampler(request.sampler).rule
-    if rule.variable_length and rule.name != "levenshtein":  # which restores the length of each run
+    if rule.variable_length and rule.name != "levenshtein":  # levenshtein restores the length of each run
         raise refuse("sampler.rule", rule.name, "a rule that keeps the number of tokens")
     return request
 
 
 def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
-    """One list of spans per text."""
+    """Returns one list of spans per text."""
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "a list of (start, end) or pieces of the text, or None")
     if single:
@@ -157,7 +163,7 @@ def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
 
 
 def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
-    """One text as ids; each span begins and ends a token, and starts from noise."""
+    """Encodes one text piece by piece, so that every span begins and ends at a token boundary."""
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_span_range(text, span) for span in spans)
@@ -182,7 +188,7 @@ def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
 
 
 def _span_range(text: str, span: Any) -> tuple[int, int]:
-    """A span as (start, end) in characters of a text, or in tokens of ids."""
+    """Converts a span to (start, end), in characters of a text or in tokens of ids."""
     is_text = isinstance(text, str)
     if isinstance(span, str) and is_text:
         count = text.count(span)
@@ -205,7 +211,7 @@ def _span_range(text: str, span: Any) -> tuple[int, int]:
 def _rows(
     lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], plan: Plan, seeds: np.ndarray | Key
 ) -> Rows:
-    """Rows of prompt, text and end-of-text; all are given but what may change."""
+    """Makes the rows [prompt, text, end-of-text tokens], in which all tokens are given except those that may change."""
     committed = np.array([len(ids) for ids in prompts])
     text_end = committed + [len(text.ids) for text in texts]
     context = lm.model.config.context
@@ -213,18 +219,20 @@ def _rows(
         if size > context:
             allowed = f"at most the model's context of {context}"
             raise refuse(f"text[{i}] and its prompt", f"{size} tokens", allowed)
-    # End-of-text tokens complete the last canvas, as `Model.layout` fills it in training: an answer always fills its
-    # canvas, so a canvas that ends with the text is one that the model has never seen, and predicts badly.
+    # End-of-text tokens fill the last canvas, as `Model.layout` does in training. The model has never seen a canvas
+    # that ends with the text, and its predictions on one are poor.
     causal_encoder = lm.model.config.pattern == "causal_encoder"
     block = (causal_encoder and plan.block) or lm.model.config.block
-    # Its canvases begin after the prompt, and are as wide as the plan's block.
+    # In a causal-encoder model, canvases begin after the prompt and are as long as the plan's block. In other models
+    # blocks count from the start of the row.
     behind = text_end - committed if causal_encoder else text_end
     eos = lm.model.config.eos
-    # Without such a token, or without blocks, nothing completes the text.
+    # A model without an end-of-text id, or whose block is the whole context, gets no such tokens.
     end = text_end if eos < 0 or block >= context else np.minimum(context, text_end + -behind % block)
     tokens = np.full((len(texts), int(end.max())), max(eos, 0), np.int32)
     given, draft = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for i, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
+        # Tokens to rewrite are neither given nor drafts: they start as noise.
         inside = slice(committed[i], text_end[i])
         tokens[i, : text_end[i]] = [*ids, *text.ids]
         given[i, : committed[i]] = given[i, text_end[i] : end[i]] = True
@@ -236,7 +244,7 @@ def _rows(
 def _collect(
     lm: LM, session: Session, texts: Sequence[EncodedText], prompts: Sequence[list[int]], began: float
 ) -> EditOutput:
-    """Reads the edited texts off a session's state."""
+    """Extracts the edited texts from the state of a finished session."""
     tokens, nfe = jax.device_get((session.state.tokens, session.state.nfe))
     rows = enumerate(zip(texts, prompts, strict=True))
     edited = [tokens[i, len(ids) : len(ids) + len(text.ids)] for i, (text, ids) in rows]

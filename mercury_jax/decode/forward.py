@@ -1,9 +1,10 @@
 """The forward pass of a step, over the whole canvas or a part of it.
 
-The keys of a canvas do not stay valid, because each of its tokens sees every other. `Refresh` reuses outdated keys
-between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do, and the policies of `cache_refresh` choose
-positions by what they see of a row: a pass then runs over a part of the canvas and reads the rest from the cache as
-it was. `run_by_width` runs rows that compute many positions apart from those that compute few.
+The keys and values of a canvas become outdated in every step, because its tokens attend to each other. Two methods
+reuse them nevertheless: `Refresh` recomputes all positions every few steps, as Fast-dLLM (arXiv 2505.22618) and dInfer
+do, and the policies of `cache_refresh` choose positions in each pass. A pass then runs over a part of the canvas, and
+reads keys and values of the rest from the cache. `run_by_width` runs rows that compute many positions separately from
+rows that compute few.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ def forward(
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows.
-        tokens: What each row feeds at its positions cache_length..cache_length + W.
-        used: How many of them; 0 freezes the row.
+        params: Parameters of the model.
+        state: State of all rows.
+        tokens: Tokens of each row at positions cache_length..cache_length + W - 1.
+        used: How many of the W tokens each row feeds [B]; 0 freezes the row.
         causal: Rows that write committed tokens to the cache, or verify a draft.
 
     Returns:
-        Hidden states of each row's window [B, L, ...], the same by leave-one-out masks or None, and the state with the
-        cache that this pass has written.
+        Hidden states of each row's window [B, L, ...]; hidden states of the leave-one-out masks with the same shapes,
+        or None; and the state with the cache that this pass has written.
     """
     offset = window_offset(config, state.cache_length, state.committed)
     if config.refresh is not None:
@@ -68,7 +69,8 @@ def forward(
     if not config.leave_one_out:
         hidden, cache = config.model.forward(params, given)
         return slice_rows(hidden, offset, config.window), None, state._replace(cache=cache)
-    # One leave-one-out mask for each position of the active block, and of what stays editable before it.
+    # One leave-one-out mask for each position of the active block and each editable position before it. columns [B, L]
+    # are the indices of these positions in the canvas; -1 where there is no such position.
     assert config.corruption.mask is not None
     columns = offset[:, None] + jnp.arange(config.window)
     at, first = start[:, None] + columns, (state.committed - config.revisable)[:, None]
@@ -76,18 +78,18 @@ def forward(
     joint = config.leave_one_out == "joint"
     masks = LeaveOneOut(config.corruption.mask, jnp.where(inside, columns, -1), joint)
     hidden, cache = config.model.forward(params, given._replace(leave_one_out=masks))
-    # The pass returns W + L hidden states: those of the tokens and then those of the masks.
+    # The pass returns W + L hidden states per row: those of the tokens, then those of the masks.
     own = slice_rows(jax.tree.map(lambda x: x[:, : config.width], hidden), offset, config.window)
     return own, jax.tree.map(lambda x: x[:, config.width :], hidden), state._replace(cache=cache)
 
 
 def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
-    """Returns each row's [start : start + size] along axis 1 of every leaf [B, T, ...].
+    """Slices axis 1 of every leaf [B, T, ...] at [start[b] : start[b] + size] of row b.
 
     Args:
-        tree: Leaves [B, T, ...].
-        start: Of each row.
-        size: Positions that are kept.
+        tree: Tree with leaves [B, T, ...].
+        start: First position of each row.
+        size: Number of positions to keep.
 
     Returns:
         A tree with leaves [B, size, ...].
@@ -97,18 +99,18 @@ def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
 
 
 def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float[Array, "B"] | None:
-    """Computes the time of each row; None for models that take no time.
+    """Computes the diffusion time of each row; None for models that take no time.
 
-    Rows that write committed tokens to the cache have time 0: their keys must not depend on the pass in which a token
-    was accepted. (BD3-LM's own sampler keeps the keys of a block's last pass, whose time is the smallest.)
+    Rows that write committed tokens to the cache have time 0, so that their keys do not depend on the pass in which a
+    token was accepted. BD3-LM's own sampler instead keeps the keys of a block's last pass, whose time is the smallest.
 
     Args:
         config: Static sizes.
-        state: Of all rows.
+        state: State of all rows.
         causal: Rows whose time is 0.
 
     Returns:
-        Times in 0..1 [B], or None.
+        Times in [0, 1] per row [B], or None.
     """
     if not config.model.config.timed:
         return None
@@ -117,18 +119,15 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
 
 
 class PartialPass(NamedTuple):
-    """The positions that each row computes in one pass; every leaf has the batch axis first.
+    """The positions that each row computes in one pass; every leaf has the batch axis first."""
 
-    `at` counts from the start of the canvas, in rising order, and its first `count` entries are computed.
-    """
-
-    at: Int[Array, "B W"]
-    count: Int[Array, "B"]  # 0 leaves the row as it is
-    end: Int[Array, "B"]  # end of the keys that each position attends to
-    offset: Int[Array, "B"]  # of the row's window
+    at: Int[Array, "B W"]  # indices in the canvas; the first `count` are computed, and are in ascending order
+    count: Int[Array, "B"]  # number of positions to compute; 0 leaves the row unchanged
+    end: Int[Array, "B"]  # end of the slots that each position attends to
+    offset: Int[Array, "B"]  # index of the window within the canvas
     encoding: Bool[Array, "B"]  # rows that write committed tokens to the cache
-    slots: Int[Array, "B W"] | None = None  # of all positions of the canvas; None: `at` has no gaps
-    known: Bool[Array, "B W"] | None = None  # positions of the canvas whose slots hold their own keys
+    slots: Int[Array, "B W"] | None = None  # slot of each canvas position; None: `at` has no gaps
+    known: Bool[Array, "B W"] | None = None  # canvas positions whose slot holds their own keys
 
 
 def _refresh_forward(
@@ -138,10 +137,13 @@ def _refresh_forward(
     used: Int[Array, "B"],
     offset: Int[Array, "B"],
 ) -> tuple[Any, State]:
-    """One pass with a `Refresh`: rows that are due run their whole canvas, the others the surroundings of their window.
+    """Runs one pass with a `Refresh`: rows that are due compute their whole canvas, the others a part of it.
 
-    Every pass of a row computes its window, `before` positions ahead of it and `after` positions after it; with
-    `after` None all that follows, as Fast-dLLM's prefix cache does.
+    The part is the window with `before` positions before it and `after` positions after it. `after` None means all
+    positions after it, which is the prefix cache of Fast-dLLM.
+
+    Returns:
+        Hidden states of each row's window [B, L, ...], and the state with the new cache.
     """
     refresh, width = config.refresh, config.width
     assert isinstance(refresh, Refresh)
@@ -153,13 +155,14 @@ def _refresh_forward(
     count, never = jnp.where(state.done, 0, count), jnp.zeros_like(state.done)
     work = PartialPass(at, count, used, offset, encoding=never)
 
-    least = refresh.before + config.window  # of a pass, so that it holds the window
+    least = refresh.before + config.window  # positions that a pass must have to hold the window
     sizes = _quarters(width) if refresh.after is None else [least + refresh.after]
     time = times(config, state, never)
 
     def window(rows: PartialPass, hidden: Any, *unused: Any) -> Any:
         return slice_rows(hidden, rows.offset - rows.at[:, 0], config.window)
 
+    # The buffer of hidden states that the groups of rows fill; its shapes are found by abstract evaluation.
     one_row = jax.tree.map(lambda x: x[:1], (work, state, time))
     like = jax.eval_shape(lambda: window(one_row[0], _run_rows(config, params, width, *one_row)[0]))
     blank = jax.tree.map(lambda x: jnp.zeros((*count.shape, *x.shape[1:]), x.dtype), like)
@@ -179,14 +182,19 @@ def _policy_forward(
     encoding: Bool[Array, "B"],
     offset: Int[Array, "B"],
 ) -> tuple[Any, State]:
-    """One pass over the positions that a cache policy chooses; the window's hidden states may be those of earlier ones.
+    """Runs one pass over the positions that a cache policy chooses.
 
-    Where positions are left out of the attention, the keys of the others lie in slots without gaps: ranges of keys
-    say who sees whom. A row whose set of positions changes computes all of them, and so does one that encodes, or
-    that opens a canvas behind what it encoded.
+    The attention mask of a pass is a range of slots per row. If the policy hides positions, the keys of the attended
+    ones are therefore stored in slots without gaps, and a row whose set of attended positions changes computes all of
+    them. So does a row that encodes, or that opens a canvas after the tokens that it has encoded.
+
+    Returns:
+        Hidden states of each row's window [B, L, ...], those of earlier passes where this pass computed none; and the
+        state with the new cache and `reuse`.
     """
     policy, width, old = config.refresh, config.width, state.reuse
     assert isinstance(policy, CachePolicy) and isinstance(old, Reuse)
+    # In models with an encoded prefix, a new canvas begins at other positions: nothing of it has been computed.
     if config.model.config.pattern != "bidirectional":
         old = old._replace(age=jnp.where((state.step <= 0)[:, None], NEVER, old.age))
     positions, memory = jax.vmap(functools.partial(_choose, config, policy))(state.without_cache(), old, used)
@@ -195,8 +203,8 @@ def _policy_forward(
     moved = jnp.any(attend != old.attended, axis=1, keepdims=True)
     compute = attend & (positions.compute | moved | (old.age >= NEVER)) & ~state.done[:, None]
     first = state.cache_length
-    slots = first[:, None] + jnp.cumsum(attend, axis=1) - 1
-    at = jnp.argsort(~compute, axis=1, stable=True).astype(jnp.int32)
+    slots = first[:, None] + jnp.cumsum(attend, axis=1) - 1  # [B, W] attended positions without gaps
+    at = jnp.argsort(~compute, axis=1, stable=True).astype(jnp.int32)  # [B, W] computed positions first
     known = ~moved & (old.age < NEVER)
     end = first + attend.sum(1)
     work = PartialPass(at, compute.sum(1), end, offset, encoding, slots.astype(jnp.int32), known)
@@ -228,7 +236,11 @@ def _choose(
     old: Reuse,
     used: Int[Array, ""],
 ) -> tuple[Positions, Any]:
-    """Asks the policy about one row."""
+    """Builds the view of one row and calls the policy.
+
+    Returns:
+        The positions, and the policy's memory for the next pass.
+    """
     at = jnp.arange(config.width)
     window = window_of(config, row)
     exists, mask = at < used, config.corruption.mask
@@ -257,8 +269,21 @@ def _choose(
 def _keep_hidden(
     width: int, old: tuple[Any, Array, Array], rows: PartialPass, hidden: Any, before: Any, after: Cache
 ) -> tuple[Any, Array, Array]:
-    """Puts what a pass found at its positions into what is kept of all positions."""
+    """Writes the results of a pass over T positions into the records of all W positions.
+
+    Args:
+        width: Size W of the canvas.
+        old: Hidden states, key drift and value drift of the rows, leaves [b, W, ...].
+        rows: Positions that the pass computed.
+        hidden: Their hidden states, leaves [b, T, ...].
+        before: Their keys and values before the pass; None if the policy reads no drift.
+        after: The cache after the pass.
+
+    Returns:
+        The records, updated at the computed positions.
+    """
     size = jax.tree.leaves(hidden)[0].shape[1]
+    # Unused entries get the index W, which mode="drop" ignores.
     at = jnp.where(jnp.arange(size) < rows.count[:, None], rows.at[:, :size], width)
     put = lambda old, new: jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))(old, new, at)
     hidden = jax.tree.map(put, old[0], hidden)
@@ -272,19 +297,19 @@ def _keep_hidden(
 
 
 def _at_positions(rows: PartialPass, size: int) -> tuple[Int[Array, "b T"], Bool[Array, "b T"]]:
-    """The slots of the first `size` positions of a pass, and whether they hold keys of these."""
+    """Returns the slots of the first `size` positions of a pass, and whether each slot holds its position's keys."""
     assert rows.slots is not None and rows.known is not None
     slots, known = (jnp.take_along_axis(x, rows.at[:, :size], axis=1) for x in (rows.slots, rows.known))
     return slots, known
 
 
 def note_confidence(config: DecodeConfig, state: State, frame: Frame) -> State:
-    """Keeps the confidence of the window's positions, for cache policies.
+    """Records the confidence at the positions of the window for cache policies (`CacheView.confidence`).
 
     Args:
         config: Static sizes.
-        state: After a denoising pass.
-        frame: Of the pass.
+        state: State after a denoising pass.
+        frame: Frame of the pass.
 
     Returns:
         The state; unchanged without a cache policy.
@@ -301,7 +326,7 @@ def note_confidence(config: DecodeConfig, state: State, frame: Frame) -> State:
 
 
 def _quarters(width: int) -> list[int]:
-    """A quarter, a half and three quarters of a canvas, each a multiple of 8."""
+    """Returns a quarter, a half and three quarters of the canvas, each rounded up to a multiple of 8."""
     return [-(-width * k // 32) * 8 for k in (1, 2, 3)]
 
 
@@ -316,27 +341,28 @@ def run_by_width(
     collected: Any,
     read: Callable[[PartialPass, Cache, int], Any] | None = None,
 ) -> tuple[Cache, Any]:
-    """Runs each row in the narrowest of several programs that holds its positions.
+    """Runs each row in the narrowest of several forward passes that holds its positions.
 
-    Rows are at different points: one that recomputes its canvas must not make its neighbours pay for it. So the rows
-    that need a width run together, in groups of about `TOKENS` positions, and groups without such a row are skipped.
-    A row's group, its place in it and its program follow from its own index and count alone, so that in the same
-    program its results do not depend on its neighbours, bit for bit.
+    In the same step some rows recompute their whole canvas and others a few positions. In one pass of equal widths
+    every row would cost as much as the widest one. Instead, the rows that need the same width run together, in groups
+    of about `TOKENS` positions, and groups without such a row are skipped. Group, place in the group and width depend
+    only on the row's own index and count, so that in the same program the results of a row do not depend on the other
+    rows, bit for bit.
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows, with the cache.
-        time: Of the noise of each row, or None.
-        work: What each row computes.
-        widths: Positions of the programs, beside one of the whole canvas.
-        collect: collect(old, rows, their hidden states [b, T, ...], what `read` returned, their cache after the pass)
-            -> what is kept of them in the place of `old`, leaves [b, ...].
-        collected: Leaves [B, ...]; the rows that ran are replaced.
-        read: read(rows, their cache before the pass, T) -> what `collect` needs of it; None: nothing.
+        params: Parameters of the model.
+        state: State of all rows, with the cache.
+        time: Diffusion time of each row [B], or None.
+        work: The positions that each row computes.
+        widths: Widths of the passes, in addition to the whole canvas W.
+        collect: collect(old, rows, hidden [b, T, ...], result of `read`, cache after the pass) -> the new value of
+            `old`, leaves [b, ...], for a group of b rows.
+        collected: Initial value of what `collect` returns, leaves [B, ...]. Only the rows that ran are replaced.
+        read: read(rows, cache before the pass, T) -> what `collect` needs from that cache. None: nothing.
 
     Returns:
-        The cache, and `collected`.
+        The cache, and the new value of `collected`.
     """
     axes = varying_axes((params, state))
     carry, lower = varying((state.cache, collected), axes), 0
@@ -359,7 +385,11 @@ def _run_width(
     read: Callable[[PartialPass, Cache, int], Any] | None,
     carry: tuple[Cache, Any],
 ) -> tuple[Cache, Any]:
-    """Runs the wanted rows, a group at a time; groups without one are skipped."""
+    """Runs the wanted rows in passes of one width, a group of rows at a time; groups without one are skipped.
+
+    Returns:
+        The cache, and what `collect` returned, both of all rows.
+    """
     rows = work.count.shape[0]
     size = _group_size(rows, width, config.width)
     small = state.without_cache()._replace(self_cond=state.self_cond)
@@ -374,9 +404,10 @@ def _run_width(
         run = run._replace(count=jnp.where(chosen, run.count, 0))
         seen = None
         if read is not None:
-            # Read before the pass writes to the cache. XLA copies all of it unless the pass depends on what was read,
-            # and a barrier is gone when it decides that: so a NaN among the keys, which no result survives anyway,
-            # changes the canvas, and a branch keeps both from being fused.
+            # The keys are read before the pass overwrites them. XLA updates the cache in place only if the pass
+            # depends on this read; otherwise it copies the whole cache, and an optimization barrier is removed before
+            # it decides. The dependency is therefore a real one: a NaN in the keys, which makes every result NaN
+            # anyway, changes the canvas. The `cond` keeps read and pass from being fused.
             look = read
             like = jax.eval_shape(lambda: look(run, before, width))
             blank = lambda: jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), axes), like)
@@ -398,13 +429,14 @@ def _run_width(
     return jax.lax.fori_loop(0, rows // size, step, carry)
 
 
-# Positions of one pass over a group of rows: enough to be bound by arithmetic. On two CPU cores the dual cache was 17
-# to 33% faster with 1,024 than with 128 at batches of 8 to 64, though rows that need no pass are computed too.
+# Positions per pass over a group of rows, enough to be compute-bound. On two CPU cores the dual cache was 17 to 33%
+# faster with 1,024 than with 128 at batches of 8 to 64, although a group also computes rows that need no pass.
 TOKENS = 1024
 
 
 def _group_size(rows: int, width: int, canvas: int) -> int:
-    """Rows of a group, a divisor of all. A group's part of the cache is copied, which narrow passes would not repay."""
+    """Chooses the number of rows in a group, a divisor of the number of rows."""
+    # A group smaller than the batch copies its part of the cache. For narrow passes the copy costs more than it saves.
     if 8 * width <= canvas or rows * width <= TOKENS:
         return rows
     return next(size for size in range(max(1, TOKENS // width), 0, -1) if rows % size == 0)
@@ -418,7 +450,11 @@ def _run_rows(
     rows: State,
     time: Float[Array, "B"] | None,
 ) -> tuple[Any, Cache]:
-    """One pass over `width` positions of some rows."""
+    """Runs one pass over the first `width` positions of `work.at` for b rows.
+
+    Returns:
+        Hidden states, leaves [b, width, ...], and the cache of these rows.
+    """
     at = work.at[:, :width]
     gather = lambda x: jax.vmap(lambda row, index: row[index])(x, at)
     given = Pass(

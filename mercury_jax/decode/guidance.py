@@ -1,15 +1,15 @@
-"""Classifier-free guidance: a model and the same model without its prompt, as one `Model`.
+"""Classifier-free guidance: the conditional and the unconditional branch of a model, as one `Model`.
 
     logits = l_c + w (l_c - l_u)
 
-l_c reads the prompt; l_u reads a negative prompt in its place or, where that is empty, the answer alone. This is
-l_u + (w + 1) (l_c - l_u), as masked diffusion is guided without training for it (arXiv 2410.18514; LLaDA,
-arXiv 2502.09992), written so that w = 0 is plain decoding bit for bit. LLaDA's other branch reads a mask in place of
-each token of the prompt: `negative="masked"` of `mj.sample`. A pass costs twice as much.
+l_c are the logits with the prompt; l_u those with a negative prompt instead or, if that is empty, with the answer only.
+The formula equals l_u + (w + 1) (l_c - l_u), unsupervised guidance of masked diffusion (arXiv 2410.18514; LLaDA,
+arXiv 2502.09992), and is written so that w = 0 is plain decoding bit for bit. In LLaDA's unconditional branch a mask
+replaces each prompt token: `negative="masked"` of `mj.sample`. A guided pass costs two passes.
 
-The unconditional branch's sequence is the negative prompt, then what follows the prompt, moved by `shift` positions.
-Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens after the prompt, and its
-hidden states are gathered back to the positions of the conditional branch.
+The sequence of the unconditional branch is the negative prompt followed by the tokens after the prompt, which are
+moved by `shift` positions. `start` encodes the negative prompts once. In later passes this branch feeds the tokens
+after the prompt, and its hidden states are gathered back to the positions of the conditional branch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.types import Cache, Model, Params, Pass
 
-PREFILL = 256  # tokens of one pass over the negative prompts
+PREFILL = 256  # tokens per prefill pass over the negative prompts
 
 
 @functools.partial(
@@ -37,15 +37,16 @@ PREFILL = 256  # tokens of one pass over the negative prompts
 )
 @dataclasses.dataclass(frozen=True)
 class GuidedCache:
-    """The caches of both branches, and what places the unconditional one; every leaf has the batch axis first."""
+    """The KV caches of both branches, and the layout of the unconditional one; every leaf has the batch axis first."""
 
     conditional: Cache
     unconditional: Cache
-    weight: Any  # float [B]
-    prompt_length: Any  # int [B]
-    shift: Any  # int [B], length of the negative prompt minus that of the prompt
+    weight: Any  # float [B], w
+    prompt_length: Any  # int [B], tokens of the prompt
+    shift: Any  # int [B], length of the negative prompt minus length of the prompt
     negative: Any  # int [B, N], ids of the negative prompts
-    extra: int = 0  # by how many tokens the unconditional pass is wider, where a pass holds the prompt itself
+    # additional tokens of an unconditional pass in bidirectional models, whose passes hold the prompt
+    extra: int = 0
 
 
 class GuidedHidden(NamedTuple):
@@ -53,27 +54,33 @@ class GuidedHidden(NamedTuple):
 
     conditional: Any
     unconditional: Any
-    weight: Float[Array, "B T 1"]
+    weight: Float[Array, "B T 1"]  # w; with axis 1, because `slice_rows` slices it in every leaf
 
 
 class UnconditionalPass(NamedTuple):
-    """The tokens of the unconditional branch's pass, and how they correspond to those of the conditional one."""
+    """The tokens that the unconditional branch feeds, and their correspondence to those of the conditional branch."""
 
     tokens: Int[Array, "B W"]
-    source: Int[Array, "B W"]  # index in the conditional pass, -1 for the negative prompt
-    start: Int[Array, "B"]
-    used: Int[Array, "B"]
-    index: Int[Array, "B T"]  # where the conditional pass's tokens are; meaningless inside of the prompt
+    # index of each token in the conditional pass; -1 for tokens of the negative prompt
+    source: Int[Array, "B W"]
+    start: Int[Array, "B"]  # position of the first token in the unconditional sequence
+    used: Int[Array, "B"]  # number of tokens that count
+    # index of each conditional token in this pass; undefined for tokens of the prompt
+    index: Int[Array, "B T"]
 
 
 @functools.cache
 def guided(model: Model) -> Model:
-    """Returns the model with guidance; equal models give the same one.
+    """Adds guidance to a model.
 
-    `apply`, the pass without a cache, is the plain model's. A cache from `empty_cache` guides nothing: its weight is 0.
+    `apply`, the pass without a cache, stays that of the plain model. A cache from `empty_cache` has weight 0, which is
+    no guidance.
 
     Args:
         model: The plain model.
+
+    Returns:
+        The guided model. Equal models give the same object, so that they share compiled programs.
     """
     return model._replace(
         forward=functools.partial(_forward, model),
@@ -93,18 +100,18 @@ def start(
     weights: float | Sequence[float] | np.ndarray,
     room: int | None = None,
 ) -> GuidedCache:
-    """Makes the cache of a guided batch, with its negative prompts encoded.
+    """Makes the cache of a guided batch and encodes its negative prompts.
 
     Args:
         model: The plain model.
-        params: Of the model.
-        batch: B; rows are added up to it, which guide nothing.
-        slots: S of the conditional cache.
-        prompts: The length of each row's prompt.
-        negatives: Ids, one list per row; empty or None for no prompt at all.
+        params: Parameters of the model.
+        batch: Number of rows B of the cache; rows after those given have weight 0.
+        slots: Number of slots S of the conditional cache.
+        prompts: Length of the prompt of each row.
+        negatives: Ids of the negative prompt, one list per row; empty or None for no prompt.
         weights: w, one number or one per row.
-        room: Tokens kept for a negative prompt (None: what these need). Equal rooms give equal shapes, which a row
-            must have to replace another.
+        room: Maximum length of a negative prompt, which fixes the shapes; a server needs equal shapes to replace a row
+            by another. None: chosen for these negative prompts.
 
     Returns:
         A cache for `guided(model)`.
@@ -118,7 +125,7 @@ def start(
         raise refuse("guidance weight", weights, f"a finite number, or one for each of the {rows} rows")
     texts = _negative_ids(model, prompts, negatives, room, block)
     shift = np.array([len(ids) - prompt for ids, prompt in zip(texts, prompts, strict=True)])
-    if room is None:  # powers of two, and 0: few shapes
+    if room is None:  # powers of two or 0, so that there are few shapes
         power = lambda n: 1 << (n - 1).bit_length() if n else 0
         size, more = power(max(map(len, texts))), power(max(0, int(shift.max())))
     else:
@@ -126,7 +133,8 @@ def start(
     negative = np.zeros((batch, max(size, 1)), np.int32)
     for row, ids in zip(negative, texts, strict=False):
         row[: len(ids)] = ids
-    holds_prompt = model.config.pattern == "bidirectional"  # a pass does
+    # nothing is encoded: every pass feeds the whole row
+    holds_prompt = model.config.pattern == "bidirectional"
     wide = lambda x, kind: jnp.asarray(np.pad(np.asarray(x, kind), (0, batch - rows)))
     cache = GuidedCache(
         conditional=model.empty_cache(batch, slots),
@@ -139,7 +147,7 @@ def start(
     )
     if not np.any(np.asarray(model.encodable(jnp.asarray([len(ids) for ids in texts])))):
         return cache
-    # Whole blocks: a block-causal token must find the keys of its own block in the same pass.
+    # Whole blocks: in a block-causal model the tokens of a block attend to each other in the same pass.
     width = -(-min(PREFILL, negative.shape[1]) // block) * block
     return _encode_negatives(model, width, params, cache)
 
@@ -152,17 +160,17 @@ def resized(
     take: Callable[[Array], Array],
     fit: Callable[[Cache, Cache], Cache],
 ) -> GuidedCache:
-    """Makes the cache that continues an earlier one in another number of slots, with the keys of both branches.
+    """Copies a guided cache into one with another number of rows and slots, to continue an earlier call.
 
-    The other branch goes on after what it has read: its negative prompt, the answer, and then what both branches read.
+    Both branches keep what they have read: the prompt or the negative prompt, and the answer.
 
     Args:
         model: The plain model.
         before: The earlier cache.
-        batch: B of the new cache.
-        slots: S of the new conditional cache.
-        take: Selects the rows that are continued from an array with the batch axis first.
-        fit: Writes these rows of an earlier cache into a new one.
+        batch: Number of rows B of the new cache.
+        slots: Number of slots S of the new conditional cache.
+        take: Selects the continued rows of an array with the batch axis first.
+        fit: fit(new cache, earlier cache) writes these rows of the earlier cache into the new one.
 
     Returns:
         A cache for `guided(model)`.
@@ -183,9 +191,10 @@ def resized(
 def _negative_ids(
     model: Model, prompts: Sequence[int], negatives: Sequence[Any], room: int | None, block: int
 ) -> list[list[int]]:
-    """Checked negative prompts; for block-causal models padded on the left by masks.
+    """Checks the negative prompts, and pads them on the left by masks for block-causal models.
 
-    Their blocks are at multiples of the block, so the answer must keep its place in its block.
+    Blocks of these models start at multiples of the block length. The padding makes `shift` such a multiple, so that a
+    token has the same place in its block in both branches.
     """
     if len(negatives) != len(prompts):
         raise refuse("negative", f"a list of {len(negatives)}", f"one for each of the {len(prompts)} prompts")
@@ -209,8 +218,8 @@ def _empty(model: Model, batch: int, slots: int) -> GuidedCache:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _encode_negatives(model: Model, width: int, params: Params, cache: GuidedCache) -> GuidedCache:
-    """Encodes the negative prompts, as far as the model's pattern encodes text, `width` tokens per pass."""
-    # Rows have negative prompts of several lengths: a row that is done uses 0 tokens of the remaining passes.
+    """Encodes the negative prompts, as far as the model's pattern encodes text, in passes of `width` tokens."""
+    # Negative prompts differ in length: a row that is finished uses 0 tokens of the remaining passes.
     ready = model.encodable(cache.prompt_length + cache.shift)
     everyone = jnp.ones(ready.shape, bool)
     clean = jnp.zeros(ready.shape) if model.config.timed else None
@@ -229,12 +238,17 @@ def _encode_negatives(model: Model, width: int, params: Params, cache: GuidedCac
 
 
 def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, GuidedCache]:
-    """Both branches' passes; the unconditional hidden states are gathered to the conditional positions."""
+    """Runs the passes of both branches.
+
+    Returns:
+        The hidden states of both branches at the positions of the conditional pass, and the caches of both.
+    """
     cache: GuidedCache = given.cache
     hidden, conditional = model.forward(params, given._replace(cache=cache.conditional))
     other = _unconditional_pass(model, cache, given)
     index, masks = other.index, given.leave_one_out
-    if masks is not None:  # they stand at the same tokens, and their hidden states follow those of all tokens
+    if masks is not None:
+        # Leave-one-out masks belong to the same tokens in both branches; their hidden states follow the tokens'.
         columns = jnp.take_along_axis(other.index, jnp.maximum(masks.columns, 0), axis=1)
         masks = masks._replace(columns=jnp.where(masks.columns < 0, -1, columns))
         behind = other.tokens.shape[1] + jnp.arange(columns.shape[1], dtype=index.dtype)
@@ -251,15 +265,15 @@ def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, G
 
 
 def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> UnconditionalPass:
-    """Lays out the unconditional branch's pass.
+    """Chooses the tokens of the unconditional pass.
 
-    Its tokens at positions below `length` come from the negative prompt, the rest from the conditional pass. `start`
-    already wrote the first `encoded` tokens to the cache: a pass that reaches down to the prompt begins after them
-    (at 0 where nothing is ever encoded).
+    Tokens at positions below `length` come from the negative prompt, the others from the conditional pass. `start`
+    already wrote the first `encoded` tokens to the cache. A pass that includes tokens of the prompt therefore begins
+    after them, or at 0 in bidirectional models, where nothing is encoded.
     """
     tokens, reach = given.tokens, given.tokens.shape[1]
-    # The conditional pass feeds positions start .. start + T. Moved by `shift`, these are the positions of the same
-    # tokens in the unconditional sequence; what precedes them is the negative prompt.
+    # The conditional pass feeds positions start..start + T - 1. Moved by `shift`, these are the positions of the same
+    # tokens in the unconditional sequence; the positions before them belong to the negative prompt.
     width = reach + cache.extra
     length = cache.prompt_length + cache.shift
     encoded = model.encodable(length)
@@ -285,13 +299,13 @@ def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> Uncond
 
 
 def _gather(x: Array, index: Int[Array, "B W"]) -> Array:
-    """x [B, T, ...] at an index of axis 1; zeros where it is -1."""
+    """Gathers x [B, T, ...] along axis 1; zeros where the index is -1."""
     taken = jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(x, index)
     return jnp.where(index.reshape(*index.shape, *[1] * (x.ndim - 2)) >= 0, taken, 0).astype(x.dtype)
 
 
 def _guided_logits(head: Callable[..., Array], params: Params, hidden: Any, *chunk: Any) -> Array:
-    """Logits of both branches combined; chunk: first id and size, for a part of the vocabulary."""
+    """Computes the guided logits; `chunk` is the first id and the size of a part of the vocabulary, or nothing."""
     if not isinstance(hidden, GuidedHidden):
         return head(params, hidden, *chunk)
     conditional = head(params, hidden.conditional, *chunk)

@@ -1,7 +1,7 @@
 """sample(): prompts in, answers out.
 
-The path of a call: `Request` holds its arguments; `request.encode_request` encodes the prompts; `request.start` makes a
-`Session`; `decoder.advance` runs it on the device; `collect` reads the answers off its state.
+The path of a call: a `Request` holds the arguments; `request.encode_request` tokenizes the prompts; `request.start`
+makes a `Session`; `session.advance` runs it on the device; `collect` reads the answers from its state.
 
 `abstract_session`, `lower_run` and `lower_prefill` lower the programs of a call from shapes alone, to compile them
 ahead of time or to inspect them. Nothing is computed; `lm.params` may be `jax.ShapeDtypeStruct`s with shardings.
@@ -68,48 +68,50 @@ from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM
 
-HISTORY_PASSES = 16  # passes per dispatch while frames are kept
+# passes per dispatch while frames are kept: a static size, since it shapes the frame buffer
+HISTORY_PASSES = 16
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities of one answer's tokens, in nats, by the model before any logits processor.
+    """Log-probabilities of the n tokens of one answer, in nats, computed before any logits processor.
 
-    Each is that of the pass that wrote the token, given what the canvas held then.
+    The log-probability of a token comes from the pass that accepted it, conditioned on the canvas of that pass.
     """
 
-    tokens: np.ndarray  # float [n]
-    top_ids: np.ndarray  # int [n, k], most probable first
-    top: np.ndarray  # float [n, k]
+    tokens: np.ndarray  # float [n], of the emitted tokens
+    top_ids: np.ndarray  # int [n, k], the k most probable ids at each position, most probable first
+    top: np.ndarray  # float [n, k], log-probabilities of `top_ids`
 
 
 @dataclass(frozen=True)
 class Output:
-    """Answers, and what they cost.
+    """The answers of a call and their cost.
 
-    Lists have one entry per answer, in the order prompt 0's `n` answers, prompt 1's `n` answers, and so on: answer k
-    belongs to prompt k // n.
+    Lists and arrays have one entry per answer, B in all: first the `n` answers to prompt 0, then the `n` answers to
+    prompt 1, and so on. Answer k belongs to prompt k // n.
     """
 
-    texts: list[str]  # the answers; of conversations without their thinking
-    tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end of text
-    forwards: np.ndarray  # int [B], denoising and verifying passes of each row, one after the other (NFE)
-    finish: list[str]  # "stop": the model or a stop text ended the answer; "length": max_tokens did; "paused"
-    seconds: float  # of decoding, compilation included
-    thinking: list[str | None] = field(repr=False)
-    passes: int = 0  # of the device loop: those of the slowest row, encoding included
-    # Tokens encoded, [B]; a prompt with several answers counts for the first of them.
+    texts: list[str]  # the answers; for conversations, without the thinking
+    tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end-of-text token
+    forwards: np.ndarray  # int [B], denoising and verifying passes of each row (NFE); prefill is not counted
+    # "stop": ended by the model or a stop text; "length": by max_tokens; "paused": by passes=
+    finish: list[str]
+    seconds: float  # wall time of the call, compilation included
+    thinking: list[str | None] = field(repr=False)  # the thinking of each answer; None where there is none
+    # iterations of the decoding loop: the passes of the slowest row, those that only encode included
+    passes: int = 0
+    # int [B], tokens written to the KV cache. The prompt is encoded once, and counts for the first of its n answers.
     encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
-    history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, on request
-    logprobs: list[LogProbs] | None = field(repr=False, default=None)  # on request
-    state: Session | None = field(repr=False, default=None)  # on request
-    # int [B], canvases that these passes computed for each row: more than `forwards` with `Plan(lookahead=)`, whose
-    # passes compute drafts too.
+    history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, with `history=True`
+    logprobs: list[LogProbs] | None = field(repr=False, default=None)  # with `logprobs=`
+    state: Session | None = field(repr=False, default=None)  # with `keep=True`, `state=` or `passes=`
+    # int [B], canvases computed for each row. Equal to `forwards` except with `Plan(lookahead=)`, where a pass also
+    # computes drafts of later canvases.
     evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     n: int = 1  # answers to each prompt
-    draft: DraftOutput | None = field(
-        repr=False, default=None
-    )  # of the drafter, with `draft=`; `forwards` are of `lm`
+    # Counts of the drafter, with `draft=`; `forwards` counts the passes of `lm` only.
+    draft: DraftOutput | None = field(repr=False, default=None)
 
     @property
     def text(self) -> str:
@@ -118,22 +120,22 @@ class Output:
 
     @property
     def groups(self) -> list[list[str]]:
-        """The texts by prompt: one list of `n` answers for each."""
+        """The texts grouped by prompt: one list of `n` answers per prompt."""
         return [self.texts[i : i + self.n] for i in range(0, len(self.texts), self.n)]
 
     @property
     def lengths(self) -> list[int]:
-        """Emitted tokens of each answer."""
+        """Number of emitted tokens of each answer."""
         return [len(t) for t in self.tokens]
 
     @property
     def tokens_per_forward(self) -> float:
-        """Emitted tokens over forward passes, summed over the rows."""
+        """Emitted tokens of all rows divided by the forward passes of all rows."""
         return float(sum(self.lengths) / max(int(self.forwards.sum()), 1))
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens of all rows over the seconds of the call."""
+        """Emitted tokens of all rows divided by the seconds of the call."""
         return sum(self.lengths) / max(self.seconds, 1e-9)
 
 
@@ -163,50 +165,53 @@ def sample(
 ) -> Output:
     """Decodes answers to each prompt.
 
-    What may be a list below has one entry per prompt, and the n answers to a prompt share its entry. So do the
-    parameters of a rule: `rules.threshold([0.5, 0.9])`.
+    Where an argument may be a list, the list has one entry per prompt, and all n answers to a prompt use that entry.
+    The parameters of a rule may be lists too: `rules.threshold([0.5, 0.9])`.
 
     Args:
         lm: The model, from `mj.load()`.
-        prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of text parts
-            {"type": "text", "text": ...}), ids (a list, or an array of numpy or JAX), or a list of these; a 2-D array
-            is a list of ids.
-        n: Answers to each prompt, which is encoded once.
-        max_tokens: Most tokens of an answer, its thinking not counted; one number or a list.
-        seed: Answer j of prompt i draws from seed + i n + j; with a list, from seed[i] + j. In place of a number s it
-            may be a key of `jax.random.key`, where `fold_in(key, k)` stands for s + k.
-        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the model's own.
-        plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or a list (None: the rule's own; 0: argmax).
-        effort: "instant", "low", "medium", "high" or an `Effort`, or a list of these. Conversations then think first,
-            within its budget.
-        stop: Texts at which an answer ends: it is cut before the first of them (the one that ends first), and its
-            tokens end with the one that completes the text. A list of texts for all prompts, or a list of such lists
-            (or None). Thinking is not searched. Not with schema.
-        logit_bias: {id: bias}, or a list with one such table (or None) per prompt.
+        prompt: One prompt or a list of prompts. A prompt is a text; a conversation, which is a list of
+            {"role", "content"} whose content is a text or a list of parts {"type": "text", "text": ...}; or token ids
+            as a list, a numpy array or a JAX array. A 2-D array is a list of id prompts.
+        n: Answers per prompt. The prompt is encoded once and its KV cache is shared.
+        max_tokens: Maximum number of tokens of an answer, not counting its thinking; one number or a list.
+        seed: Answer j of prompt i uses the seed `seed + i * n + j`; with a list, `seed[i] + j`. A key of
+            `jax.random.key` is allowed instead of a number; k is then added by `fold_in(key, k)`.
+        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the checkpoint's default, or else the
+            default for its noise.
+        plan: Block length, denoising steps, and reuse of cached keys and values.
+        temperature: Sampling temperature of tokens, one number or a list. 0: argmax. None: the default of the rule.
+        effort: "instant", "low", "medium", "high" or an `Effort`, or a list of these. In conversations the model then
+            thinks before it answers, within the budget of the effort.
+        stop: Stop texts: one, a list for all prompts, or a list of such lists (or None). The text of an answer is cut
+            before the stop text that is completed first; its tokens include the one that completes the stop text.
+            Thinking is not searched. Not with `schema`.
+        logit_bias: {token id: bias}, or a list with one such table (or None) per prompt.
         guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
-        negative: What the other branch of the guidance reads in place of the prompt: one, or one per prompt. None:
-            nothing, so that it sees the answer alone. "masked": a mask in place of each token of the prompt, which
-            is the guidance of LLaDA (`cfg_scale` of its generate.py).
-        logprobs: Keep log-probabilities, with this many alternatives at each token.
-        state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, one for each answer of
-            that call, or None to finish a call that `passes` stopped. A guided call is continued with the keys of
-            both branches and its weight, or with another `guidance`: then both read what comes next.
-        keep: Fill `Output.state`.
-        passes: Stop after this many passes.
-        history: Keep a `Frame` of every pass.
-        mesh: Shard the rows over its `data` axis.
-        schema: What every answer obeys (its thinking is free): a JSON Schema, a spec of `mj.grammar`, or a list of
-            these with one, or None, per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
-        draft: A diffusion model of the same tokenizer, or an `mj.Draft` of one: it drafts blocks, and `lm` verifies
-            each in one pass. The answers are those of `lm` alone. For an `lm` that predicts the next token; not with
-            plan, schema, guidance, state, keep or passes.
+        negative: The prompt of the unconditional branch of the guidance, one or one per prompt. None: no prompt, so
+            this branch sees only the answer. "masked": a mask instead of each prompt token, which is the guidance of
+            LLaDA (`cfg_scale` in its generate.py).
+        logprobs: Number of alternatives per token for which log-probabilities are returned, in addition to the
+            emitted token's. None: `Output.logprobs` is None.
+        state: `Output.state` of an earlier call, to continue from its KV cache. `prompt` is then the text that
+            follows, one for each answer of that call; or None to finish a call that `passes` stopped. A guided call
+            continues with the caches of both branches and its weight, unless `guidance` sets another one; both
+            branches then read `prompt`.
+        keep: Whether to return the final state in `Output.state`.
+        passes: Stop after this many passes and return the state. None: run until all answers are done.
+        history: Whether to return a `Frame` of every pass in `Output.history`.
+        mesh: Mesh over whose `data` axis the rows are sharded.
+        schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
+            with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
+        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one. It drafts blocks, and `lm`, a model
+            that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
+            sense of `mj.Draft.method`. Not with plan, schema, guidance, state, keep or passes.
 
     Returns:
-        The answers.
+        The answers and their cost.
 
     Raises:
-        ValueError: Names the argument that does not fit, before any compute; or row and pass where the logits of a
+        ValueError: Names the argument that does not fit, before any compute; or names row and pass if the logits of a
             model are NaN.
 
     Example:
@@ -237,6 +242,7 @@ def sample(
         request = encode_request(lm, request)
         if grammars is not None:
             request = constrained.with_grammar_mask(lm, request)
+        # The fast path: when no state, frame or text is needed before the end, prefill and all passes are one program.
         elif (
             not (keep or history or passes or state or mesh or effort or stop)
             and guidance is negative is None
@@ -262,11 +268,14 @@ def sample(
 
 
 def _cached(request: Request, config: DecodeConfig) -> np.ndarray:
-    """Tokens [B] that were in the KV cache when a call began; all but the first answer to a prompt find it there."""
+    """Counts the tokens [B] that were in the KV cache before a call encoded anything, to be subtracted at its end."""
     cached = np.zeros(len(request.prompts), int)
+    # A continued call starts from the cache of the earlier one; each of its rows may have n answers now.
     if request.state is not None:
         before = np.asarray(request.state.state.cache_length)[: request.state.rows]
         cached = np.repeat(before, len(cached) // len(before))
+    # The prompt is encoded in the row of its first answer, and the other n - 1 rows copy its cache. A bidirectional
+    # model has no cache to copy.
     if request.forked and request.rows is not None and config.model.config.pattern != "bidirectional":
         ready = np.asarray(encodable_tokens(config, jnp.asarray(request.rows.committed)))
         cached = np.where(np.arange(len(cached)) % request.n > 0, ready, cached)
@@ -274,7 +283,11 @@ def _cached(request: Request, config: DecodeConfig) -> np.ndarray:
 
 
 def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]:
-    """Decodes a request that keeps nothing: one program, one transfer back. Also what was cached, as of `_cached`."""
+    """Decodes a request that needs no state afterwards: one compiled program, one transfer to the host.
+
+    Returns:
+        The answers, the number of passes, and the cached tokens [B] (see `_cached`).
+    """
     config, sampling, rows = configure(lm, request)
     fork = fork_of(request, len(rows.committed))
     with explain_wrong_params(lm):
@@ -284,7 +297,11 @@ def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]
 
 
 def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
-    """Runs a session to its end, or for some passes; returns its frames if asked for, and the passes made."""
+    """Runs a session until all rows are done, or for at most `passes` passes.
+
+    Returns:
+        The session, its frames (empty without `history`), and the number of passes made.
+    """
     watch = watched_rows(session)
     if not history and passes is None and watch is None:
         session, _, made = advance(lm, session, None)
@@ -292,7 +309,8 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
     frames: list[Frame] = []
     total, checked = 0, np.zeros(session.state.done.shape[0], int)
     while not session.done and (passes is None or total < passes):
-        # Whole chunks and then single passes: two programs serve every number. Stop texts alone need no frames.
+        # The number of frames is static. Chunks of HISTORY_PASSES and then single passes serve every `passes` with two
+        # compiled programs. Stop texts alone need no frames: the loop returns when a watched row commits a block.
         size = HISTORY_PASSES if passes is None or passes - total >= HISTORY_PASSES else 1
         session, chunk, made = advance(lm, session, size if history or passes is not None else None, watch)
         host, count = jax.device_get(chunk), int(np.max(jax.device_get(made)))
@@ -313,27 +331,29 @@ def collect(
     cached: np.ndarray | int = 0,
     stopped: Mapping[int, str] = MappingProxyType({}),
 ) -> Output:
-    """Makes the output of a call.
+    """Makes the output of a call from the state of its rows.
 
     Args:
-        lm: Decodes the answers.
-        found: Of all rows; those after the prompts' only fill a bucket.
-        prompts: Of the call.
+        lm: The model, whose tokenizer decodes the answers.
+        found: Arrays of all rows. Rows after `len(prompts)` only pad the batch to its bucket and are dropped.
+        prompts: Encoded prompts of the call, one per answer.
         began: `time.perf_counter()` at the start of the call.
-        frames: To keep in the output.
+        frames: Frames to return in `Output.history`.
         cached: Tokens [B] that were in the KV cache when the call began.
-        stopped: The answers of the rows that a stop text has ended; their last token may hold more.
+        stopped: {row: text} of the rows that a stop text ended. The text is cut, since the last token of such a row
+            may contain characters after the stop text.
 
     Returns:
-        The answers.
+        The answers and their cost.
 
     Raises:
-        ValueError: Names row and pass where the logits of a model were NaN.
+        ValueError: Names row and pass if the logits of a model were NaN.
     """
     host: Any = jax.device_get(found)
     count = len(prompts)
     check_nan_steps(host.nan_step[:count])
     tokens, first, end, done = host.tokens, host.prompt, host.end, host.done
+    # An unfinished row (`passes=`) shows the blocks that it has committed.
     ends = np.where(done, end, np.maximum(host.committed, first))
     answers = [tokens[i, first[i] : ends[i]] for i in range(count)]
     seconds = time.perf_counter() - began
@@ -343,7 +363,7 @@ def collect(
         decoded.append((thinking, stopped.get(i, text)))
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
-    for i in range(count):  # the end of text is just after an answer that the model ended
+    for i in range(count):  # if the model ended the answer, its end-of-text token is the one after the answer
         ended = i in stopped or not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
@@ -373,7 +393,13 @@ def collect(
 def _continue_empty_answers(
     lm: LM, request: Request, session: Session, out: Output
 ) -> tuple[Output, Session, int]:
-    """Continues conversations whose answer shows no text, after their thinking; also returns the further passes."""
+    """Continues conversations whose answer has no text, such as those that never closed their thinking section.
+
+    The thinking section is closed, and decoding continues with the answer.
+
+    Returns:
+        The output with the continued answers, the session, and the number of additional passes.
+    """
     prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
     empty = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
     which = [i for i in empty if i not in session.stopped]
@@ -404,7 +430,11 @@ def _continue_empty_answers(
 
 
 def _join_logprobs(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
-    """Joins those of `size` tokens, the last of which may be a closing token that no model wrote (0), and of others."""
+    """Concatenates the log-probabilities of the first `size` tokens of an answer and of its continuation.
+
+    If `size` exceeds the tokens of `before`, the extra ones are the inserted tokens that close the thinking. The model
+    did not sample them, so their log-probability is given as 0.
+    """
 
     def join(old: np.ndarray, new: np.ndarray) -> np.ndarray:
         old = old[:size]
@@ -421,18 +451,17 @@ def _join_logprobs(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
 def abstract_session(
     lm: LM, rows: int, context: int, answer: int | None = None, mesh: Mesh | None = None
 ) -> tuple[Session, int | None]:
-    """Makes the session of a call as shapes.
+    """Makes the session of a call with `jax.ShapeDtypeStruct`s instead of arrays.
 
     Args:
-        lm: The model, decoded by its own sampler and plan.
-        rows: Prompts of the call.
+        lm: The model, decoded with its default sampler and plan.
+        rows: Number of prompts of the call.
         context: Tokens of a row, prompt and answer together.
-        answer: Tokens of the answer among them; None: one block.
-        mesh: As of `sample`.
+        answer: Tokens of the answer, part of `context`; None: one block.
+        mesh: Mesh over whose `data` axis the rows are sharded, as in `sample`.
 
     Returns:
-        A session whose state consists of shapes, and the tokens of one pass over its long prompts (None where the
-        decoder's own steps encode them).
+        The session, and the tokens per prefill pass; None if prompts are so short that `step` encodes them.
 
     Raises:
         ValueError: The sizes do not fit the model's context.
@@ -448,7 +477,8 @@ def abstract_session(
     decode_config, sampling, padded = configure(lm, request)
     state = jax.eval_shape(lambda: first_state(decode_config, sampling, padded))
     on = sharding.model_parallel_mesh(lm.params)
-    if on is not None:  # a shape alone does not say where its array lies
+    # `eval_shape` drops shardings, and the lowered program needs the sharding of the cache
+    if on is not None:
         place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         shardings = sharding.cache_shardings(state.cache, on)
         state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
@@ -458,12 +488,12 @@ def abstract_session(
 
 
 def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages.Lowered:
-    """Lowers the loop of passes for the devices that the parameters' shardings name.
+    """Lowers the decoding loop for the devices in the shardings of the parameters.
 
     Args:
-        lm: Its parameters may be shapes.
-        session: From `abstract_session`, or a real one.
-        passes: Most passes; None: until every row is done.
+        lm: The model; its parameters may be shapes.
+        session: A session from `abstract_session`, or one with arrays.
+        passes: Maximum number of passes; None: until every row is done.
 
     Returns:
         The lowered program.
@@ -475,12 +505,12 @@ def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages
 
 
 def lower_prefill(lm: LM, session: Session, width: int) -> jax.stages.Lowered:
-    """Lowers the loop over a long prompt, for the same devices.
+    """Lowers the prefill loop of long prompts for the devices in the shardings of the parameters.
 
     Args:
-        lm: Its parameters may be shapes.
-        session: From `abstract_session`, or a real one.
-        width: Tokens per pass.
+        lm: The model; its parameters may be shapes.
+        session: A session from `abstract_session`, or one with arrays.
+        width: Tokens per prefill pass.
 
     Returns:
         The lowered program.

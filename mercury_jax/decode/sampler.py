@@ -1,6 +1,7 @@
 """Rules, logits processors and stopping criteria, and the `Sampler` that combines them.
 
-Each is a pure function of one row. A decorator turns the function into a factory of values that a `Sampler` holds:
+Each of these three kinds of part is a pure function of one row. A decorator turns the function into a factory, whose
+calls make the parts that a `Sampler` holds:
 
     @mj.rule(source="Fast-dLLM, arXiv 2505.22618")
     def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
@@ -8,10 +9,10 @@ Each is a pure function of one row. A decorator turns the function into a factor
 
     sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
 
-The arguments after `memory` (of a processor: after `view`) are parameters. They are leaves of the value's pytree and
-therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part of a module is
-registered under its name, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The
-state machine (`denoise.py`) vmaps everything over the rows.
+The arguments after `memory` (for a processor: after `view`) are parameters. They are the leaves of the part's pytree
+and therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. Parts defined in a
+module are registered by name for `mj.rules`, `mercury info`, the command line and the server (`registration.py`).
+`denoise.py` calls the parts under `vmap`, once per denoising step for each row.
 """
 
 from __future__ import annotations
@@ -35,56 +36,90 @@ Memory: TypeAlias = Any  # a pytree of arrays that a rule or a stopping criterio
 Param: TypeAlias = float | jax.Array | np.ndarray  # one number, or one per row
 Logits = Float[Array, "L V"]
 NOISE = ("absorbing", "uniform")  # kinds of noise: with a mask id, and without one
-# Whether leave-one-out masks are made, and whether they attend to each other ("joint") or each only to itself.
+# Whether a pass feeds leave-one-out masks, and whether they attend to each other ("joint") or each only to itself.
 LeaveOneOutMasks: TypeAlias = bool | Literal["joint"]
 
 
 class Static(NamedTuple):
-    """A parameter that is one array for all rows (a table of ids), where a plain array is one number per row."""
+    """A parameter that is one array for all rows, such as a table of ids; a plain array is one number per row."""
 
     value: jax.Array | np.ndarray
 
 
 @runtime_checkable
 class RuleFunction(Protocol):
-    """Decides what becomes of each position of one row in one denoising step."""
+    """The function of a rule: decides the next token of each position of one row in one denoising step."""
 
     def __call__(self, key: Key, view: View, memory: Memory, /) -> tuple[Proposal, Memory]:
-        """Returns the proposal and the memory for the next step, which must keep its structure and shapes."""
+        """Computes the proposal of one row.
+
+        Args:
+            key: Key of this step and row.
+            view: What the rule sees of the row's window.
+            memory: What the rule returned in the previous step, or its `init` at the start of the block.
+
+        Returns:
+            The proposal, and the memory for the next step, with unchanged structure, shapes and dtypes.
+        """
         ...
 
 
 @runtime_checkable
 class LogitsProcessorFunction(Protocol):
-    """Changes the logits [L, V] of one row before the token statistics are computed."""
+    """The function of a logits processor: changes the logits of one row before the token statistics are computed."""
 
     def __call__(self, logits: Logits, view: View, /) -> Logits:
-        """Returns logits of the same shape. `view.stats` is None here."""
+        """Changes the logits of one row.
+
+        Args:
+            logits: Logits of the window; a chunk of the vocabulary if the processor has `needs_logits=False`.
+            view: What a processor sees of the window; `view.stats` is not computed yet, and None.
+
+        Returns:
+            Logits of the same shape and dtype.
+        """
         ...
 
 
 @runtime_checkable
 class StoppingFunction(Protocol):
-    """Decides whether one row's block is finished before its steps are used up."""
+    """The function of a stopping criterion: decides whether a row's block is finished before its last step."""
 
     def __call__(
         self, view: View, proposal: Proposal, memory: Memory, /
     ) -> tuple[Bool[Array, ""] | bool, Memory]:
-        """Returns whether the block is finished, and the memory for the next step."""
+        """Decides whether the block of one row is finished.
+
+        Args:
+            view: What the criterion sees of the row's window, before this step.
+            proposal: The proposal of the rule in this step.
+            memory: What the criterion returned in the previous step, or its `init` at the start of the block.
+
+        Returns:
+            Whether the block is finished, and the memory for the next step, with unchanged structure and shapes.
+        """
         ...
 
 
 @runtime_checkable
 class HiddenHead(Protocol):
-    """What a rule reads of the hidden states of a pass: `Rule.needs_hidden`."""
+    """A head over the hidden states of a pass, whose output a rule reads as `view.hidden` (`Rule.needs_hidden`)."""
 
     def __call__(self, params: Params, hidden: Hidden, /) -> Any:
-        """Returns arrays [B, L, ...] of the model's parameters and the windows' hidden states, leaves [B, L, ...]."""
+        """Computes what the rule reads.
+
+        Args:
+            params: Parameters of the model.
+            hidden: Hidden states of the windows, leaves [B, L, ...].
+
+        Returns:
+            Arrays [B, L, ...].
+        """
         ...
 
 
 def no_memory(canvas: Int[Array, "L"], vocab: int) -> Memory:
-    """Returns the memory of a rule or stopping criterion that carries nothing.
+    """Returns the empty memory of a rule or stopping criterion that carries nothing from step to step.
 
     Args:
         canvas: Unused.
@@ -96,7 +131,7 @@ def no_memory(canvas: Int[Array, "L"], vocab: int) -> Memory:
     return ()
 
 
-# What JAX raises where a function needs the value of an array that is only traced, and what to write instead.
+# Errors that JAX raises if a function needs the value of a traced array, and the explanation that replaces them.
 _TRACING_ERRORS = {
     jax.errors.TracerBoolConversionError: "decides by a traced value in Python (if, while, and, or, not); "
     "allowed: jnp.where(condition, a, b), jax.lax.cond, or & | ~",
@@ -111,16 +146,16 @@ _TRACING_ERRORS = {
 
 
 def call_part(name: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
-    """Calls a user's function; errors of tracing and of shapes become ValueErrors that name it.
+    """Calls the function of a part, and converts errors of tracing and of shapes to ValueErrors that name it.
 
-    A function written by a user is first called inside of a compiled loop, where a Python `if` or a wrong shape would
-    end in an error about tracers. Errors of other kinds, such as a NameError, pass as they are.
+    A user's function is first called while a loop is traced, where a Python `if` or a wrong shape would raise a long
+    error about tracers. Errors of other types, such as a NameError, are not caught.
 
     Args:
-        name: Of the function, for errors.
-        function: Of a part.
-        args: Its arguments.
-        params: Its parameters; a `Static` stands for the array that it holds.
+        name: Name of the function for error messages.
+        function: The function of a rule, processor, stopping criterion or cache policy, or the `init` of one.
+        args: Its positional arguments.
+        params: Its parameters; a `Static` is replaced by the array that it holds.
 
     Returns:
         What the function returns.
@@ -139,7 +174,7 @@ def call_part(name: str, function: Callable[..., Any], /, *args: Any, **params: 
 
 
 def _pytree(cls: Any) -> Any:
-    """Registers a dataclass whose `params` are its only leaves."""
+    """Registers a dataclass as a pytree: `params` holds the leaves, and all other fields are static."""
     meta = [field.name for field in dataclasses.fields(cls) if field.name != "params"]
     return jax.tree_util.register_dataclass(cls, data_fields=["params"], meta_fields=meta)
 
@@ -153,19 +188,19 @@ class Rule:
         function: The pure function, a `RuleFunction` with further keyword parameters.
         params: The values of these parameters.
         name: For messages and reports.
-        init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
-        temperature: At which tokens are drawn unless the sampler says otherwise.
-        stopping: Makes the stopping criterion that the rule wants; None for the default of the noise.
-        noise: The kinds of noise that it is made for.
-        leave_one_out: Whether it reads `view.leave_one_out`, for which each pass also feeds a mask for each position
-            of the window. Such a mask does not see the token at its position; with True it sees none of the other
-            masks either, with "joint" it sees all of them.
-        needs_hidden: Whether it reads `view.hidden`. With True that are the hidden states of the window as the model's
-            head reads them, leaves [L, ...]. With a function head(params, hidden) they are what the function makes of
-            the model's parameters and these states, such as the score [L] of a trained planner or remasker.
-        variable_length: Whether it inserts or deletes positions.
-        needs_logits: Whether it reads `view.logits`. If no part does, a large vocabulary is processed in chunks
-            and all of its logits never exist at once.
+        init: init(canvas [L], vocabulary size) makes the memory at the start of each block.
+        temperature: Sampling temperature unless the sampler sets one; 0: argmax.
+        stopping: Makes the stopping criterion that belongs to the rule; None: the default of the noise.
+        noise: The kinds of noise for which the rule is defined.
+        leave_one_out: Whether the rule reads `view.leave_one_out`. Each pass then also feeds one additional mask per
+            position of the window, which does not attend to the token at its own position. With True it attends to
+            none of the other additional masks, with "joint" to all of them.
+        needs_hidden: Whether the rule reads `view.hidden`. True: the hidden states of the window, as the model's head
+            reads them, leaves [L, ...]. A function head(params, hidden): its output, such as the score [L] of a
+            trained planner or remasker.
+        variable_length: Whether the rule inserts or deletes positions.
+        needs_logits: Whether the rule reads `view.logits`. If no part of a sampler does, a large vocabulary is
+            processed in chunks, and the logits [L, V] never exist at once.
     """
 
     function: Callable[..., tuple[Proposal, Memory]]
@@ -181,7 +216,15 @@ class Rule:
     needs_logits: bool = True
 
     def __call__(self, key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
-        """Runs the rule on one row and checks what it returns; the check happens while tracing.
+        """Runs the rule on one row and checks shapes and dtypes of what it returns, while tracing.
+
+        Args:
+            key: Key of this step and row.
+            view: What the rule sees of the row's window.
+            memory: Memory from the previous step.
+
+        Returns:
+            The proposal, and the memory for the next step.
 
         Raises:
             ValueError: Names the rule and the field with the wrong shape or dtype.
@@ -213,8 +256,8 @@ class LogitsProcessor:
         function: The pure function, a `LogitsProcessorFunction` with further keyword parameters.
         params: The values of these parameters.
         name: For messages and reports.
-        needs_logits: Whether it compares the logits of different ids. If not, it may be given a chunk of the
-            vocabulary, whose first column is the id `view.first_id`.
+        needs_logits: Whether the processor compares the logits of different ids. If not, it may be called with a chunk
+            of the vocabulary, whose first column is the id `view.first_id`.
     """
 
     function: Callable[..., Logits]
@@ -223,7 +266,14 @@ class LogitsProcessor:
     needs_logits: bool = True
 
     def __call__(self, logits: Logits, view: View) -> Logits:
-        """Runs the processor on one row and checks the shape of what it returns, while tracing.
+        """Runs the processor on one row and checks shape and dtype of what it returns, while tracing.
+
+        Args:
+            logits: Logits of the window, or of a chunk of the vocabulary.
+            view: What the processor sees of the row's window.
+
+        Returns:
+            The changed logits.
 
         Raises:
             ValueError: Names the processor and what it returned.
@@ -244,8 +294,8 @@ class StoppingCriterion:
         function: The pure function, a `StoppingFunction` with further keyword parameters.
         params: The values of these parameters.
         name: For messages and reports.
-        init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
-        needs_logits: Whether it reads `view.logits`.
+        init: init(canvas [L], vocabulary size) makes the memory at the start of each block.
+        needs_logits: Whether the criterion reads `view.logits`.
     """
 
     function: Callable[..., tuple[Bool[Array, ""] | bool, Memory]]
@@ -256,6 +306,14 @@ class StoppingCriterion:
 
     def __call__(self, view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
         """Runs the criterion on one row and checks what it returns, while tracing.
+
+        Args:
+            view: What the criterion sees of the row's window, before this step.
+            proposal: The proposal of the rule in this step.
+            memory: Memory from the previous step.
+
+        Returns:
+            Whether the block is finished, and the memory for the next step.
 
         Raises:
             ValueError: Names the criterion and what it returned.
@@ -288,7 +346,7 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-# What the state machine calls each kind of part with; its parameters follow.
+# The arguments of each kind of part, by position; the parameters of a function follow them.
 ARGUMENTS = {
     "rule": ("key", "view", "memory"),
     "cache policy": ("key", "view", "memory"),
@@ -298,17 +356,17 @@ ARGUMENTS = {
 
 
 def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
-    """Returns a function's parameters after the arguments of its kind.
+    """Returns the parameters of a function that follow the arguments of its kind.
 
     Args:
         function: A user's function.
         kind: A key of `ARGUMENTS`.
 
     Returns:
-        The further parameters.
+        The parameters after these arguments.
 
     Raises:
-        ValueError: It does not take the arguments of its kind, in their order.
+        ValueError: The function does not take the arguments of its kind in their order.
     """
     names, title = ARGUMENTS[kind], function_title(function)
     wanted = f"({', '.join(names)})"
@@ -331,17 +389,19 @@ def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
 
 
 def function_title(function: Any) -> str:
-    """Returns the name of a function or of a part.
+    """Returns the name of a function or of a part for messages.
 
     Args:
         function: A function, a factory or a part.
 
     Returns:
-        Its name, for messages.
+        The name, or that of the type if the object has none.
     """
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
 
+# `Sampler` must be a named tuple, so that JAX finds the parameters in its fields; a class of its own, because a named
+# tuple cannot check its fields.
 class _SamplerFields(NamedTuple):
     rule: Rule
     processors: tuple[LogitsProcessor, ...] = ()
@@ -352,23 +412,25 @@ class _SamplerFields(NamedTuple):
 
 
 class Sampler(_SamplerFields):
-    """How an answer is decoded. A rule alone is accepted wherever a sampler is.
+    """How an answer is decoded: a rule, logits processors and a stopping criterion.
 
-    A named tuple, so that JAX sees its parameters; a subclass of one, because a named tuple cannot check its fields.
+    A rule alone is accepted wherever a sampler is.
 
     Args:
-        rule: Which positions become tokens in each step.
-        processors: Change the logits before the rule reads them. A temperature here changes what the rule reads as
-            confidence; `temperature` below does not.
-        stopping: When a block is finished early. None: the rule's own, else the default of the noise.
-        temperature: At which tokens are drawn (0: argmax). None: the rule's own.
-        allow: Processors that run first and again last, so that no other one revives what they forbid.
-        speculate: Draft up to this many tokens, then verify them by one causal pass of the same weights, so that
-            the answer is the autoregressive one. 0 drafts nothing: plain autoregressive decoding. Only for models
-            whose encoding pass was trained to predict the next token.
+        rule: Decides which positions are accepted in each step.
+        processors: Change the logits before the rule reads them. A temperature processor changes the confidence that
+            the rule reads; the argument `temperature` changes only the sampled tokens.
+        stopping: Decides when a block is finished early. None: the criterion of the rule, or else the default of the
+            noise.
+        temperature: Sampling temperature of tokens; 0: argmax. None: the temperature of the rule.
+        allow: Processors that forbid ids. They run before and again after `processors`, so that none of those can
+            make a forbidden id possible again.
+        speculate: Maximum number of tokens to draft; the draft is verified by one causal pass of the same weights, so
+            that the answer is that of autoregressive decoding. 0: no draft, plain autoregressive decoding. Only for
+            models whose encoding pass was trained to predict the next token.
 
     Raises:
-        ValueError: Names the field that holds something else.
+        ValueError: Names the field that holds a value of the wrong kind.
     """
 
     __slots__ = ()
@@ -408,14 +470,15 @@ SamplerLike: TypeAlias = Sampler | Rule | RuleFunction
 
 
 def accept(view: View, which: Bool[Array, "L"], answer: Int[Array, "L"] | None = None) -> Proposal:
-    """Accepts the drawn tokens at the given positions and refills the other open positions with noise.
+    """Accepts the sampled tokens at the given positions and refills the other open positions with noise.
 
-    Masked decoding refills with the mask, which changes nothing; uniform diffusion refills with fresh random tokens.
+    For absorbing noise the noise is the mask, so that these positions stay as they are. For uniform noise they get new
+    random tokens.
 
     Args:
-        view: Of one row.
-        which: Positions whose drawn token becomes part of the chain.
-        answer: What would be emitted now. None: the chain where it is decided, the argmax elsewhere.
+        view: The view of one row.
+        which: Positions whose sampled token is written to the canvas.
+        answer: Tokens that would be emitted now. None: the accepted and decided tokens, and the argmax elsewhere.
 
     Returns:
         A proposal that keeps every position where it is.
@@ -437,15 +500,15 @@ def propose(view: View, canvas: Int[Array, "L"], answer: Int[Array, "L"] | None 
     """Makes a proposal that keeps every position where it is.
 
     Args:
-        view: Of one row.
-        canvas: The next state of the chain.
-        answer: What would be emitted now; None: the canvas.
+        view: The view of one row.
+        canvas: The next tokens of the window, noise included.
+        answer: Tokens that would be emitted now; None: the canvas.
 
     Returns:
         The proposal.
 
     Raises:
-        ValueError: Canvas or answer are not whole numbers [L].
+        ValueError: `canvas` or `answer` is not an integer array [L].
     """
     for name, value in (("canvas", canvas), ("answer", canvas if answer is None else answer)):
         kind = getattr(value, "dtype", None)
@@ -457,16 +520,16 @@ def propose(view: View, canvas: Int[Array, "L"], answer: Int[Array, "L"] | None 
 
 
 def check_sampler(sampler: Any) -> Sampler:
-    """Checks that a sampler's fields hold parts of the right kind; a rule alone becomes a sampler.
+    """Checks that the fields of a sampler hold parts of the right kind, and converts a rule to a sampler.
 
     Args:
-        sampler: A `Sampler`, a `Rule`, or a plain function that decides as a rule does.
+        sampler: A `Sampler`, a `Rule`, or a plain function with the signature of a rule.
 
     Returns:
         A `Sampler` whose `rule` is a `Rule` and whose processors are tuples.
 
     Raises:
-        ValueError: Names the field that holds something else.
+        ValueError: Names the field that holds a value of the wrong kind.
     """
     if isinstance(sampler, Sampler):
         return Sampler(*sampler)  # `_replace` does not check
@@ -478,7 +541,7 @@ KINDS = {Rule: "rule", LogitsProcessor: "logits processor", StoppingCriterion: "
 
 
 def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
-    """Returns the part if it is of this kind; a plain function is taken as a rule where one is expected."""
+    """Returns the part if it is of this kind; where a rule is expected, a plain function becomes one."""
     if isinstance(part, kind):
         return part
     if type(part) in KINDS:
@@ -494,22 +557,23 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
 
 
 def broadcast_params(tree: Any, rows: int, n: int = 1) -> Any:
-    """Broadcasts every parameter of a sampler to one value per row, by numpy where it is not a JAX array.
+    """Broadcasts every parameter of a sampler to one value per row.
 
     Args:
-        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per prompt.
-        rows: B.
-        n: Rows of each prompt, which stand beside each other.
+        tree: A sampler or a part. Numbers are repeated for all rows; arrays must have one entry per prompt.
+        rows: Number of rows B.
+        n: Rows per prompt, next to each other.
 
     Returns:
-        The same tree with arrays [B, ...].
+        The same tree with arrays [B, ...]; JAX arrays where the parameter is one, else numpy arrays.
 
     Raises:
         ValueError: Names the parameter whose array has another length.
     """
 
     def widen(path: Any, x: Any) -> Any:
-        # A call to jnp would cost the host more than all of the rest of a small request.
+        # numpy unless the parameter is a JAX array: for a small request, dispatching a call of jnp would cost the host
+        # more than everything else.
         array = x.value if isinstance(x, Static) else x
         xp = jnp if isinstance(array, jax.Array) else np
         array = xp.asarray(array, dtypes.canonicalize_dtype(jnp.result_type(array)))

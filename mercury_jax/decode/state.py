@@ -1,8 +1,12 @@
-"""The state of decoding: what varies per row, and what changes from pass to pass.
+"""The decoding state: what varies per row, and what changes from pass to pass.
 
-A batch holds rows that are at different points. A row's tokens are left-aligned; its canvas holds the W positions
-after what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
-stays editable before it. `decoder.py` advances a `State`.
+The rows of a batch are at different points of their answers. For each row:
+
+    tokens   [S]  the sequence, left-aligned
+    canvas   [W]  the positions after the tokens in the KV cache
+    window   [L]  the part of the canvas that a rule sees: the active block, and the editable positions before it
+
+`request.py` makes the `Rows` of a call, `first_state` the `State` of these rows, and `decoder.py` advances it.
 """
 
 from __future__ import annotations
@@ -26,36 +30,38 @@ ArrayLike: TypeAlias = np.ndarray | jax.Array
 
 
 class SamplingParams(NamedTuple):
-    """What varies per row: the sampler's parameters, the step budget, and the ids that end the text."""
+    """What varies per row: the parameters of the sampler, the number of steps, and the ids that end the text."""
 
-    sampler: Sampler
-    steps: Int[Array, "B"]  # of a block; 0: as many as it has tokens
-    eos: Int[Array, "B"]  # ends the answer; -1: no id does (infilling)
+    sampler: Sampler  # with parameters [B, ...]
+    steps: Int[Array, "B"]  # denoising steps per block; 0: one per token
+    eos: Int[Array, "B"]  # id that ends the answer; -1: none (infilling)
     end_thinking: Int[Array, "B"]  # id that ends the thinking section; -1: none
-    constrained: Any = ()  # Bool[B], rows under a grammar, whose tokens the host commits (`constrained`); (): none
-    drafter: Any = ()  # SamplingParams of the drafter; () in a `State`, whose drafter has its own
+    constrained: Any = ()  # Bool[B], grammar-constrained rows, whose tokens the host commits; (): no such row
+    drafter: Any = ()  # SamplingParams of the drafter; () in a `State`, where `State.drafter` holds them
 
 
 def sampling_params(
     lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | ArrayLike | None, rows: int, n: int = 1
 ) -> SamplingParams:
-    """Makes the sampling parameters of rows whose answers the model's end of text ends, and that do not think.
+    """Makes the sampling parameters of rows that do not think and end with the model's end-of-text token.
 
     Args:
         lm: The model.
         config: Static sizes.
-        sampler: Completed; its parameters are numbers, or arrays with one entry per prompt.
-        steps: Of a block, one number or one per prompt; None or 0: as many as it has tokens.
-        rows: B.
-        n: Rows of each prompt.
+        sampler: A sampler completed by `defaults.complete_sampler`. Its parameters are numbers, or arrays with one
+            entry per prompt.
+        steps: Denoising steps per block, one number or one per prompt; None or 0: one per token.
+        rows: Number of rows B.
+        n: Rows per prompt, next to each other.
 
     Returns:
-        Every leaf has the batch axis first.
+        Sampling parameters in which every leaf has the batch axis first.
 
     Raises:
         ValueError: Names a parameter whose array has another length.
     """
-    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
+    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy, whose dispatch costs the host less than jnp's
+    # A draft always takes at least one step: 0 would mean one step per token.
     most = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
     params = broadcast_params(sampler._replace(speculate=None), rows, n)
     most = ids(np.repeat(most, n) if most.ndim else most)
@@ -63,95 +69,104 @@ def sampling_params(
 
 
 class Rows(NamedTuple):
-    """The rows of a request as arrays, left-aligned. `request.py` pads them and fills in what is None."""
+    """The rows of a request as left-aligned arrays. `request.py` pads them and replaces None by the default."""
 
-    tokens: Int[ArrayLike, "B S"]
+    tokens: Int[ArrayLike, "B S"]  # prompts, and drafts of their answers if there are any
     given: Bool[ArrayLike, "B S"]  # tokens of the user, which never change
-    committed: Int[ArrayLike, "B"]  # tokens of the prefix that are decided
-    end: Int[ArrayLike, "B"]  # where the row ends; while it thinks, where its thinking ends at the latest
-    seeds: Int[ArrayLike, "B"] | Key  # or typed keys [B]
-    draft: Bool[ArrayLike, "B S"] | None = None  # tokens that a canvas starts from, instead of noise
-    prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
-    max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
+    committed: Int[ArrayLike, "B"]  # length of the decided prefix
+    end: Int[ArrayLike, "B"]  # absolute end of the row; while the row thinks, the latest end of its thinking
+    seeds: Int[ArrayLike, "B"] | Key  # seeds, or typed keys [B]
+    # positions whose token starts on the canvas, instead of noise
+    draft: Bool[ArrayLike, "B S"] | None = None
+    prompt: Int[ArrayLike, "B"] | None = None  # position where the answer begins; None: `committed`
+    max_end: Int[ArrayLike, "B"] | None = None  # largest end of a row of variable length; None: `end`
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
 
 
 class Drafts(NamedTuple):
-    """Guesses of the canvases that rows come to in the next steps, and what they have cost (`lookahead`)."""
+    """Drafts of the canvases of the next n steps, and their cost (`lookahead.py`)."""
 
     canvas: Int[Array, "B n W"]
-    used: Int[Array, "B n"]  # as of the state; 0: no draft
-    step: Int[Array, "B n"]
-    computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
+    used: Int[Array, "B n"]  # `State.used` of each draft; 0: no draft
+    step: Int[Array, "B n"]  # `State.step` of each draft
+    computed: Int[Array, "B"]  # canvases computed so far, drafts included
 
 
 class Drawn(NamedTuple):
-    """From what the tokens of a drafter's last step were drawn (`drafting`)."""
+    """The distribution from which a drafter sampled the tokens of its last step (`drafting.py`)."""
 
-    logits: Float[Array, "B L V"]  # of its window, after all processors
-    fresh: Bool[Array, "B L"]  # positions that were drawn from them, independently of each other
+    logits: Float[Array, "B L V"]  # logits of the drafter's window, after all processors
+    fresh: Bool[Array, "B L"]  # positions sampled from these logits, independently of each other
     start: Int[Array, "B"]  # absolute position of the window
 
 
 class Drafter(NamedTuple):
-    """A model that drafts for another one (`drafting`): its state, and what its drafts have cost and brought."""
+    """The model that drafts for another one (`drafting.py`): its decoding state, and counts of its drafts."""
 
     state: State
-    forwards: Int[Array, "B"]  # its passes, those that encode verified tokens too
+    forwards: Int[Array, "B"]  # passes of the drafter, including those that encode verified tokens
     proposed: Int[Array, "B"]  # draft tokens that were verified
-    accepted: Int[Array, "B"]
+    accepted: Int[Array, "B"]  # draft tokens that the verifier accepted
 
 
 class State(NamedTuple):
-    """Everything that decoding changes; the batch axis comes first in every leaf."""
+    """Everything that decoding changes; the batch axis comes first in every leaf.
 
+    Positions and lengths are absolute: they count from the start of the row.
+    """
+
+    # The row.
     tokens: Int[Array, "B S"]  # the sequence by absolute position
     given: Bool[Array, "B S"]  # tokens of the user, which never change
-    draft: Bool[Array, "B S"]  # tokens that a canvas starts from, instead of noise
-    prompt: Int[Array, "B"]  # where the answer begins
-    cache_length: Int[Array, "B"]  # slots with valid keys and values
-    committed: Int[Array, "B"]  # tokens of the prefix that are decided
-    end: Int[Array, "B"]  # where the row ends
-    max_end: Int[Array, "B"]  # how far a row of variable length may grow
-    answer_budget: Int[Array, "B"]  # while the row thinks: tokens reserved for its answer, else 0
+    draft: Bool[Array, "B S"]  # positions whose token starts on the canvas, instead of noise
+    prompt: Int[Array, "B"]  # position where the answer begins
+    cache_length: Int[Array, "B"]  # slots of the KV cache that hold valid keys and values
+    committed: Int[Array, "B"]  # length of the decided prefix
+    end: Int[Array, "B"]  # absolute end of the row
+    max_end: Int[Array, "B"]  # largest end of a row of variable length
+    answer_budget: Int[Array, "B"]  # while the row thinks: tokens reserved for its answer; otherwise 0
     cache: Cache
-    canvas: Int[Array, "B W"]  # state of the chain, at positions cache_length..cache_length + W
-    answer: Int[Array, "B W"]  # what would be emitted now
+    # The canvas of the active block.
+    canvas: Int[Array, "B W"]  # x_t at positions cache_length..cache_length + W - 1
+    answer: Int[Array, "B W"]  # the tokens that would be emitted if the block ended now
     frozen: Bool[Array, "B W"]  # canvas positions that are committed or given
-    used: Int[Array, "B"]  # positions of the canvas that hold something
-    step: Int[Array, "B"]  # steps taken on this block; -1: no canvas is open
+    used: Int[Array, "B"]  # number of canvas positions before the end of the row
+    step: Int[Array, "B"]  # denoising steps taken on this block; -1: no canvas is open
     self_cond: SelfCond
-    memory: tuple[Memory, Memory]  # of the rule and of the stopping criterion
-    key: Key  # [B], one per row, from its seed
+    memory: tuple[Memory, Memory]  # memories of the rule and of the stopping criterion
+    key: Key  # [B], one per row, made from its seed
     done: Bool[Array, "B"]
-    unverified: Bool[Array, "B"]  # the canvas is a draft that waits for its causal pass
-    nfe: Int[Array, "B"]  # denoising passes, and verifying passes
+    unverified: Bool[Array, "B"]  # the canvas is a draft that waits for its verifying pass
+    # Counts and records.
+    nfe: Int[Array, "B"]  # denoising and verifying passes so far
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
     trajectory: Trajectory | tuple[()]
-    sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
-    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
-    lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
-    drafter: Drafter | tuple[()] = ()  # another model that drafts for this one (`drafting`)
-    drawn: Drawn | tuple[()] = ()  # of a drafter whose drafts are accepted by rejection sampling
+    # Parameters and optional methods.
+    sampling: SamplingParams  # () between two dispatches of the server, which stores them separately
+    reuse: Reuse | tuple[()] = ()  # statistics of earlier passes for a cache policy
+    lookahead: Drafts | tuple[()] = ()  # drafts of the active block's next steps; () without lookahead
+    drafter: Drafter | tuple[()] = ()  # another model that drafts for this one (`drafting.py`)
+    drawn: Drawn | tuple[()] = ()  # set for a drafter whose drafts are accepted by rejection sampling
 
     @property
     def evaluated(self) -> Int[Array, "B"]:
-        """Canvases that denoising and verifying passes have computed: `nfe`, and the drafts of lookahead."""
+        """Canvases computed by denoising and verifying passes: `nfe`, plus the drafts of lookahead."""
         return self.lookahead.computed if isinstance(self.lookahead, Drafts) else self.nfe
 
     def without_cache(self) -> State:
-        """Returns what one row's own step may look at: cheap to take apart by rows."""
+        """Returns the state without its large fields, so that it can be vmapped over the rows at low cost."""
         return self._replace(cache=(), self_cond=(), reuse=(), drafter=(), drawn=())
 
 
 class Frame(NamedTuple):
-    """What one pass shows of each row; small enough to keep for every pass."""
+    """What one pass shows of each row's window; small enough to keep for every pass."""
 
     start: Int[Array, "B"]  # absolute position of the window
-    used: Int[Array, "B"]  # positions of the window that hold something; 0 where the row did not denoise
-    answer: Int[Array, "B L"]
-    accepted: Bool[Array, "B L"]  # the chain already holds the answer there
+    # number of positions of the window in use; 0 if the row did not denoise in this pass
+    used: Int[Array, "B"]
+    answer: Int[Array, "B L"]  # the tokens that would be emitted now
+    accepted: Bool[Array, "B L"]  # the canvas already holds the token of `answer`
     confidence: Float[Array, "B L"]  # probability of the argmax
     done: Bool[Array, "B"]
 
@@ -161,11 +176,11 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
 
     Args:
         config: Static sizes.
-        sampling: Of each row.
-        rows: Padded rows with all fields set; a row with nothing left to write is done from the start.
+        sampling: Sampling parameters of the rows.
+        rows: Padded rows with all fields set. A row with `committed >= end` has nothing to write and starts as done.
 
     Returns:
-        A state with an empty cache.
+        A state with an empty cache and no open canvas.
     """
     count, slots = rows.tokens.shape
     int32 = lambda x: jnp.asarray(x).astype(jnp.int32)
@@ -215,7 +230,10 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
 
 
 def _first_drafter(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Drafter:
-    """The drafter of rows before the first pass; its slots are those of the rows and of a canvas after them."""
+    """Makes the drafter's state before the first pass, with the rows of the verifier.
+
+    It has the slots of the rows and of the drafter's own canvas after them.
+    """
     slots = rows.tokens.shape[1] + config.slots_after
     if config.model.config.pattern == "bidirectional":
         slots = config.slots_after
@@ -224,13 +242,14 @@ def _first_drafter(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -
     zeros = jnp.zeros((len(rows.tokens),), jnp.int32)
     own = rows._replace(tokens=tokens, given=given, draft=draft, answer_budget=zeros)
     state = first_state(config, sampling, own)
-    if config.drafts == "rejection":  # draws that are independent of those that verify
+    # Rejection sampling needs draws that are independent of the verifier's.
+    if config.drafts == "rejection":
         state = state._replace(key=jax.vmap(lambda key: jax.random.fold_in(key, 0x7FFFFFFD))(state.key))
     return Drafter(state, zeros, zeros, zeros)
 
 
 def _nothing_drawn(config: DecodeConfig, rows: int) -> Drawn:
-    """The record of a drafter before its first pass."""
+    """Makes the `Drawn` of a drafter before its first pass, with no sampled position."""
     shape, sizes = (rows, config.window), config.model.config
     dtype = accumulation_dtype(jnp.dtype(sizes.dtype))
     zeros = jnp.zeros((rows,), jnp.int32)
@@ -238,15 +257,15 @@ def _nothing_drawn(config: DecodeConfig, rows: int) -> Drawn:
 
 
 def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
-    """Puts a state of one row into a slot of another state; the other slots do not change.
+    """Writes the state of one row into a slot of a larger state, as continuous batching does for a new request.
 
     Args:
-        state: Of all slots.
-        slot: Index of the row to replace.
-        row: A state with one row and the same shapes, from `first_state`.
+        state: State of all slots.
+        slot: Index of the row to replace; traced, so that one program serves all slots.
+        row: A state with one row and otherwise the same shapes, from `first_state`.
 
     Returns:
-        The state of all slots.
+        The state of all slots; the other slots are unchanged.
     """
     return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
 
@@ -255,15 +274,17 @@ Record = TypeVar("Record", State, Frame)
 
 
 def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, Any]) -> Record:
-    """Changes some rows of a state or frame. Only for small fields: never the cache.
+    """Changes fields of a state or frame in some rows.
+
+    Not for the cache: selecting by row copies the whole field.
 
     Args:
-        record: Every leaf has the batch axis first.
+        record: State or frame; every leaf has the batch axis first.
         rows: Which rows change.
-        changes: New values of fields, for all rows.
+        changes: {field: new value}; the values have entries for all B rows.
 
     Returns:
-        The record with the new values in these rows.
+        The record, with the new values in the selected rows.
     """
     pick = lambda new, old: jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
     updated = {name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
@@ -271,15 +292,15 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
-    """Makes one row's memories of the rule and of the stopping criterion, at the start of a block.
+    """Makes the memories of the rule and of the stopping criterion for one row, at the start of a block.
 
     Args:
-        config: Its model has the vocabulary size.
-        sampler: Of the row.
-        canvas: The window at the start of the block.
+        config: Static sizes, with the vocabulary size of the model.
+        sampler: Sampler of the row.
+        canvas: Tokens of the row's window at the start of the block.
 
     Returns:
-        Both memories.
+        Memory of the rule, memory of the stopping criterion.
     """
     rule, stopping, vocab = sampler.rule, sampler.stopping, config.model.config.vocab
     assert stopping is not None
@@ -290,12 +311,13 @@ def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]
 def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
     """Derives the key of one step of one row.
 
-    It depends on the block's start and the step only, so that the text does not depend on how the prompt was chunked.
+    The key depends only on the start of the block and on the step, so that neither the chunks of the prefill nor the
+    other rows of the batch change the text.
 
     Args:
-        key: Of the row.
-        committed: Where the block starts.
-        step: -1 for the noise of a new canvas.
+        key: Key of the row.
+        committed: Absolute start of the block.
+        step: Number of the step in its block; -1 for the noise of a new canvas.
 
     Returns:
         The key.
@@ -304,10 +326,12 @@ def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
 
 
 def position_uniforms(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
-    """Draws one uniform per absolute position, the same in every pass: a draft and its verification share it.
+    """Draws one uniform per absolute position, the same in every pass.
+
+    A draft and the pass that verifies it thus sample each token with the same uniform.
 
     Args:
-        key: Of the row.
+        key: Key of the row.
         at: Absolute positions.
 
     Returns:
@@ -318,38 +342,37 @@ def position_uniforms(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
 
 
 class Window(NamedTuple):
-    """One row's window, without a batch axis."""
+    """The window of one row, without a batch axis."""
 
-    offset: Int[Array, ""]  # of its first position within the canvas
+    offset: Int[Array, ""]  # index of its first position within the canvas
     at: Int[Array, "L"]  # absolute positions
     end: Int[Array, ""]  # absolute end of the active block
-    used: Int[Array, ""]  # positions that hold something
-    frozen: Bool[Array, "L"]
-    editable: Bool[Array, "L"]
+    used: Int[Array, ""]  # number of positions before `end`
+    frozen: Bool[Array, "L"]  # committed or given
+    editable: Bool[Array, "L"]  # before `end` and not frozen
 
 
 def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
-    """Computes where the window begins within the canvas, for one row or for many.
-
-    In a model of causal blocks, active blocks that are shorter than the model's are counted from its start (the small
-    blocks of Fast-dLLM v2), wherever in it the prompt ends.
+    """Computes where the window begins within the canvas, for one row or for B rows.
 
     Args:
         config: Static sizes.
-        cache_length: Of the row.
-        committed: Of the row.
+        cache_length: `State.cache_length`, a scalar or [B].
+        committed: `State.committed`, with the same shape.
 
     Returns:
-        The offset.
+        Index of the window's first position within the canvas, with the same shape.
     """
     first = committed - cache_length - config.revisable
+    # Active blocks shorter than the model's block (the small blocks of Fast-dLLM v2, arXiv 2509.26328) are aligned to
+    # the start of the model's block, even if the prompt ends inside one of them.
     if config.model.config.pattern == "block_causal":
         first = first // config.block * config.block
     return jnp.clip(first, 0, config.width - config.window)
 
 
 def window_of(config: DecodeConfig, row: State) -> Window:
-    """Computes the window of a row: its active block, and what stays editable before it.
+    """Computes the window of a row: its active block, and the editable positions before it.
 
     Args:
         config: Static sizes.
@@ -360,8 +383,8 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     """
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
-    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens (in a model
-    # of causal blocks: after its own start).
+    # The active block ends at the end of the row, at the end of the canvas, or `block` positions after its start,
+    # whichever comes first. It starts after the committed tokens, in a block-causal model at its aligned start.
     start = at[0] if config.model.config.pattern == "block_causal" else row.committed
     end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), start + config.block)
     frozen = slice_at(row.frozen, offset, config.window)
@@ -369,15 +392,15 @@ def window_of(config: DecodeConfig, row: State) -> Window:
 
 
 def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Bool[Array, "*s"]:
-    """Returns whether each token ends an answer: the row's `eos`, or one of the model's other end ids.
+    """Returns which tokens end an answer: the row's `eos` and the other end ids of the model.
 
     Args:
-        config: Its model's config lists the other ids.
-        tokens: Ids.
-        row: One row of a state.
+        config: Static sizes; the config of the model lists the other end ids.
+        tokens: Token ids.
+        row: One row of a state. With `eos` -1 no token ends the answer.
 
     Returns:
-        Bools of the shape of `tokens`.
+        Bools with the shape of `tokens`.
     """
     eos = row.sampling.eos
     ends = tokens == eos
@@ -387,15 +410,17 @@ def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Boo
 
 
 def close_thinking(row: State, changes: dict[str, Array]) -> dict[str, Array]:
-    """Where a row's thinking ends, writes the closing token and starts the answer with its reserved budget.
+    """When the thinking of a row ends, writes the closing token and starts the answer with its reserved budget.
 
     Args:
         row: One row, before this pass.
-        changes: Its new `tokens`, `committed`, `end` and `done`.
+        changes: New values of `tokens`, `committed`, `end` and `done` after this pass.
 
     Returns:
-        These fields, and `answer_budget`.
+        New values of these fields and of `answer_budget`.
     """
+    # While a row thinks, `end` bounds the thinking: a row that becomes done has finished it, by the closing token or
+    # by the budget, and continues with the answer. Other rows write at index `slots`, which mode="drop" ignores.
     closing = changes["done"] & ~row.done & (row.answer_budget > 0)
     end, slots = changes["end"], row.tokens.shape[0]
     tokens = changes["tokens"].at[jnp.where(closing, end, slots)].set(row.sampling.end_thinking, mode="drop")

@@ -1,4 +1,7 @@
-"""stream(): the answer after every few denoising passes, while the loop stays on the device."""
+"""stream(): the answers after every few denoising passes, while the decoding loop stays on the device.
+
+`session.advance` returns one `Frame` per pass; an `AnswerBuffer` per row collects the answer from the frames.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,16 @@ from mercury_jax.types import LM
 class StreamOutput:
     """One answer after a pass. Arrays have one entry per token of the answer so far."""
 
-    text: str  # accepted and tentative tokens, up to an end of text
-    tokens: np.ndarray
-    accepted: np.ndarray  # bool: the chain holds this token; the others may still change
-    confidence: np.ndarray  # probability of the model's most probable token; 1 in finished blocks
-    start: int  # first token of the active block
-    step: int  # passes so far
-    forwards: int  # the same: forward passes of this row (NFE)
+    text: str  # the answer up to an end of text, including tokens that are not accepted yet
+    tokens: np.ndarray  # int32 [t]
+    accepted: np.ndarray  # bool [t]: the canvas holds this token; the others are the current guess
+    confidence: np.ndarray  # float32 [t], probability of the argmax; 1 in finished blocks
+    start: int  # index of the first token of the active block
+    step: int  # denoising and verifying passes of this row so far
+    forwards: int  # the same number, under its name in `Output` (NFE)
     done: bool
-    thinking: str | None = None  # of a conversation
-    row: int = 0  # which answer: k-th of prompt i is i n + k
+    thinking: str | None = None  # the thinking of a conversation; None where there is none
+    row: int = 0  # index of the answer: i * n + k for answer k to prompt i
 
 
 def stream(
@@ -55,27 +58,26 @@ def stream(
 ) -> Iterator[StreamOutput]:
     """Decodes answers, and yields each after every few denoising passes.
 
-    Of several prompts or answers the outputs of a pass come one after the other, those of a finished answer no more:
-    `StreamOutput.row` says which answer an output shows.
+    With several answers, each group of passes yields one output per unfinished answer; `StreamOutput.row` is the index
+    of the answer. All arguments except `every` are those of `mj.sample`, and may be lists where they may be there.
 
     Args:
         lm: The model.
         prompt: A text, a conversation, ids, or a list of these.
-        n: Answers to each prompt, as of `sample`, like all arguments but the last; what may be a list there may be one
-            here.
-        max_tokens: Most tokens of an answer.
-        seed: Draws the tokens.
-        sampler: A rule or a `Sampler`.
-        plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens.
+        n: Answers per prompt.
+        max_tokens: Maximum number of tokens of an answer, not counting its thinking.
+        seed: Seed of the first answer.
+        sampler: A rule or a `Sampler`. None: the default of the model.
+        plan: Block length, denoising steps, and reuse of cached keys and values.
+        temperature: Sampling temperature of tokens. None: the default of the rule.
         effort: "instant", "low", "medium", "high" or an `Effort`.
-        stop: Texts at which an answer ends. Outputs then also come whenever a block is finished.
-        logit_bias: {id: bias}.
-        state: Continue from an earlier call's `Output.state`.
-        every: Yield after this many passes.
+        stop: Stop texts. With them an output is also yielded whenever a block is committed.
+        logit_bias: {token id: bias}.
+        state: `Output.state` of an earlier call, to continue from its KV cache.
+        every: Number of passes between two outputs of an answer.
 
     Returns:
-        An iterator; the last output of each answer has `done` set, and its text is what `sample` returns.
+        An iterator over the outputs. The last output of each answer has `done` set, and the text that `sample` returns.
 
     Raises:
         ValueError: At the call, naming the argument that does not fit.
@@ -98,7 +100,7 @@ def stream(
 
 
 def _outputs(lm: LM, request: Request, session: Session, every: int) -> Iterator[StreamOutput]:
-    """Yields the outputs of a session and, where conversations' answers show no text, of their continuation."""
+    """Yields the outputs of a session, and those of the continuation of conversations without any answer text."""
     prompts, count = request.prompts, len(request.prompts)
     replies: list[tuple[int, ...]] = [()] * count
     passes, unanswered = [0] * count, []
@@ -126,9 +128,18 @@ def _session_outputs(
     before: Sequence[tuple[int, ...]],
     steps: Sequence[int],
 ) -> Iterator[tuple[StreamOutput, bool]]:
-    """Yields the outputs of some rows of a session, and whether a stop text has ended the answer.
+    """Yields the outputs of some rows of a session.
 
-    before, steps: tokens and passes of an earlier session, of each row, in front of its answer.
+    Args:
+        lm: The model, whose tokenizer decodes the answers.
+        session: The session at its start.
+        rows: Indices of the rows to show.
+        every: Number of passes between two outputs.
+        before: For each row, tokens of its answer from an earlier session; they precede the tokens of this one.
+        steps: For each row, the passes of the earlier session.
+
+    Yields:
+        An output, and whether a stop text has ended the answer.
     """
     marks = lm.tokenizer.thinking
     close = lm.tokenizer.pad if marks is None else marks.close
@@ -149,8 +160,13 @@ def _session_outputs(
 
 
 def _passes(lm: LM, session: Session, every: int) -> Iterator[tuple[Session, Frame, int]]:
-    """Advances a session without end; yields it, the frames of its last passes [passes, B, ...], and their number."""
+    """Advances a session `every` passes at a time; the caller stops the iteration.
+
+    Yields:
+        The session, the frames [every, B, ...], and how many of them are from passes that were made.
+    """
     watch, checked = watched_rows(session), np.zeros(session.state.done.shape[0], int)
+    # With stop texts the host must see the text before it dispatches the next passes.
     if watch is not None:
         while True:
             session, frames, made = advance(lm, session, every, watch)
@@ -158,32 +174,45 @@ def _passes(lm: LM, session: Session, every: int) -> Iterator[tuple[Session, Fra
             yield session, jax.device_get(frames), int(np.max(made))
     session, frames, made = advance(lm, session, every)
     while True:
-        # The next passes are dispatched before these are read, so that the device does not wait for the host.
+        # The next passes are dispatched before these frames are read, so that the device does not wait for the host.
         session, next_frames, next_made = advance(lm, session, every)
         yield session, jax.device_get(frames), int(np.max(made))
         frames, made = next_frames, next_made
 
 
 class AnswerBuffer:
-    """The tokens of one row's answer by position, put together from frames."""
+    """The answer of one row by position, collected from frames.
+
+    Attributes:
+        row: Index of the row in the batch.
+        close: Id that ends the thinking.
+        prompt: Absolute position where the answer begins; all other positions count from it.
+        step: Denoising and verifying passes seen so far.
+        start: Start of the active block.
+        end: End of the tokens known so far.
+        done: Whether the answer is finished.
+        tokens: Ids [S].
+        accepted: Whether the canvas holds the token [S].
+        confidence: Probability of the argmax [S].
+    """
 
     def __init__(self, prompt: int, slots: int, close: int, row: int):
         self.row = row
-        self.close = close  # the id that ends the thinking
+        self.close = close
         self.prompt, self.step, self.start, self.end, self.done = prompt, 0, 0, 0, False
         self.tokens = np.zeros(slots, np.int32)
         self.accepted = np.zeros(slots, bool)
         self.confidence = np.zeros(slots, np.float32)
 
     def update(self, frames: Frame, made: int) -> bool:
-        """Adds the first `made` frames; returns whether any of them was a denoising pass of this row.
+        """Adds the first `made` frames.
 
         Args:
-            frames: Of several passes [passes, B, ...].
-            made: How many of them were made.
+            frames: Frames of several passes, leaves [passes, B, ...].
+            made: Number of passes that were made; later frames are empty.
 
         Returns:
-            Whether any of them denoised the row.
+            Whether any of these passes denoised the row.
         """
         denoising = [i for i in range(made) if frames.used[i, self.row] > 0]
         for i in denoising:
@@ -192,22 +221,23 @@ class AnswerBuffer:
             inside = (at >= 0) & (at < len(self.tokens))
             at, here = at[inside], np.flatnonzero(inside)
             self.start = int(at[0]) if len(at) else self.start
-            # A thinking that has used up its budget is closed between two frames.
+            # Tokens between the old end and the new window appear in no frame: they close a thinking section that has
+            # used up its budget.
             self.tokens[self.end : self.start] = self.close
             self.accepted[: self.start], self.confidence[: self.start] = True, 1.0
             self.tokens[at], self.accepted[at] = frame.answer[here], frame.accepted[here]
             self.confidence[at] = frame.confidence[here]
-            # Not the furthest end so far: a rejected draft, or a deletion, takes tokens back.
+            # The end may decrease: a rejected draft, or a deletion under variable length, removes tokens.
             self.end = int(at[-1]) + 1 if len(at) else self.end
             self.step += 1
         self.done = self.done or (made > 0 and bool(frames.done[made - 1, self.row]))
         return bool(denoising)
 
     def finish(self, end: int) -> None:
-        """Ends the answer where a stop text has ended it.
+        """Marks the answer as finished at the token that completes a stop text.
 
         Args:
-            end: Absolute position.
+            end: Absolute position after that token.
         """
         self.end, self.done = min(self.end, end - self.prompt), True
 
@@ -215,7 +245,10 @@ class AnswerBuffer:
 def _output(
     lm: LM, buffer: AnswerBuffer, session: Session, before: tuple[int, ...], steps: int
 ) -> StreamOutput:
-    """The answer in a buffer, up to an end of text that is accepted."""
+    """Makes the output of a row from its buffer, up to the first accepted end of text.
+
+    An end of text that is only guessed does not end the output, since a later step may replace it.
+    """
     tokens, accepted = buffer.tokens[: buffer.end], buffer.accepted[: buffer.end]
     is_end = np.isin(tokens, (lm.model.config.eos, *lm.model.config.ends))
     ends = np.flatnonzero(is_end & (accepted | buffer.done))
