@@ -1,4 +1,8 @@
-"""edit(): refine a text in place, all chosen tokens at once."""
+"""Editing: `mj.edit` refines a text in place, all chosen tokens at once.
+
+A row consists of the prompt, the text, and end-of-text tokens that complete the last canvas. Spans to rewrite start
+from noise; without spans, editing starts from the text itself, and the rule replaces tokens.
+"""
 
 from __future__ import annotations
 
@@ -62,27 +66,27 @@ def edit(
 ) -> EditOutput:
     """Edits a text, or a list of texts, keeping its number of tokens.
 
-    A text is edited as a finished answer: as in training, end-of-text completes its last canvas up to the block. The
-    model sees these tokens, and they never change.
+    A text is edited as a finished answer: as in training, end-of-text tokens complete its last canvas. The model sees
+    these tokens, and they never change.
 
     Args:
         lm: A diffusion model.
-        text: A text, ids (a list or an array), or a list of these; a 2-D array is a list of ids. Every token may
-            change, unless `spans` say otherwise. Mask ids among the ids are filled in.
-        prompt: What precedes the text and never changes: a text, a conversation or ids; for a list of texts, one for
-            all or a list.
-        spans: What to rewrite; the rest is kept: (start, end) in characters, or a piece of the text; of ids (start,
-            end) in tokens; for a list of texts, a list of such lists. Spans start from noise and keep their number of
-            tokens ("syz" may be three where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text
-            that answers something needs it as `prompt`, as in training. None: editing starts from the text itself,
-            and the rule replaces what the model would not have written.
-        seed: Text i draws from seed + i; or a list with one for each; or keys, as of `sample`.
-        sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
-            judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
-            logits has no such predictions and takes `rules.editing()`; one trained on uniform noise always takes
-            `rules.entropy_bound()`, which redraws what it is unsure of.
-        plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
-        temperature: Of drawn tokens, one number or one per text (None: the rule's own; 0: argmax).
+        text: A text, ids (a list or an array), or a list of these; a 2-D array is a list of rows of ids. Without
+            `spans` every token may change. Masks among the ids are filled in.
+        prompt: The tokens before the text, which never change: a text, a conversation or ids; for a list of texts, one
+            for all of them or a list. A text that answers something needs it as its prompt, as in training.
+        spans: The parts of the text to rewrite; everything else is kept. A list of (start, end) in characters, or of
+            substrings that occur once; for ids, (start, end) in tokens. For a list of texts, a list of such lists.
+            Spans start from noise and keep their number of tokens, not of characters ("syz" may be three tokens where
+            "sys" is one); `infill` with an open `Hole()` tries other lengths. None: editing starts from the text
+            itself, and the rule replaces tokens that the model would not have written.
+        seed: Text i draws from seed + i; or a list with one seed per text; or keys, as in `sample`.
+        sampler: A rule or a `Sampler`. None depends on the model and on `spans`. Models trained on uniform noise:
+            `rules.entropy_bound()`, which redraws uncertain tokens. Otherwise, with spans: the default of the model;
+            without: `rules.blind_editing()`, which judges each token by its leave-one-out prediction and so needs no
+            training on wrong tokens, or `rules.editing()` if the model has no such predictions (shifted logits).
+        plan: Block, steps and cache reuse, as in `sample`. A text longer than a block is edited block by block.
+        temperature: Temperature of drawn tokens, one number or one per text (None: the rule's default; 0: argmax).
         mesh: Shard the rows over its `data` axis.
 
     Returns:
@@ -124,14 +128,14 @@ def edit(
 
 
 class EncodedText(NamedTuple):
-    """One text as ids, and which of them start from noise; None: editing starts from the text itself."""
+    """A text as ids, and which of them start from noise."""
 
-    ids: np.ndarray
-    noised: np.ndarray | None
+    ids: np.ndarray  # int [N]
+    noised: np.ndarray | None  # bool [N]; None: editing starts from the text itself
 
 
 def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
-    """The request with a sampler, its own or the default; refuses a rule that would change the number of tokens."""
+    """Adds the default sampler if the request has none; refuses a rule that would change the number of tokens."""
     if request.sampler is None:
         if lm.corruption.mask is None:
             return request._replace(sampler=rules.entropy_bound())
@@ -146,7 +150,7 @@ def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
 
 
 def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
-    """One list of spans per text."""
+    """Checks `spans` and returns one list of spans per text."""
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "a list of (start, end) or pieces of the text, or None")
     if single:
@@ -157,7 +161,10 @@ def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
 
 
 def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
-    """One text as ids; each span begins and ends a token, and starts from noise."""
+    """Encodes one text with spans that start from noise.
+
+    The pieces between the ends of spans are encoded one by one, so that no token crosses the end of a span.
+    """
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_span_range(text, span) for span in spans)
@@ -182,7 +189,7 @@ def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
 
 
 def _span_range(text: str, span: Any) -> tuple[int, int]:
-    """A span as (start, end) in characters of a text, or in tokens of ids."""
+    """Converts a span to (start, end), in characters for a text and in tokens for ids."""
     is_text = isinstance(text, str)
     if isinstance(span, str) and is_text:
         count = text.count(span)
@@ -205,7 +212,10 @@ def _span_range(text: str, span: Any) -> tuple[int, int]:
 def _rows(
     lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], plan: Plan, seeds: np.ndarray | Key
 ) -> Rows:
-    """Rows of prompt, text and end-of-text; all are given but what may change."""
+    """Builds the rows of prompt, text and end-of-text tokens. Tokens that may change are not `given`.
+
+    Without spans the text is a `draft`: its tokens are on the canvas from the first step.
+    """
     committed = np.array([len(ids) for ids in prompts])
     text_end = committed + [len(text.ids) for text in texts]
     context = lm.model.config.context
@@ -213,14 +223,14 @@ def _rows(
         if size > context:
             allowed = f"at most the model's context of {context}"
             raise refuse(f"text[{i}] and its prompt", f"{size} tokens", allowed)
-    # End-of-text tokens complete the last canvas, as `Model.layout` fills it in training: an answer always fills its
-    # canvas, so a canvas that ends with the text is one that the model has never seen, and predicts badly.
+    # End-of-text tokens complete the last canvas, as `Model.layout` does in training. The model has never seen a canvas
+    # that ends with the text, and predicts it badly.
     causal_encoder = lm.model.config.pattern == "causal_encoder"
     block = (causal_encoder and plan.block) or lm.model.config.block
-    # Its canvases begin after the prompt, and are as wide as the plan's block.
+    # The canvases of a causal encoder begin after the prompt, and are as wide as the plan's block.
     behind = text_end - committed if causal_encoder else text_end
     eos = lm.model.config.eos
-    # Without such a token, or without blocks, nothing completes the text.
+    # Without an end-of-text token, or without blocks, the row ends with the text.
     end = text_end if eos < 0 or block >= context else np.minimum(context, text_end + -behind % block)
     tokens = np.full((len(texts), int(end.max())), max(eos, 0), np.int32)
     given, draft = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
@@ -236,7 +246,7 @@ def _rows(
 def _collect(
     lm: LM, session: Session, texts: Sequence[EncodedText], prompts: Sequence[list[int]], began: float
 ) -> EditOutput:
-    """Reads the edited texts off a session's state."""
+    """Reads the edited texts from the state of a finished session."""
     tokens, nfe = jax.device_get((session.state.tokens, session.state.nfe))
     rows = enumerate(zip(texts, prompts, strict=True))
     edited = [tokens[i, len(ids) : len(ids) + len(text.ids)] for i, (text, ids) in rows]
