@@ -1,14 +1,16 @@
-"""infill(): any number of holes in known text.
+"""Infilling: `mj.infill` fills any number of holes (spans of masks) in known text.
 
-Models that see both sides of a hole (full attention, or a causal encoder's canvas) denoise all holes at once. Holes of
-open length are decided by a rule of variable length, or by filling several lengths and keeping the one under which the
-model finds filling and following text most probable.
+Models whose attention covers both sides of a hole (full attention, or the canvas of a causal encoder) denoise all holes
+at once. A hole of open length gets its length from a rule of variable length; with other rules, several lengths are
+tried, and the one with the most probable filling and following text is kept.
 
-A block-causal model cannot see what follows a hole: it gets the text in FIM order (arXiv 2207.14255),
+A block-causal model cannot attend to the text after a hole. It gets the text in fill-in-the-middle (FIM) order,
+arXiv 2207.14255:
 
     <|fim_prefix|>before<|fim_suffix|>behind<|fim_middle|>middle<|eos|>
 
-and its holes are filled from left to right, each one with the holes before it filled and the later ones left out.
+Its holes are filled one after the other from left to right. The prompt of a hole contains the fillings of the holes
+before it, and omits the holes after it.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame, Rows
 from mercury_jax.types import LM
 
-SCORED_BEHIND = 16  # tokens of following text that are scored with a filling
-SCORE_SAMPLES = 8  # samples of each bound
+SCORED_BEHIND = 16  # tokens of the following text that are scored together with a filling
+SCORE_SAMPLES = 8  # noised canvases per score
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class Hole:
     """A gap in known text.
 
     Attributes:
-        tokens: Its exact number of tokens; None: whatever length fits, up to `most`.
-        most: Most tokens of a hole of open length. Under a rule of variable length, which moves tokens from hole to
-            hole, most tokens of all open holes of a row are the sum of theirs.
+        tokens: Exact number of tokens; None: open length, up to `most` tokens.
+        most: Maximum number of tokens of a hole of open length. A rule of variable length shares it: the open holes of
+            a row together have at most the sum of their `most`.
 
     Raises:
-        ValueError: A number below 1.
+        ValueError: A number is below 1.
     """
 
     tokens: int | None = None
@@ -60,7 +62,7 @@ class Hole:
 
     @property
     def room(self) -> int:
-        """The most tokens that it may take."""
+        """Maximum number of tokens."""
         return self.most if self.tokens is None else self.tokens
 
 
@@ -70,19 +72,19 @@ FrameCallback: TypeAlias = Callable[[Frame], None]  # takes the Frame [1, B, ...
 
 
 class Filled(NamedTuple):
-    """What fills each row's holes, as ids, and the forward passes of each row."""
+    """The fillings of each row as ids, and the forward passes that they took."""
 
-    fillings: list[list[np.ndarray]]
-    forwards: np.ndarray
+    fillings: list[list[np.ndarray]]  # one per hole of each row, from left to right
+    forwards: np.ndarray  # forward passes of each row (NFE)
 
 
 class LengthSearch(NamedTuple):
-    """How finely shapes and lengths are distinguished; a coarse search is fast and needs few programs.
+    """Resolution of shapes and of the lengths to try; a coarse search is fast and compiles few programs.
 
     Attributes:
-        quantum: Texts and canvases take multiples of this many positions.
-        growth: Factor from one length to try to the next.
-        rows: The lengths of an open hole are tried in batches of a multiple of this many.
+        quantum: The lengths of texts and canvases are rounded up to multiples of this number.
+        growth: Ratio of successive lengths to try.
+        rows: The batch of lengths to try is rounded up to a multiple of this number of rows.
     """
 
     quantum: int = QUANTUM
@@ -95,9 +97,9 @@ class InfillOutput:
     """Completed texts; lists have one entry per request."""
 
     texts: list[str]
-    fillings: list[list[str]]  # of each request's holes, left to right
-    tokens: list[np.ndarray] = field(repr=False)  # the whole sequence as ids
-    filled: list[int] = field(repr=False)  # tokens that were denoised
+    fillings: list[list[str]]  # one per hole of each request, from left to right
+    tokens: list[np.ndarray] = field(repr=False)  # the whole sequences as ids
+    filled: list[int] = field(repr=False)  # number of tokens in the holes of each request
     forwards: np.ndarray  # forward passes of each row (NFE)
     seconds: float
 
@@ -108,7 +110,7 @@ class InfillOutput:
 
     @property
     def holes(self) -> list[str]:
-        """What fills the first request's holes."""
+        """The fillings of the first request's holes."""
         return self.fillings[0]
 
     @property
@@ -135,22 +137,23 @@ def infill(
     """Fills the holes in known text, which never changes.
 
     Args:
-        lm: The model. One with full attention takes the whole sequence as its canvas, a causal encoder what lies
-            between the first hole and the end. A block-causal model gets FIM order and must have been trained so.
-        parts: Texts, ids (lists or 1-D arrays) and Holes in order, or a list of such lists. Where the first part is
-            ids, they begin the row as they are.
-        seed: Row i draws from seed + i; or a list with one for each; or keys, as of `sample`.
-        sampler: A rule or a `Sampler`. None: the model's own. A rule of variable length (`rules.expand`) decides the
-            length of open holes while it decodes; FIM decodes up to the end of text; other rules try several lengths.
-        plan: Steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per row.
+        lm: The model. With full attention the canvas is the whole sequence, with a causal encoder the part from the
+            first hole to the end. A block-causal model gets FIM order, and must have been trained with it.
+        parts: Texts, ids (lists or 1-D arrays) and Holes in order, or a list of such lists. If the first part is ids,
+            no begin-of-text token is put before them.
+        seed: Row i draws from seed + i; or a list with one seed per row; or keys, as in `sample`.
+        sampler: A rule or a `Sampler`. None: the default of the model. The length of an open hole is decided while
+            decoding by a rule of variable length (`rules.expand`), by the end of text in FIM order, and by trying
+            several lengths with other rules.
+        plan: Number of steps, and reuse of the KV cache.
+        temperature: Temperature of drawn tokens, one number or one per row.
         mesh: Shard the rows over its `data` axis.
 
     Returns:
         The completed texts.
 
     Raises:
-        ValueError: No hole, or one that does not fit into the context.
+        ValueError: There is no hole, or the parts do not fit into the context.
 
     Example:
         >>> mj.infill(lm, ["def area(r):\\n", mj.Hole(24), "\\n    return a"]).text
@@ -177,7 +180,7 @@ def infill(
 
 
 def _encode_parts(lm: LM, parts: Any, index: int) -> Pieces:
-    """Texts as ids; refuses what does not fit into the context."""
+    """Encodes the texts of a row as ids; refuses a row that does not fit into the context."""
     name, context = f"parts[{index}]", lm.model.config.context
     if not isinstance(parts, Sequence) or isinstance(parts, str):
         raise refuse(name, parts, "a list of texts, ids and Holes")
@@ -193,7 +196,7 @@ def _encode_parts(lm: LM, parts: Any, index: int) -> Pieces:
             allowed = f"no mask among the ids ({lm.corruption.mask}): Hole(n) stands for n tokens to fill"
             raise refuse(f"{name}[{i}]", ids, allowed)
         row.append(ids)
-    # FIM order has its own place for the tokens that begin a text; ids begin as the caller wants.
+    # Begin-of-text tokens: FIM order adds them itself, and a row that starts with ids is taken as it is.
     if lm.tokenizer.begin and lm.model.config.pattern != "block_causal" and isinstance(parts[0], str | Hole):
         row = [list(lm.tokenizer.begin), *row]
     size = sum(p.room if isinstance(p, Hole) else len(p) for p in row)
@@ -209,22 +212,23 @@ def fill(
     on_frame: FrameCallback | None = None,
     search: LengthSearch = LengthSearch(),
 ) -> Filled:
-    """Fills the holes of rows of ids and Holes; `infill` without texts.
+    """Fills the holes of rows of ids and Holes: `infill` without texts.
 
     Args:
         lm: The model.
-        rows: Of each request.
-        request: Checked: its seed, sampler, plan, temperature and mesh apply; what is a list or an array has one entry
+        rows: Ids and Holes of each row, in order.
+        request: A checked request. Reads its seed, sampler, plan, temperature and mesh; lists and arrays have one entry
             per row.
-        on_frame: Called after every pass (not of holes in FIM order).
-        search: How finely shapes and the lengths of open holes are distinguished.
+        on_frame: Called after every pass, except for FIM order.
+        search: Resolution of shapes and of the lengths to try.
 
     Returns:
         The fillings.
 
     Raises:
-        ValueError: Names what does not fit.
+        ValueError: Names the argument that does not fit.
     """
+    # Three ways, by attention pattern and rule; see the module docstring.
     if request.sampler is None:
         request = request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
     if lm.model.config.pattern == "block_causal":
@@ -250,8 +254,11 @@ def _fill_sized(
     rows: Sequence[Pieces],
     growth: Sequence[int] | None = None,
 ) -> Filled:
-    """Fills rows whose holes have a size, in one session. growth: positions that each row may grow by; None: 0."""
-    # 1. Rows of ids with masks in the holes (without a mask id the canvas starts from noise there).
+    """Fills rows whose holes have a size, all in one session.
+
+    `growth` is the number of positions by which each row may grow under a rule of variable length; None: 0.
+    """
+    # 1. Rows of ids, with masks in the holes. A model without a mask id replaces them by noise.
     mask, flat = lm.model.config.mask or 0, []
     for row in rows:
         ids = [np.full(p.tokens or 0, mask) if isinstance(p, Hole) else np.asarray(p, int) for p in row]
@@ -265,7 +272,8 @@ def _fill_sized(
     for i, (ids, hole) in enumerate(flat):
         tokens[i, : len(ids)], given[i, : len(ids)] = ids, ~hole
         committed[i] = np.flatnonzero(hole)[0]
-    # 2. One canvas for everything between the first hole and the end.
+    # 2. One canvas from the first hole to the end. Its width is rounded more finely than that of a prefix, since its
+    #    padding is denoised in every pass.
     bidirectional = lm.model.config.pattern == "bidirectional"
     width = int(end.max()) if bidirectional else int((end - committed).max())
     quantum = search.quantum if bidirectional else search.quantum // 2  # a canvas costs more than a prefix
@@ -274,7 +282,7 @@ def _fill_sized(
     layout = Rows(tokens, given, committed, end, seeds, max_end=max_end)
     session = start(lm, request._replace(rows=layout, block=block, infilling=True))
     session = _run(lm, session, on_frame)
-    # 3. What was not given is filled; rules of variable length have moved it.
+    # 3. Read the fillings: the tokens that were not given, wherever a rule of variable length has moved them.
     s = session.state
     text, ends, kept, nfe = jax.device_get((s.tokens, s.end, s.given, s.nfe))
     fillings = [split_fillings(row, text[i, : ends[i]], kept[i]) for i, row in enumerate(rows)]
@@ -282,7 +290,7 @@ def _fill_sized(
 
 
 def _run(lm: LM, session: Session, on_frame: FrameCallback | None) -> Session:
-    """Runs a session to its end, with single passes where a callback wants their frames."""
+    """Runs a session to its end; with a callback, pass by pass."""
     if on_frame is None:
         session, _, _ = advance(lm, session, None)
     while not session.done:
@@ -294,19 +302,20 @@ def _run(lm: LM, session: Session, on_frame: FrameCallback | None) -> Session:
 
 
 def split_fillings(row: Pieces, tokens: np.ndarray, given: np.ndarray) -> list[np.ndarray]:
-    """Finds what fills the holes of a finished row: the tokens that were not given, cut at its texts.
+    """Extracts the fillings of a finished row: the tokens between its given texts.
 
-    Texts keep their tokens and their order, so the given tokens up to a hole are as many as the texts before it hold,
-    wherever they have moved.
+    Given tokens may have moved, but keep their number and order. If the texts before a hole have n tokens, the hole is
+    filled by the tokens between the n-th and the next given token.
 
     Args:
-        row: Texts and holes.
-        tokens: The finished row.
-        given: Which tokens are from the texts.
+        row: Texts (as ids) and holes, in order.
+        tokens: The finished row [S].
+        given: Which tokens are from the texts [S or longer].
 
     Returns:
         The ids in each hole.
     """
+    # Positions of the given tokens, with -1 before the first and the length after the last.
     at = np.flatnonzero(given[: len(tokens)])
     at = np.concatenate([[-1], at, [len(tokens)]])
     found, passed = [], 0
@@ -319,10 +328,10 @@ def split_fillings(row: Pieces, tokens: np.ndarray, given: np.ndarray) -> list[n
 
 
 def join_pieces(row: Pieces, fillings: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a row's ids with its holes filled.
+    """Joins the texts and fillings of a row.
 
     Args:
-        row: Texts and holes.
+        row: Texts (as ids) and holes, in order.
         fillings: The ids in each hole.
 
     Returns:
@@ -333,14 +342,14 @@ def join_pieces(row: Pieces, fillings: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def candidate_lengths(most: int, growth: float = LengthSearch().growth) -> list[int]:
-    """Returns lengths to try: 1, each next one longer by `growth` (1.25: every one up to 8), and `most` itself.
+    """Computes the lengths to try for an open hole: a geometric series from 1 to `most`.
 
     Args:
-        most: Of the hole.
-        growth: Factor from one length to the next.
+        most: Maximum length of the hole.
+        growth: Ratio of successive lengths, which differ by at least 1. With 1.25 all lengths up to 8 are tried.
 
     Returns:
-        Rising lengths.
+        Increasing lengths; the last one is `most`.
     """
     sizes = [1]
     while sizes[-1] < most:
@@ -349,12 +358,12 @@ def candidate_lengths(most: int, growth: float = LengthSearch().growth) -> list[
 
 
 def select_rows(request: Request, which: Sequence[int], rows: int) -> Request:
-    """Returns the request of some of its rows, with the seed, temperature and rule parameters of each.
+    """Selects rows of a request, with the seed, temperature and rule parameters of each.
 
     Args:
-        request: Of all rows.
-        which: The rows; one may come several times.
-        rows: How many the request has.
+        request: The request of all rows.
+        which: Indices of the rows to select; an index may occur several times.
+        rows: Number of rows of `request`.
 
     Returns:
         A request of len(which) rows.
@@ -373,13 +382,13 @@ def select_rows(request: Request, which: Sequence[int], rows: int) -> Request:
 def _fill_open(
     lm: LM, rows: Sequence[Pieces], request: Request, on_frame: FrameCallback | None, search: LengthSearch
 ) -> Filled:
-    """Fills rows with holes of open length; each is decided from left to right.
+    """Fills rows with holes of open length, deciding their lengths from left to right.
 
-    For each length n the model fills n masks between the same texts. What is compared is
-    log p(filling, following text | text before), by the any-order bound of `score`: a filling of the wrong length
-    leaves the text after it improbable.
+    For each length n the model fills n masks between the same texts. The lengths are compared by the bound of `score`
+    on log p(filling, following text | text before): after a filling of the wrong length, the following text is
+    improbable.
     """
-    # An open hole starts at a guess, until it is decided itself.
+    # Open holes whose length is not decided yet have a guessed length.
     guess = lambda p: Hole(max(1, p.most // 4)) if _is_open(p) else p
     forwards, fillings = np.zeros(len(rows), int), []
     for i, row in enumerate(rows):
@@ -389,7 +398,8 @@ def _fill_open(
             sizes = candidate_lengths(row[j].most, search.growth) if j >= 0 else [0]
             tries = [[Hole(n) if k == j else p for k, p in enumerate(chosen)] for n in sizes]
             spare = -len(tries) % search.rows if j >= 0 else 0
-            # All tries of a row draw from its seed: they differ in the length alone.
+            # All lengths of a row are tried with its seed, so that they differ only in the length. Copies of the last
+            # one fill up the batch.
             one = select_rows(request, [i] * (len(tries) + spare), len(rows))
             filled = _fill_sized(lm, one, on_frame, search, tries + spare * tries[-1:])
             pairs = zip(tries, filled.fillings)
@@ -402,7 +412,7 @@ def _fill_open(
 
 
 def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, quantum: int) -> float:
-    """-log p(filling and what follows it | what is before it), a bound."""
+    """Computes an upper bound on -log p(filling `at` and the text after it | the text before it), in nats."""
     rest = iter(fillings)
     parts = [np.asarray(next(rest) if isinstance(p, Hole) else p, np.int32) for p in row]
     before = np.concatenate([*parts[:at], np.zeros(0, np.int32)])
@@ -417,7 +427,7 @@ def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, 
 
 
 def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
-    """Fills every row's holes one after the other, in FIM order; rows side by side."""
+    """Fills the holes of each row one after the other, in FIM order; the rows form a batch."""
     # 1. Refuse holes that a block-causal model cannot fill.
     context, begin = lm.model.config.context, len(lm.tokenizer.begin)
     if lm.tokenizer.fim is None:
@@ -435,7 +445,7 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
     if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
         allowed = "one kind in a call, for a block-causal model"
         raise refuse("parts", "rows of fixed and of open holes", allowed)
-    # 2. One session for each place: the first holes of all rows, then the second ones.
+    # 2. One session fills the first holes of all rows, the next one the second holes, and so on.
     holes = [sum(isinstance(p, Hole) for p in row) for row in rows]
     fillings: list[list[np.ndarray]] = [[] for _ in rows]
     forwards = np.zeros(len(rows), int)
@@ -450,7 +460,7 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
         given = np.arange(tokens.shape[1]) < committed[:, None]
         some = select_rows(request, which, len(rows))
         layout = Rows(tokens, given, committed, end, some.seed)
-        # A hole of a fixed length is not ended by an end of text: where all are fixed, no id ends the answer.
+        # The end of text must not shorten a hole of fixed length; `infilling` disables it.
         fixed = all(hole.tokens is not None for _, hole in prompts)
         session = _run(lm, start(lm, some._replace(rows=layout, infilling=fixed)), None)
         s = session.state
@@ -465,12 +475,12 @@ def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[
     """Lays a row out in FIM order.
 
     Args:
-        lm: Its tokenizer has the FIM tokens.
-        row: Texts and holes.
-        filled: What fills its first holes; the next one is to be filled, later ones are left out.
+        lm: The model; its tokenizer has FIM tokens.
+        row: Texts (as ids) and holes, in order.
+        filled: Fillings of the first holes. The next hole is the one to fill; later holes are omitted.
 
     Returns:
-        The prompt, and the hole to fill.
+        The ids of the prompt, and the hole to fill.
     """
     marks, holes = lm.tokenizer.fim, [i for i, part in enumerate(row) if isinstance(part, Hole)]
     at = holes[len(filled)]

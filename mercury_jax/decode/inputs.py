@@ -1,6 +1,7 @@
-"""Checks of the arguments that the public calls share: the model, prompts and numbers.
+"""Checks of the arguments that the public functions share: the model, prompts, seeds and numbers.
 
-Each call runs them first, so that a wrong argument is named before anything is encoded or compiled.
+Each public function runs these checks first, so that a wrong argument raises an error before anything is compiled. The
+errors name the argument, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -51,21 +52,22 @@ def encode_prompts(
     """Checks prompts and encodes them.
 
     Args:
-        lm: Its tokenizer encodes texts and renders conversations; its vocabulary bounds the ids.
+        lm: The model; its tokenizer encodes texts and renders conversations, its vocabulary bounds the ids.
         prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of
             {"type": "text", "text": ...}), ids (a list or a 1-D integer array, numpy or JAX), or a list of any of
             these; a 2-D integer array is a list of rows of ids.
-        thinking: Whether the answer to a conversation must begin with its thinking; one for all, or a list.
-        previous: What the prompts continue, one for each, answers included.
-        begin: Whether a text gets the tokens that begin a text; not where it is the middle or the end of one.
-        name: The argument that errors name.
+        thinking: Whether the answer to a conversation must begin with a thinking section; one for all, or a list.
+        previous: The texts or conversations that the prompts continue, answers included, one per prompt.
+        begin: Whether to put begin-of-text tokens before a text. False for a text that continues another one.
+        name: Name of the argument in errors.
 
     Returns:
         The prompts, and whether a single one was given.
 
     Raises:
-        ValueError: For anything else: bytes, floats, empty prompts, ids outside of the vocabulary.
+        ValueError: `prompt` is something else: bytes, floats, empty, or ids outside of the vocabulary.
     """
+    # A list is one prompt if it holds messages or numbers, and several prompts otherwise.
     prompt = _as_numpy(prompt, name)
     thinks = lambda i: thinking if isinstance(thinking, bool) else i < len(thinking) and thinking[i]
     before = lambda i: previous[i] if i < len(previous) else None if begin else Prompt([], False)
@@ -80,20 +82,20 @@ def encode_prompts(
 
 
 def prompt_rows(lm: LM, prompt: Any, rows: int, name: str = "prompt", row: str = "prompt") -> list[list[int]]:
-    """Encodes what precedes each row: one prompt for all of them, or a list with one per row.
+    """Encodes the prompt of each row: one prompt for all of them, or a list with one per row.
 
     Args:
-        lm: As of `encode_prompts`, like `prompt`.
-        prompt: One or several.
-        rows: B.
-        name: The argument that errors name.
-        row: What errors call a row.
+        lm: The model.
+        prompt: One prompt or several, as in `encode_prompts`.
+        rows: B, the number of rows.
+        name: Name of the argument in errors.
+        row: Name of a row in errors.
 
     Returns:
-        Ids, one list per row.
+        The ids of each row.
 
     Raises:
-        ValueError: A list of another length, or no prompts.
+        ValueError: The list has another length, or holds no prompts.
     """
     prompts, single = encode_prompts(lm, prompt, name=name)
     if not single and len(prompts) != rows:
@@ -116,7 +118,7 @@ def _as_numpy(prompt: Any, name: str) -> Any:
 
 
 def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt | None) -> Prompt:
-    """Encodes one prompt; after a conversation, its last turn is ended first."""
+    """Encodes one prompt. If it continues a conversation, the end of the last turn comes first."""
     end_turn = [lm.tokenizer.end_turn] if previous is not None and previous.chat else []
     if isinstance(prompt, str):
         if not prompt:
@@ -138,19 +140,19 @@ def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt
 
 
 def check_ids(lm: LM, ids: Any, name: str, allowed: str) -> list[int]:
-    """Checks ids.
+    """Checks that a value is a list of ids of the vocabulary.
 
     Args:
-        lm: Its vocabulary bounds them.
+        lm: The model; its vocabulary bounds the ids.
         ids: A list, or a 1-D array of numpy or JAX.
-        name: The argument that errors name.
-        allowed: What errors say is allowed.
+        name: Name of the argument in errors.
+        allowed: What is allowed, for errors.
 
     Returns:
         The ids as a list.
 
     Raises:
-        ValueError: It is anything else, or an id is outside of the vocabulary.
+        ValueError: It is something else, or an id is outside of the vocabulary.
     """
     ids = _as_numpy(ids, name)
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
@@ -171,17 +173,17 @@ def per_prompt(
     """Checks an argument that is one value for all prompts, or a list or array with one value per prompt.
 
     Args:
-        name: The argument that errors name.
-        value: Of the call.
-        count: Prompts.
-        check: Takes the name and one value, and returns the checked value.
-        each: What errors call a prompt.
+        name: Name of the argument in errors.
+        value: The argument as the caller gave it.
+        count: Number of prompts.
+        check: check(name, value) returns the checked value, or raises ValueError.
+        each: Name of a prompt in errors.
 
     Returns:
         One value per prompt.
 
     Raises:
-        ValueError: A list of another length, a traced array, or a value that `check` refuses.
+        ValueError: The list has another length, the array is traced, or `check` refuses a value.
     """
     if isinstance(value, Tracer):
         raise refuse(name, value, "concrete numbers: under jit use the decoder itself")
@@ -201,15 +203,15 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> np.n
     """Checks that prompts and answers fit into the context.
 
     Args:
-        lm: Its context is the bound.
-        prompts: Of all rows.
-        max_tokens: Most tokens of an answer; one for all prompts, or one for each.
+        lm: The model; prompt and answer together must fit into its context.
+        prompts: The encoded prompts.
+        max_tokens: Maximum number of tokens of an answer; one for all prompts, or one for each.
 
     Returns:
-        Most tokens of each answer, int [prompts].
+        The maximum number of tokens of each answer, int [prompts].
 
     Raises:
-        ValueError: A value is not a whole number, or a prompt leaves no room for it.
+        ValueError: A value is not a whole number, or a prompt with its answer exceeds the context.
     """
     whole = lambda name, value: check_whole(name, value, 1, MAX_TOKENS)
     budgets = per_prompt("max_tokens", max_tokens, len(prompts), whole)
@@ -225,20 +227,20 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> np.n
 
 
 def check_whole(name: str, value: Any, low: int, high: int, allowed: str = "") -> int:
-    """Checks a whole number.
+    """Checks that a value is a whole number in a range.
 
     Args:
-        name: The argument that errors name.
-        value: Of Python or numpy; not a bool.
-        low: Lower end.
-        high: Upper end.
-        allowed: What errors say is allowed; "": the range.
+        name: Name of the argument in errors.
+        value: A whole number of Python or numpy; not a bool.
+        low: Lower end, included.
+        high: Upper end, included.
+        allowed: What is allowed, for errors; "": the range.
 
     Returns:
         The value as an int.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: It is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
         raise refuse(name, value, allowed or f"a whole number in {low}..{high}")
@@ -246,11 +248,11 @@ def check_whole(name: str, value: Any, low: int, high: int, allowed: str = "") -
 
 
 def check_seed(seed: Any, name: str = "seed") -> int:
-    """Returns a seed as an int.
+    """Checks a seed and returns it as an int.
 
     Args:
         seed: A whole number.
-        name: The argument that errors name.
+        name: Name of the argument in errors.
 
     Returns:
         The seed.
@@ -262,21 +264,21 @@ def check_seed(seed: Any, name: str = "seed") -> int:
 
 
 def row_seeds(seed: Any, prompts: int, n: int = 1, each: str = "prompt") -> np.ndarray | Key:
-    """Returns what each row draws from, in the order prompt 0's n answers, prompt 1's n answers, ...
+    """Computes the seed or key of each row. The n answers to a prompt are adjacent rows.
 
     Args:
-        seed: One for all prompts: answer j of prompt i draws from seed + i n + j. Or one per prompt: from seed[i] + j.
-            With a key of `jax.random.key` in place of a number s, `fold_in(key, k)` stands for s + k; with a key per
-            prompt and n = 1 each prompt draws from its key itself.
-        prompts: Prompts of the call.
-        n: Answers to each.
-        each: What errors call a prompt.
+        seed: A whole number: answer j of prompt i draws from seed + i n + j. A list with one number per prompt: from
+            seed[i] + j. Keys of `jax.random.key` instead of numbers: `fold_in(key, k)` replaces seed + k. With one key
+            per prompt and n = 1, each prompt draws from its key itself.
+        prompts: Number of prompts.
+        n: Number of answers to each prompt.
+        each: Name of a prompt in errors.
 
     Returns:
-        Seeds in 0..2**31 - 1, or keys, [prompts n].
+        Seeds in 0..2**31 - 1, or keys, [prompts * n].
 
     Raises:
-        ValueError: It is neither, or a list of another length.
+        ValueError: `seed` is something else, or has another length.
     """
     is_array = isinstance(seed, jax.Array)
     if is_array and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
@@ -298,34 +300,34 @@ def row_seeds(seed: Any, prompts: int, n: int = 1, each: str = "prompt") -> np.n
 
 
 def check_temperature(value: Any) -> Any:
-    """Returns a temperature, or an array with one per row; values that are traced under `jit` pass unchecked."""
+    """Checks a temperature, or an array with one per row; values that are traced under `jit` pass unchecked."""
     return check_number("temperature", value, AtLeast(0))
 
 
 def check_logprobs(count: Any) -> int | None:
-    """Returns how many alternatives to keep at each token, or None; ValueError unless 0..100.
+    """Checks how many alternatives to record for each token.
 
     Args:
-        count: Alternatives per token.
+        count: Number of alternatives, 0 to 100; None: no log-probabilities are recorded.
 
     Returns:
         The count.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: It is something else.
     """
     allowed = "0..100 alternatives, or None"
     return None if count is None else check_whole("logprobs", count, 0, 100, allowed)
 
 
 def check_lm(lm: Any) -> None:
-    """Raises ValueError unless `lm` is an LM that holds parameters.
+    """Checks that `lm` is an LM that holds parameters.
 
     Args:
-        lm: Of the call.
+        lm: The argument of the caller.
 
     Raises:
-        ValueError: Names the model or its parameters.
+        ValueError: It is no LM, or its parameters are not arrays.
     """
     if not isinstance(lm, LM):
         raise refuse("lm", lm, "a model as mj.load() returns it")
@@ -338,19 +340,19 @@ def check_lm(lm: Any) -> None:
 
 @contextlib.contextmanager
 def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
-    """Around a compiled pass: where tracing fails because the parameters are not the model's, says so.
+    """Context manager around a compiled pass, which explains a failure due to parameters of another model.
 
-    The check traces a pass of its own, which takes as long as the model's tracing, so it only runs after a failure.
+    The check traces a pass of its own, which takes as long as tracing the model, so it runs only after a failure.
 
     Args:
-        lm: With the parameters of the pass.
-        name: What errors call them.
+        lm: The model, with the parameters of the pass.
+        name: Name of the parameters in errors.
 
     Yields:
-        Nothing.
+        None.
 
     Raises:
-        ValueError: The model cannot be traced with them.
+        ValueError: The model cannot be traced with its parameters.
     """
     try:
         yield
@@ -361,15 +363,15 @@ def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
 
 
 def check_params(model: Model, params: Params, name: str) -> None:
-    """Raises ValueError if a model cannot be traced with its parameters.
+    """Checks that a model can be traced with its parameters.
 
     Args:
         model: The model.
         params: Arrays, or their shapes.
-        name: What errors call them.
+        name: Name of the parameters in errors.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: Tracing fails; the message contains the first line of the error.
     """
     at = jnp.zeros((1, 1), jnp.int32)
     time = jnp.zeros((1,)) if model.config.timed else None

@@ -1,16 +1,16 @@
-"""Logits processors: what changes the logits of a row before the token statistics are computed.
+"""Logits processors: they change the logits of a row before the token statistics are computed.
 
-Those whose parameters are numbers (temperature, truncation, penalties) are registered in `ALL`; those that take tables
-of ids (bias, ban, and hard constraints by position) are not. A user's own, registered by `mj.logits_processor`, is
-found here too. A forbidden id (its logit is `token_stats.NEVER`) stays forbidden, and finite, through every chain of
+`ALL` registers the processors whose parameters are numbers (temperature, truncation, penalties), and those that users
+define with `mj.logits_processor`. Processors that take tables of ids (bias, ban, constraints by position) are plain
+functions. A forbidden id has the logit `token_stats.NEVER`, and stays forbidden and finite through every chain of
 processors.
 
-An autoregressive decoder counts the tokens before a position. On a canvas tokens are decided in any order: what counts
-for a position is every decided token, before and after it, but not the position's own.
+Penalties count tokens. An autoregressive decoder counts the tokens before a position; on a canvas, where tokens are
+decided in any order, a position counts every decided token before and after it, but not its own.
 
-Tables become arrays that are padded to a power of two, so that another table of a similar size recompiles nothing; a
-grammar writes new bits between two passes. A hard constraint belongs into `Sampler(allow=)`, whose processors run last.
-Position 0 is the first one after the prompt.
+Tables become arrays padded to a power of two: another table of similar size does not recompile, and a grammar can write
+new bits between two passes. Hard constraints belong into `Sampler(allow=)`, whose processors run first and last.
+Positions count from the first one after the prompt.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ MOST_ID = 2**31 - 1
 
 
 def keep_forbidden(old: Logits, new: Logits) -> Logits:
-    """Returns `new`, finite, with NEVER wherever `old` has it: scaling alone would revive an id, or overflow.
+    """Restores the forbidden ids after a processor, and clips the logits to finite numbers.
+
+    Without this, a processor that scales the logits would make a forbidden id possible again, or overflow.
 
     Args:
-        old: Logits before a processor.
-        new: Logits after it.
+        old: Logits before the processor [L, v].
+        new: Logits after the processor [L, v].
 
     Returns:
-        The new logits.
+        `new`, with `NEVER` wherever `old` has it [L, v].
     """
     return jnp.where(old > NEVER, jnp.clip(new, NEVER, -NEVER), NEVER)
 
@@ -80,7 +82,7 @@ def columns_of(ids: Int[Array, "*s"], first_id: int | Int[Array, ""], size: int)
 def temperature(logits: Logits, view: View, t: NonNegative = 1.0) -> Logits:
     """Divides the logits by `t`, for everything that is read from them (confidence, entropy).
 
-    The temperature of the draw is a separate parameter, `Sampler.temperature`.
+    The temperature at which tokens are drawn is a separate parameter, `Sampler.temperature`; both apply.
 
     Args:
         logits: Of one row.
@@ -116,7 +118,7 @@ def top_k(logits: Logits, view: View, k: Count = 50) -> Logits:
     Args:
         logits: Of one row.
         view: Unused.
-        k: How many ids.
+        k: Number of ids to keep.
 
     Returns:
         Logits that are NEVER at all other ids.
@@ -138,9 +140,9 @@ def top_p(
     Args:
         logits: Of one row.
         view: Unused.
-        p: Probability of the set; 1 keeps every id.
-        crossing: 1 keeps the id with which the total passes `p`, as transformers does. 0 leaves it out unless it is the
-            first, as `nucleus_p` of MDLM, BD3-LM and ReMDM does.
+        p: Total probability of the ids to keep; 1 keeps every id.
+        crossing: Whether to keep the id whose probability makes the total reach `p`. 1: yes, as in transformers. 0: no,
+            unless it is the most probable id, as in `nucleus_p` of MDLM, BD3-LM and ReMDM.
 
     Returns:
         Logits that are NEVER at all other ids.
@@ -148,10 +150,11 @@ def top_p(
     ordered = jnp.sort(logits, axis=-1)[:, ::-1]
     mass = jax.nn.softmax(ordered, axis=-1)
     total = jnp.cumsum(mass, axis=-1)
-    # An id is kept while the mass before it is below p, or without the crossing id while the mass with it is not above
-    # p. The first always is; at p = 1 all are, although the sums may round up to 1 before the last one.
+    # With the crossing id, keep an id while the total before it is below p; without, while the total including it is at
+    # most p. Always keep the first. At p = 1 keep all, since the rounded total may reach 1 before the last id.
     inside = jnp.where(jnp.asarray(crossing) > 0, total - mass < p, total <= p)
     needed = (inside | (p >= 1)).at[:, 0].set(True)
+    # Back from sorted order to ids: keep every logit that is at least the smallest kept one. [L, 1]
     least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, NEVER)
 
@@ -168,6 +171,7 @@ def min_p(logits: Logits, view: View, p: Probability = 0.05) -> Logits:
     Returns:
         Logits that are NEVER at all other ids.
     """
+    # p_i >= p * p_max, compared as logits: no softmax is needed.
     least = logits.max(axis=-1, keepdims=True) + jnp.log(jnp.clip(p, 1e-30, 1.0))
     return jnp.where(logits >= least, logits, NEVER)
 
@@ -178,14 +182,14 @@ def repetition(logits: Logits, view: View, p: Annotated[Param, Above(0)] = 1.0) 
 
     Args:
         logits: Of one row.
-        view: Reads the counts, the canvas and the answer.
-        p: Penalty; 1 changes nothing.
+        view: Reads `prompt_counts`, and the fields that `answer_counts` reads.
+        p: Penalty; 1 changes nothing, larger values discourage repetition.
 
     Returns:
         The penalised logits.
 
-    Departs from the paper: it divides all logits; here, as in the implementations in use, negative ones are
-    multiplied, so that they fall as well.
+    Departs from the paper, which divides all logits: here negative ones are multiplied, so that they decrease as well.
+    The implementations in common use do the same.
     """
     p, size = jnp.maximum(p, 1e-6), logits.shape[-1]
     in_prompt = jax.lax.dynamic_slice_in_dim(view.prompt_counts, view.first_id, size) > 0
@@ -199,7 +203,7 @@ def presence(logits: Logits, view: View, p: Annotated[Param, Finite()] = 0.0) ->
 
     Args:
         logits: Of one row.
-        view: Reads the counts, the canvas and the answer.
+        view: Reads the fields that `answer_counts` reads.
         p: Penalty; negative values favour repetition.
 
     Returns:
@@ -214,7 +218,7 @@ def frequency(logits: Logits, view: View, p: Annotated[Param, Finite()] = 0.0) -
 
     Args:
         logits: Of one row.
-        view: Reads the counts, the canvas and the answer.
+        view: Reads the fields that `answer_counts` reads.
         p: Penalty per occurrence; negative values favour repetition.
 
     Returns:
@@ -224,27 +228,34 @@ def frequency(logits: Logits, view: View, p: Annotated[Param, Finite()] = 0.0) -
 
 
 def answer_counts(view: View, size: int) -> Int[Array, "L v"]:
-    """Counts how often ids occur in the answer, as seen from each position of the window.
+    """Counts how often each id occurs in the answer, as seen from each position of the window.
 
-    The answer before the window counts for every position, and a decided token for every position but its own. Under
-    uniform noise nothing is ever decided: there the previous answer counts instead, but only for the positions after
-    a token, because two equal neighbours would otherwise suppress each other in turn. At time 0 the canvas is a draft
-    that is verified from left to right, and a token counts for the positions after it only. The end of text does not
-    count: a run of them at the end would make the position before them avoid ending.
+    These tokens count:
+
+        before the window     all tokens of the answer, for every position
+        masked noise          decided tokens of the window, for every position except their own
+        uniform noise         no token is ever decided, so the tokens of the previous step's answer count, for the
+                              positions after them; otherwise two equal neighbours would suppress each other in turn
+        verifying (time 0)    tokens of the draft, for the positions after them, as in autoregressive decoding
+
+    The end of text never counts: a run of end-of-text tokens would otherwise discourage the position before the run
+    from ending the text.
 
     Args:
-        view: Of one row.
-        size: Number of ids, from `view.first_id` on.
+        view: View of one row. Reads `canvas`, `answer`, `editable`, `masked`, `noise`, `t`, `step`, `eos`,
+            `output_counts` and `first_id`.
+        size: Number of ids to count, from `view.first_id` on.
 
     Returns:
         Counts [L, size].
     """
     at = jnp.arange(view.canvas.shape[0], dtype=jnp.int32)
-    i, j = at[:, None], at[None, :]  # i: the position that looks, j: the token that counts. [L, L]
+    i, j = at[:, None], at[None, :]  # position i counts the token at j
     decided = (view.editable & ~view.masked) & jnp.where(view.t > 0, i != j, j < i)
-    # Under masked noise an open position holds exactly the mask, and so does `noise`. A uniform canvas equals its
-    # fresh noise at every open position with probability V^-open, which costs one step's counts and nothing else.
+    # `redrawn` detects uniform noise: under masked noise every open position equals `view.noise`, the mask. A uniform
+    # canvas of n open positions equals its fresh noise with probability V^-n; then one step misses its counts.
     redrawn = jnp.any(view.masked & (view.canvas != view.noise)) & (view.step > 0)
+    # counted [L, L]: whether position i counts the token at j.
     counted = jnp.where(view.masked, redrawn & (j < i), decided)
     token = jnp.where(view.masked, view.answer, view.canvas)
     counted &= token != view.eos
@@ -256,7 +267,9 @@ def answer_counts(view: View, size: int) -> Int[Array, "L v"]:
 
 
 def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
-    """Adds a number to the logits of some ids (OpenAI's `logit_bias`, without its limits of -100 and 100).
+    """Makes a processor that adds a number to the logits of some ids.
+
+    This is OpenAI's `logit_bias`, without its limits of -100 and 100.
 
     Args:
         table: {id: value} for all rows, or a list with one such table (or None) per row.
@@ -265,7 +278,7 @@ def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
         The processor.
 
     Raises:
-        ValueError: Names the entry that is not an id with a finite number.
+        ValueError: An entry is not an id with a finite number.
     """
     rows, shared = _tables("logit_bias", table)
     for row in rows:
@@ -280,7 +293,7 @@ def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
 
 
 def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
-    """Forbids ids at every position.
+    """Makes a processor that forbids ids at every position.
 
     Args:
         ids: A list of ids for all rows, or a list with one such list (or None) per row.
@@ -289,7 +302,7 @@ def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
         The processor.
 
     Raises:
-        ValueError: Names the entry that is not an id.
+        ValueError: An entry is not an id.
     """
     allowed = "a list of ids, or a list with such a list or None for each row"
     if not _is_list(ids):
@@ -305,17 +318,17 @@ def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
 
 
 def allow(table: Mapping[int, Ids] | Sequence[Mapping[int, Ids] | None]) -> LogitsProcessor:
-    """Allows only the given ids at the given positions.
+    """Makes a processor that allows only the given ids at the given positions.
 
     Args:
-        table: {position: ids} for all rows, or a list with one such table (or None) per row. Positions that are not
-            named are free.
+        table: {position: ids} for all rows, or a list with one such table (or None) per row. Position 0 is the first
+            one after the prompt. Positions that are not in the table are free.
 
     Returns:
         The processor, for `Sampler(allow=)`.
 
     Raises:
-        ValueError: Names the entry that is not a position with at least one id.
+        ValueError: An entry is not a position with at least one id.
     """
     tables, shared = _tables("allow", table)
     rows: list[list[tuple[int, int]]] = []
@@ -333,11 +346,11 @@ def allow(table: Mapping[int, Ids] | Sequence[Mapping[int, Ids] | None]) -> Logi
 
 
 def allow_bits(bits: np.ndarray | jax.Array, start: Any = 0) -> LogitsProcessor:
-    """Allows only the ids whose bits are set, at a range of positions: the form of a grammar mask.
+    """Makes a processor that allows only the ids whose bits are set, at a range of positions: a grammar mask.
 
     Args:
-        bits: uint32 [P, words] for all rows or [rows, P, words]: bit v % 32 of word v // 32 says whether the id v is
-            allowed at position `start` + p. Other positions are free.
+        bits: uint32 [P, words] for all rows, or [rows, P, words]. Bit v % 32 of word v // 32 says whether id v is
+            allowed at position `start` + p. Positions outside of the range are free.
         start: Position of the first mask; one number, or one per row.
 
     Returns:
@@ -358,14 +371,14 @@ def allow_bits(bits: np.ndarray | jax.Array, start: Any = 0) -> LogitsProcessor:
 
 
 def check_ids(processor: LogitsProcessor, vocab: int) -> None:
-    """Checks that a processor made by this module names only ids of the vocabulary.
+    """Checks that the tables of a processor of this module contain only ids of the vocabulary.
 
     Args:
-        processor: Any processor; those of other modules pass.
-        vocab: V.
+        processor: Any processor; processors of other modules pass.
+        vocab: V, the size of the vocabulary.
 
     Raises:
-        ValueError: Names the id, or the number of words, that does not fit.
+        ValueError: An id is not below V, or a grammar mask has the wrong number of words.
     """
     names = {_add_bias: "logit_bias", _forbid: "ban", _allow: "allow", _allow_bits: "allow_bits"}
     name = names.get(processor.function)
@@ -410,7 +423,8 @@ def _allow_bits(
     at = view.position + jnp.arange(length, dtype=jnp.int32) - start
     constrained = (at >= 0) & (at < words.shape[0])
     mask = words[jnp.clip(at, 0, words.shape[0] - 1)]  # [L, words]
-    # The words that hold this chunk's columns, then their bits; a chunk may begin within a word.
+    # Cut out the words that hold the columns of this chunk, unpack their bits, and cut out the columns: a chunk may
+    # begin in the middle of a word.
     count = min(words.shape[1], size // 32 + 2)
     word = jnp.minimum(view.first_id // 32, words.shape[1] - count)
     mask = jax.lax.dynamic_slice_in_dim(mask, word, count, axis=1)
@@ -421,7 +435,7 @@ def _allow_bits(
 
 
 def _packed(rows: Sequence[Sequence[Any]], dtype: Any, shared: bool) -> Any:
-    """Packs lists into one array [rows, n], padded with -1 to a power of two; one Static [n] where shared."""
+    """Packs lists into one array [rows, n], padded with -1 to a power of two; if shared, into a `Static` [n]."""
     size = 1 << max(max(len(r) for r in rows) - 1, 0).bit_length()
     full = np.full((len(rows), size), -1, dtype)
     for row, values in zip(full, rows, strict=True):

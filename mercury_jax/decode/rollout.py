@@ -1,11 +1,10 @@
-"""Reinforcement learning on the decoder: sampled answers with what a policy gradient needs, and their
-log-probabilities.
+"""Rollouts for reinforcement learning: sampled answers, and estimates of their log-probabilities.
 
-`rollout` decodes answers and keeps in which pass each token was accepted and how probable its draw was.
-`token_log_probs` estimates the log-probability of each token of given answers: a masked diffusion model has
-no exact one, so published methods average over masked copies of the answer. It is differentiable in the
-parameters. The answers are laid out once on the host (`answer_batch`, by the model's own layout), so that the
-jitted loss never recompiles for other lengths.
+`rollout` decodes answers, and records for each token the pass that accepted it and the log-probability of its draw.
+`token_log_probs` estimates the log-probability of each token of given answers, differentiable in the parameters. A
+masked diffusion model has no tractable exact value, so published methods average over masked copies of the answer.
+`answer_batch` lays the answers out on the host, in the layout of the model and in bucketed shapes, so that the jitted
+loss compiles for few lengths.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ from mercury_jax.types import LM, Key, PackedPass, Params
 
 @runtime_checkable
 class Reward(Protocol):
-    """A user's reward of answers; runs on the host, in Python or numpy."""
+    """A reward function for answers, defined by the user; runs on the host, in Python or numpy."""
 
     def __call__(
         self, prompts: Sequence[inputs.PromptLike], texts: Sequence[str], /
     ) -> Sequence[float] | np.ndarray | jax.Array:
-        """Returns one finite number per text; prompts[i] is the prompt, as it was given, that texts[i]
-        answers."""
+        """Returns one finite number per text; texts[i] answers prompts[i], which is as the caller gave it."""
         ...
 
 
@@ -51,16 +49,16 @@ def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) ->
     """Calls a user's reward and checks what it returns.
 
     Args:
-        reward: The user's.
-        prompts: As they were given, one per text.
-        texts: Answers.
+        reward: The reward function.
+        prompts: Prompts as the caller gave them, one per text.
+        texts: The answers.
 
     Returns:
-        float64 [B].
+        The rewards, float64 [B].
 
     Raises:
-        ValueError: It returned something else than one finite number per text.
-        RuntimeError: It failed; the cause is its own error.
+        ValueError: It did not return one finite number per text.
+        RuntimeError: It failed; its own error is the cause.
     """
     try:
         values = np.asarray(reward(prompts, texts))
@@ -77,18 +75,18 @@ def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) ->
 
 
 def repeat_prompts(lm: LM, prompt: Any, n: int) -> list[Any]:
-    """Returns every prompt n times, as it was given: n times the first, then n times the second, and so on.
+    """Repeats every prompt n times: n times the first, then n times the second, and so on.
 
     Args:
-        lm: Its tokenizer and vocabulary check the prompts.
+        lm: The model; its tokenizer and vocabulary check the prompts.
         prompt: One prompt, or several.
-        n: Answers of each.
+        n: Number of answers to each prompt.
 
     Returns:
-        Prompts, one per row.
+        The prompts as the caller gave them, one per row.
 
     Raises:
-        ValueError: Names what is no prompt, or a number of answers that is not allowed.
+        ValueError: A prompt or `n` is not allowed.
     """
     inputs.check_lm(lm)
     n = inputs.check_whole("n", n, 1, inputs.MAX_TOKENS)
@@ -98,27 +96,28 @@ def repeat_prompts(lm: LM, prompt: Any, n: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Answers drawn from the model, as a policy gradient needs them. Row i answers prompt i // n. A pytree.
+    """Answers sampled from the model, with the data that a policy gradient needs. A pytree.
 
-    An answer that the model ended has its end-of-text token as its last one: ending was a draw, too.
+    Row i answers prompt i // n. If the model ended an answer, its last token is the end-of-text token: the policy drew
+    that token as well.
     """
 
     prompts: np.ndarray  # int [B, P], left-aligned
     prompt_lengths: np.ndarray  # int [B]
     tokens: np.ndarray  # int [B, S], S = the largest max_tokens
     lengths: np.ndarray  # int [B]
-    ended: np.ndarray  # bool [B], by the model; else by max_tokens
-    # int [B, S], the row's denoising pass, from 0, that accepted the token. Past the length the same of what
-    # filled the rest of the canvas, and -1 where no canvas was.
+    ended: np.ndarray  # bool [B], whether the model ended the answer; False: `max_tokens` did
+    # int [B, S], index of the row's denoising pass that accepted the token. It also covers the tokens that fill the
+    # last canvas beyond the length, and is -1 where there was no canvas.
     commit_step: np.ndarray
-    # float [B, S], of each token when it was accepted, see `rollout`; 0 past the length
+    # float [B, S], log-probability of each token when it was accepted, see `rollout`; 0 beyond the length
     log_probs: np.ndarray
     forwards: np.ndarray  # int [B], denoising and verifying passes (NFE)
     rewards: np.ndarray | None = None  # float [B]
-    texts: list[str] = field(repr=False, default_factory=list)  # as of `sample`; dropped by JAX transforms
+    texts: list[str] = field(repr=False, default_factory=list)  # as in `sample`; dropped by JAX transforms
 
     def batch(self, lm: LM) -> AnswerBatch:
-        """Lays the answers out for `token_log_probs`, each filled up to max_tokens as its canvas was.
+        """Lays the answers out for `token_log_probs`, each filled up to max_tokens as in decoding.
 
         Args:
             lm: The model.
@@ -150,30 +149,32 @@ def rollout(
     plan: Plan | None = None,
     temperature: Param | Sequence[float] = 1.0,
 ) -> Rollout:
-    """Draws n answers to each prompt, and keeps how each token came about.
+    """Samples n answers to each prompt, and records how each token was accepted.
 
-    `log_probs` are those of the behaviour policy: log softmax(logits / temperature) of the accepted token,
-    where `logits` are the model's in the pass that accepted it, after all logits processors, with the ids
-    that are never emitted removed. A token that was put back to noise and accepted again (remasking, editing,
-    uniform noise) counts as of its last acceptance. A token that nobody drew, because a block used up its
-    steps and took the argmax, has the log-probability of that argmax in the block's last pass. What the rule
-    decided (which positions, when) has no part in it: under a rule that chooses positions by confidence the
-    sum over an answer is not log p(answer).
+    `log_probs` are those of the behaviour policy: log softmax(logits / temperature) of the accepted token, with the
+    logits of the pass that accepted it, after all logits processors and without the ids that are never emitted.
+
+    - A token that was renoised and accepted again (remasking, editing, uniform noise) has the log-probability of its
+      last acceptance.
+    - If a block uses up its steps, its remaining positions take the argmax of the last pass, and have the
+      log-probability of that argmax.
+    - The choice of positions by the rule is not included. With a rule that chooses positions by confidence, the sum
+      over an answer is therefore not log p(answer).
 
     Args:
         lm: The model.
-        prompt: As of `sample`.
-        n: Answers of each prompt; they are adjacent rows.
+        prompt: One prompt or several, as in `sample`.
+        n: Number of answers to each prompt; they are adjacent rows.
         reward: reward(prompts, texts) -> one number per text, on the host; fills `rewards`.
-        max_tokens: Most tokens of an answer, one number or one per prompt.
-        seed: As of `sample`: answer j of prompt i draws from seed + i n + j.
-        sampler: A rule, or a `Sampler`. None: the model's own.
-        plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per prompt; 0 takes the argmax, whose log-probability
-            is then 0.
+        max_tokens: Maximum number of tokens of an answer, one number or one per prompt.
+        seed: As in `sample`: answer j of prompt i draws from seed + i n + j.
+        sampler: A rule, or a `Sampler`. None: the default of the model.
+        plan: Block, number of steps, and reuse of the KV cache.
+        temperature: Temperature of drawn tokens, one number or one per prompt; 0 takes the argmax, whose
+            log-probability is then 0.
 
     Returns:
-        The rollout.
+        The rollout, with n rows per prompt.
 
     Raises:
         ValueError: Names the argument that does not fit.
@@ -197,7 +198,7 @@ def rollout(
     kept = (state.tokens, state.prompt, state.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
     tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))
     ended = np.array([finish == "stop" for finish in out.finish])
-    # Positions of each answer [B, S]; the end of text is just after the text.
+    # Positions of each answer in the rows [B, S]. `end` excludes the end-of-text token, which directly follows.
     most = np.asarray(request.max_tokens)
     lengths, at = end - begin + ended, np.arange(most.max())
     places = np.minimum(begin[:, None] + at, tokens.shape[1] - 1)
@@ -221,7 +222,7 @@ def rollout(
 def _left_aligned(
     rows: Sequence[Sequence[int] | np.ndarray], pad: int, size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ragged rows as an array [B, size], and their lengths [B]."""
+    """Packs rows of different lengths into an array [B, size], and returns it with their lengths [B]."""
     lengths = np.array([len(row) for row in rows], np.int32)
     out = np.full((len(rows), int(lengths.max()) if size is None else size), pad, np.int32)
     for row, ids in zip(out, rows, strict=True):
@@ -233,22 +234,21 @@ def _left_aligned(
 
 
 class AnswerBatch(NamedTuple):
-    """Answers to prompts, laid out for the model's attention pattern; made by `answer_batch`. N is the
-    longest text.
+    """Answers to prompts, laid out for the attention pattern of the model; made by `answer_batch`.
 
-    A row of T slots holds the clean tokens that a block of a block-wise model attends to, then its noised
-    canvases.
+    N is the length of the longest text, S of the longest answer. Block-wise models attend to clean tokens before a
+    noised canvas: a row has T slots, which hold the clean tokens followed by the noised canvases.
     """
 
     ids: Int[ArrayLike, "B N"]  # prompt and answer
     prompt_lengths: Int[ArrayLike, "B"]
-    lengths: Int[ArrayLike, "B"]  # tokens of the answer that count
-    index: Int[ArrayLike, "B T"]  # the token of `ids` that each slot holds; N for none
+    lengths: Int[ArrayLike, "B"]  # tokens of the answer that have a log-probability
+    index: Int[ArrayLike, "B T"]  # index into `ids` of the token that each slot holds; N for none
     positions: Int[ArrayLike, "B T"]
     ranges: Int[ArrayLike, "B T R 2"]
     canvas: Int[ArrayLike, "B T"]  # index of the canvas; -1 outside of canvases
-    slots: Int[ArrayLike, "B S"]  # where answer token j is noised; T for none
-    order: Int[ArrayLike, "B S"]  # rank of the pass that accepted it within its canvas, from 0; -1: not known
+    slots: Int[ArrayLike, "B S"]  # slot at which answer token j is noised; T for none
+    order: Int[ArrayLike, "B S"]  # rank within its canvas of the pass that accepted it; -1: not known
 
 
 def answer_batch(
@@ -262,14 +262,14 @@ def answer_batch(
     """Lays answers out for `token_log_probs`. Runs on the host, once for a batch.
 
     Args:
-        lm: A model of masked diffusion; its `Model.layout` decides which tokens attend to which.
-        prompts: As of `sample`, one per answer; or one for all of them.
-        answers: Texts or ids; append the end-of-text id where ending the answer is to count.
-        size: Positions of each answer, S: shorter ones are filled up with the end of text, which is noised
-            with the answer but has no log-probability, as decoding with max_tokens=size has it. None: the
-            longest answer, and every answer is laid out without filling.
-        commit_step: For each answer, the pass that accepted each token (`Rollout.commit_step`), for
-            estimator="trajectory"; with `size` also of the positions that it fills up.
+        lm: A masked diffusion model; its `Model.layout` decides which tokens attend to which.
+        prompts: One prompt per answer, or one for all of them, as in `sample`.
+        answers: Texts or ids. Append the end-of-text id if ending the answer should have a log-probability.
+        size: Number of positions S of each answer. As in decoding with max_tokens=size, shorter answers are filled up
+            with end-of-text tokens, which are noised with the answer but have no log-probability. None: answers are not
+            filled up, and S is the length of the longest one.
+        commit_step: The pass that accepted each token of each answer (`Rollout.commit_step`), for
+            estimator="trajectory". With `size` it may also cover the positions that are filled up.
 
     Returns:
         The batch; T is rounded up to a bucket, so that few shapes are compiled.
@@ -294,7 +294,7 @@ def answer_batch(
         if len(text) > config.context:
             allowed = f"at most {config.context}, the context"
             raise refuse(f"prompt and answer {i}", f"{len(text)} tokens", allowed)
-    # The layout of the numbers 0, 1, 2, ...: each slot then holds the index of its token.
+    # Lay out the numbers 0, 1, 2, ... instead of ids: each slot then holds the index of its token.
     laid = [
         lm.model.layout(np.arange(len(text), dtype=np.int32), len(b), all_clean=False)
         for text, b in zip(texts, before, strict=True)
@@ -335,17 +335,17 @@ def answer_batch(
 
 
 def pad_answers(batch: AnswerBatch, row: int) -> AnswerBatch:
-    """Gives answers of any lengths arrays of one shape, so that a training step compiles once.
+    """Pads a batch to a fixed shape, so that a training step compiles once for answers of any lengths.
 
     Args:
-        batch: From `answer_batch` or `Rollout.batch`, on the host.
-        row: Slots T of a row, and length N of the texts.
+        batch: Result of `answer_batch` or `Rollout.batch`, on the host.
+        row: The new number of slots T, and the new length N of the texts.
 
     Returns:
-        The batch with `row` slots and texts of `row` tokens.
+        The batch with T = N = `row`.
 
     Raises:
-        ValueError: An answer with its prompt needs more slots.
+        ValueError: A prompt with its answer needs more than `row` slots.
     """
     longest, total = np.asarray(batch.ids).shape[1], np.asarray(batch.index).shape[1]
     used = int((np.asarray(batch.index) < longest).sum(1).max())
@@ -356,7 +356,7 @@ def pad_answers(batch: AnswerBatch, row: int) -> AnswerBatch:
         x = np.asarray(x)[:, :row]
         return np.pad(x, [(0, 0), (0, row - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
 
-    moved = lambda x, old: np.where(np.asarray(x) == old, row, x)  # what stood for no token, or for no slot
+    moved = lambda x, old: np.where(np.asarray(x) == old, row, x)  # N and T mean "none"
     return batch._replace(
         ids=resized(batch.ids, 0),
         index=resized(moved(batch.index, longest), row),
@@ -368,7 +368,7 @@ def pad_answers(batch: AnswerBatch, row: int) -> AnswerBatch:
 
 
 def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:
-    """Ranks of the passes within each canvas: 0 for its first pass that accepted a token."""
+    """Ranks the passes within each canvas: 0 for its first pass that accepted a token."""
     ranks = np.zeros(len(steps), np.int32)
     for c in np.unique(canvas):
         ranks[canvas == c] = np.unique(steps[canvas == c], return_inverse=True)[1]
@@ -382,24 +382,25 @@ def masked_answer_logits(
     masked: Bool[Array, "B S"],
     hidden: Bool[Array, "B N"] | None = None,
 ) -> tuple[Float[Array, "B S V"], Int[Array, "B S"]]:
-    """Makes one pass over answers with masks.
+    """Runs one forward pass over answers in which some tokens are masked.
 
     Args:
         lm: The model.
-        params: Parameters.
+        params: Parameters of the model.
         batch: The answers.
-        masked: Answer tokens that are masks.
-        hidden: Tokens of the prompt that are masks; None: none.
+        masked: Which answer tokens are masked [B, S].
+        hidden: Which prompt tokens are masked [B, N], in all of their slots; None: none.
 
     Returns:
-        Logits at the answer's tokens, without the ids that are never emitted, and these tokens; those of the end of
-        text that fills the last canvas included.
+        The logits at the answer tokens [B, S, V], with the ids that are never emitted forbidden, and the tokens there
+        [B, S]. Both include the end-of-text tokens that fill up the answers.
     """
     assert lm.corruption.mask is not None
     count, total = batch.index.shape
     spread = jnp.zeros((count, total), bool)
     noised = jax.vmap(lambda row, at, which: row.at[at].set(which, mode="drop"))(spread, batch.slots, masked)
-    # A prompt token in a block's canvas and its clean copy are hidden together.
+    # `of_slots` reads values [B, N] of the texts at the slots [B, T]: a prompt token that stands both in a canvas and
+    # among the clean tokens is hidden in both slots.
     of_slots = lambda x, fill: jnp.take_along_axis(
         jnp.pad(x, [(0, 0), (0, 1)], constant_values=fill), batch.index, 1
     )
@@ -407,7 +408,7 @@ def masked_answer_logits(
         noised |= of_slots(hidden, False)
     tokens = jnp.where(noised, lm.corruption.mask, of_slots(batch.ids, lm.model.config.pad))
     time = None
-    if lm.model.config.timed:  # of a canvas: the share of its answer tokens that are masks
+    if lm.model.config.timed:  # time of a canvas: the share of masks among its answer tokens
         answer = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(spread, batch.slots)
         same = (batch.canvas[:, :, None] == batch.canvas[:, None]) & answer[:, None]  # [B, T, T]
         share = jnp.sum(same & noised[:, None], -1) / jnp.maximum(jnp.sum(same, -1), 1)
@@ -425,7 +426,7 @@ def masked_answer_logits(
 def _log_probs_under(
     lm: LM, params: Params, batch: AnswerBatch, masked: Bool[Array, "B S"], hidden: Bool[Array, "B N"] | None
 ) -> Float[Array, "B S"]:
-    """One pass: log p of each answer token, where `masked` answer tokens and `hidden` prompt tokens are masks."""
+    """Computes log p of each answer token in one pass, see `masked_answer_logits`; 0 beyond the answer."""
     logits, target = masked_answer_logits(lm, params, batch, masked, hidden)
     chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
     inside = jnp.arange(target.shape[1]) < batch.lengths[:, None]
@@ -435,7 +436,7 @@ def _log_probs_under(
 def _several_passes(
     lm: LM, params: Params, batch: AnswerBatch, masks: Bool[Array, "K B S"]
 ) -> Float[Array, "K B S"]:
-    """`_log_probs_under` for K masks, the prompt visible, as one pass over K * B rows."""
+    """Computes `_log_probs_under` for K masks, with a visible prompt, in one pass over K * B rows."""
     many = jax.tree.map(lambda x: jnp.tile(x, (len(masks), *[1] * (x.ndim - 1))), batch)
     found = _log_probs_under(lm, params, many, masks.reshape(-1, masks.shape[-1]), None)
     return found.reshape(masks.shape)
@@ -444,7 +445,10 @@ def _several_passes(
 def _diffu_grpo(
     lm: LM, params: Params, batch: AnswerBatch, key: Key, mask_prompt: float
 ) -> Float[Array, "B S"]:
-    """log p of each token in one pass, all answer tokens masked and each prompt token with `mask_prompt`."""
+    """Computes log p of each token in one pass, with the answer fully masked.
+
+    Each prompt token is masked with probability `mask_prompt`.
+    """
     in_prompt = jnp.arange(batch.ids.shape[1]) < batch.prompt_lengths[:, None]
     hidden = in_prompt & (jax.random.uniform(key, batch.ids.shape) < mask_prompt)
     return _log_probs_under(lm, params, batch, jnp.ones(batch.slots.shape, bool), hidden)
@@ -453,8 +457,10 @@ def _diffu_grpo(
 def _coupled_grpo(
     lm: LM, params: Params, batch: AnswerBatch, key: Key, low: float, high: float
 ) -> Float[Array, "B S"]:
-    """Half of log p with all masked, and half of log p under the one of two complementary masks that has the
-    token."""
+    """Averages log p under the full mask, and log p / share under a random mask or its complement.
+
+    Each token is masked in exactly one of the two complementary masks, whose share of masks is `ratio` or 1 - `ratio`.
+    """
     ratio_key, mask_key = jax.random.split(key)
     ratio = jax.random.uniform(ratio_key, (), minval=low, maxval=high)
     first = jax.random.uniform(mask_key, batch.slots.shape) < ratio
@@ -467,8 +473,10 @@ def _coupled_grpo(
 def _elbo(
     lm: LM, params: Params, batch: AnswerBatch, key: Key, sample: int, samples: int
 ) -> Float[Array, "B S"]:
-    """m / k times log p of the k masked tokens of each canvas of m, k uniform in 1..m and stratified over the
-    samples."""
+    """Computes m / k times log p of the k masked tokens of each canvas of m tokens.
+
+    k is uniform in 1..m and stratified over the samples.
+    """
     canvas = jnp.take_along_axis(
         jnp.pad(batch.canvas, [(0, 0), (0, 1)], constant_values=-1), batch.slots, axis=1
     )
@@ -480,6 +488,7 @@ def _elbo(
     u = (jnp.take_along_axis(u, jnp.maximum(canvas, 0), axis=1) + sample / samples) % 1.0
     score = jax.random.uniform(jax.random.fold_in(key, sample + 1), canvas.shape)
     before = jnp.sum(same & (score[:, None] < score[:, :, None]), axis=-1)  # rank of each token in its canvas
+    # Mask the k tokens of the lowest rank in each canvas. [B, S]
     k = jnp.minimum(1 + jnp.floor(most * u), most)
     masked = before < k
     found = _log_probs_under(lm, params, batch, masked, None)
@@ -487,9 +496,9 @@ def _elbo(
 
 
 def _along_trajectory(lm: LM, params: Params, batch: AnswerBatch, passes: int) -> Float[Array, "B S"]:
-    """log p of each token in the pass that accepted it, what later passes accepted being masked."""
+    """Computes log p of each token in the pass that accepted it, with the tokens that later passes accepted masked."""
     last = jnp.maximum(jnp.max(batch.order, axis=1, keepdims=True) + 1, 1)
-    # More ranks than passes: neighbouring ranks share a pass. Tokens past the answer stay masked.
+    # With more ranks than passes, neighbouring ranks share a pass. Tokens without a known pass stay masked.
     rank = jnp.where(last > passes, batch.order * passes // last, batch.order)
     rank = jnp.where(batch.order < 0, passes, rank)
 
@@ -521,50 +530,46 @@ def token_log_probs(
     ratios: tuple[float, float] | None = None,
     passes: int | None = None,
 ) -> Float[Array, "B S"]:
-    """Estimates the log-probability of each token of given answers. Pure, jittable, differentiable in
-    `params`.
+    """Estimates the log-probability of each token of given answers. Pure, jittable, differentiable in `params`.
 
-    Policies that are compared (new, old, reference) must be given the same key, so that they see the same
-    masks.
+    Pass the same key for policies that are compared (new, old, reference), so that they see the same masks.
 
     - `diffu_grpo`: one pass with the answer fully masked and each prompt token masked with probability `mask_prompt`
-    (d1,
-      arXiv 2504.12216; `_get_per_token_logps` of its trainer). With `mask_prompt=0` it is exact for answers of one
+      (d1, arXiv 2504.12216; `_get_per_token_logps` of its trainer). With `mask_prompt=0` it is exact for answers of one
       token.
     - `coupled_grpo`: three passes, with the answer fully masked, under a random mask M, and under its complement. With
-      the ratio t of M uniform in `ratios`, a token gets (log p_full + log p_M / t) / 2 where M masks it, else
+      the ratio t of M uniform in `ratios`, a token that M masks gets (log p_full + log p_M / t) / 2, any other token
       (log p_full + log p_not_M / (1 - t)) / 2 (DiffuCoder, arXiv 2506.20639; `selective_log_softmax` in ml-diffucoder).
-      Its expectation is not log p: of an answer of one token it is 1.5 log p.
-    - `elbo`: the any-order bound of `score`, per token: m / k times log p of the k masked tokens of a canvas of m, k
-      uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of its sum over an answer is a lower bound on log p.
-    - `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later (TraceRL, arXiv
-      2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the rollout, at
-      temperature 1, without processors and without remasking, where the canvas held nothing but the end of text after
-      an answer's end; with fewer, neighbouring passes are merged.
+      The expectation is not log p: for an answer of one token it is 1.5 log p.
+    - `elbo`: the bound of `score` per token, m / k times log p of the k masked tokens of a canvas of m tokens, with k
+      uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of the sum over an answer is a lower bound on log p.
+    - `trajectory`: one pass for each decoding pass, with the tokens masked that decoding accepted later (TraceRL, arXiv
+      2509.06949). If `passes` is at least the number of decoding passes of a canvas, the result equals the `log_probs`
+      of the rollout, given temperature 1, no processors, no remasking, and only end-of-text tokens in the canvas after
+      the end of the answer. With fewer passes, neighbouring decoding passes are merged.
 
     Args:
-        lm: The model; its own parameters are not used.
-        params: Parameters.
-        batch: From `answer_batch` or `Rollout.batch`.
+        lm: The model; `params` replaces its own parameters.
+        params: Parameters of the model.
+        batch: Result of `answer_batch` or `Rollout.batch`.
         key: Draws the masks; None for `trajectory`, which draws none.
         estimator: "diffu_grpo", "coupled_grpo", "elbo" or "trajectory".
-        samples: Estimates that are averaged, each with masks of its own; those of `elbo` are stratified in k.
-            None: 1.
-        mask_prompt: Of `diffu_grpo`, a probability. None: 0.15, as d1 trains.
-        ratios: Of `coupled_grpo`, the range of t. None: (0.2, 0.8), as ml-diffucoder.
-        passes: Of `trajectory`. None: as many as the longest canvas took, which needs a batch that is not
-            traced.
+        samples: Number of estimates to average, each with masks of its own; in `elbo` they are stratified in k.
+            None: 1. Not for `trajectory`.
+        mask_prompt: For `diffu_grpo`: probability that a prompt token is masked. None: 0.15, as in d1.
+        ratios: For `coupled_grpo`: range of t. None: (0.2, 0.8), as in ml-diffucoder.
+        passes: For `trajectory`: number of passes. None: the largest number of decoding passes of a canvas, which needs
+            a batch that is not traced.
 
     Returns:
-        Nats [B, S], 0 past the end of an answer.
+        Log-probabilities in nats [B, S], 0 beyond the end of an answer.
 
     Raises:
         ValueError: Names the argument that does not fit.
 
-    Departs from the references: the ids that are never emitted (the mask among them) are removed before the
-    softmax, as decoding does. In models that decode block by block each block is a canvas that attends to the
-    clean blocks before it, and masks are drawn within it; the references know bidirectional models only,
-    where the answer is one canvas.
+    Departs from the references: the ids that are never emitted, such as the mask, are excluded from the softmax, as in
+    decoding. The references support only bidirectional models, in which the answer is one canvas. In models that decode
+    block by block, each block is a canvas that attends to the clean blocks before it, and masks are drawn per canvas.
 
     Example:
         >>> batch = mj.rollout(lm, prompts, n=8).batch(lm)
@@ -614,7 +619,7 @@ def token_log_probs(
 
 
 def _trajectory_passes(batch: AnswerBatch, passes: int | None) -> int:
-    """The passes of the estimator `trajectory`, checked."""
+    """Returns the checked number of passes of the estimator `trajectory`."""
     if passes is not None:
         return inputs.check_whole("passes", passes, 1, inputs.MAX_TOKENS)
     if isinstance(batch.order, Tracer):

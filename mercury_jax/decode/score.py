@@ -1,4 +1,9 @@
-"""score(): a bound on log p(completion | prompt); logits(): one denoising pass."""
+"""Likelihoods and logits: `mj.score`, a bound on log p(completion | prompt), and `mj.logits`, one denoising pass.
+
+`score` draws noised canvases of prompt + completion on the host (numpy), runs them through the model in passes of at
+most `ROWS_PER_PASS` rows, and averages the weighted cross-entropies. Training objectives use the same bounds, from
+`mercury_jax.noise`.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +28,13 @@ from mercury_jax.types import LM, Key, LaidOutDocument, Model, PackedPass, Param
 class Score(NamedTuple):
     """A lower bound on log p in nats, with its standard error.
 
-    Numbers for one answer; arrays [B], one entry per row, for a list. With canvases of one token (autoregression) the
-    bound is exact and the error 0; otherwise a single sample has no error, which is then NaN.
+    The fields are numbers for one answer, and arrays [B] for a list of answers. The bound is exact, with `se` 0, for
+    autoregressive models and for canvases of one token. Otherwise `se` is NaN if `samples` is 1.
     """
 
-    log_p: float | np.ndarray
-    se: float | np.ndarray
-    tokens: int | np.ndarray  # of the answer
+    log_p: float | np.ndarray  # mean over the samples
+    se: float | np.ndarray  # standard error of that mean
+    tokens: int | np.ndarray  # length of the answer
     samples: int  # noised canvases per row; 0: one causal pass, exact
 
     @property
@@ -39,25 +44,25 @@ class Score(NamedTuple):
 
 
 def _first_score(scores: Score) -> Score:
-    """The score of the first row, as numbers."""
+    """Returns the score of the first row, as numbers."""
     return Score(float(scores.log_p[0]), float(scores.se[0]), int(scores.tokens[0]), scores.samples)  # type: ignore
 
 
 class MaskedDocument(NamedTuple):
-    """A document, and the masked canvases that are drawn from it to score it."""
+    """A document, and N masked versions of its canvases that score it."""
 
     laid: LaidOutDocument
     masked: np.ndarray  # bool [N, T] which positions are masked
-    weight: np.ndarray  # [N, T] of their cross-entropies
+    weight: np.ndarray  # [N, T] weights of the cross-entropies, m / k
 
 
 class NoisedDocument(NamedTuple):
-    """A document, and the times at which its canvases are noised to score it, under uniform or hybrid noise."""
+    """A document, and N times for each of its canvases, at which uniform or hybrid noise is drawn to score it."""
 
     laid: LaidOutDocument
-    time: np.ndarray  # [N, T] of each position's canvas; 0 outside of canvases
-    weight: np.ndarray  # [N, T] dt by how the times were drawn; 0 where nothing is scored
-    seed: int  # of the noise
+    time: np.ndarray  # [N, T] time of the canvas that holds each position; 0 outside of canvases
+    weight: np.ndarray  # [N, T] 1 / density of the time; 0 at positions that are not scored
+    seed: int  # seed of the noise
 
 
 def score(
@@ -71,29 +76,29 @@ def score(
 ) -> Score:
     """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
-    Under masks, k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k: this any-order form of
-    the NELBO has less variance than masking each token by itself (LLaDA, arXiv 2502.09992, eq. 6). Under uniform and
-    hybrid noise it is the bound of `noise.bound_terms` (UDLM, DUO; GIDD). k and the times are stratified over the
-    samples.
+    For masked noise, each sample masks k of the m tokens of a canvas, with k uniform in 1..m, and weights their
+    cross-entropies by m / k. This form of the NELBO has a lower variance than masking each token independently (LLaDA,
+    arXiv 2502.09992, eq. 6). For uniform and hybrid noise it is the bound of `noise.bound_terms` (UDLM, DUO; GIDD). k
+    and the times are stratified over the samples.
 
     Args:
         lm: A diffusion model with any kind of noise, or an autoregressive one.
         prompt: A text (it may be empty), a conversation or ids; or a list of these with one per row. A 2-D array
             is a list of rows of ids.
-        completion: A text or ids; or a list of these with one per row. With one prompt, several answers to it.
-        samples: Noised canvases per row. An autoregressive model takes one pass and draws none.
+        completion: A text or ids; or a list of these with one per row. With a single prompt, all of them answer it.
+        samples: Number of noised canvases per row. An autoregressive model runs one causal pass instead.
         seed: Row i draws its canvases from `seed` + i.
-        posterior: Uniform and hybrid noise: the model predicts p(token | canvas), as those do that are trained by the
-            cross-entropy of all tokens (DiffusionGemma), and not p(token | the other tokens of the canvas), as DUO
-            and GIDD do. Both are bounds; the wrong one is loose.
+        posterior: For uniform and hybrid noise: whether the model predicts p(token | canvas), as models trained by
+            the cross-entropy of all tokens do (DiffusionGemma), or p(token | the other tokens of the canvas), as DUO
+            and GIDD do. Both settings give a bound; the wrong one is loose.
 
     Returns:
-        The scores: arrays [B] where prompt or completion is a list, else numbers.
+        The scores: arrays [B] if prompt or completion is a list, otherwise numbers.
 
     Raises:
-        ValueError: Before any compute, naming the argument that does not fit: several prompts with one answer or with
-            another number of answers, ids that are no whole numbers, `posterior` of a model of masks, an empty prompt
-            of an autoregressive model whose tokenizer puts no token in front.
+        ValueError: Before any compute, naming the argument. Several prompts need the same number of answers; ids must
+            be whole numbers; `posterior` does not apply to masked noise; an autoregressive model needs at least one
+            token before the answer.
 
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
@@ -122,7 +127,7 @@ def score(
             documents.append(NoisedDocument(laid, *draw_times(laid, samples, rng, kind), own))
     nats = weighted_nats(lm, documents, posterior=posterior)
     error = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
-    # Canvases of one token, which is masked in every sample.
+    # Exact if every editable token is alone in its canvas: masked in each sample, with weight m / k = 1.
     once = lambda d: (
         isinstance(d, MaskedDocument) and (d.masked & (d.weight == 1.0))[:, d.laid.editable].all()
     )
@@ -132,8 +137,8 @@ def score(
 
 
 def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], list[int]]], bool]:
-    """The ids of prompt and answer of each row, and whether a single one of each was given."""
-    # Here a prompt may be an empty text: the tokens that begin a text.
+    """Encodes the prompt and the answer of each row, and says whether a single one of each was given."""
+    # Unlike in `sample`, a prompt may be the empty text: it consists of the tokens that begin any text, if any.
     texts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(texts, list | tuple) and "" in [t for t in texts if isinstance(t, str)]:
         empty = inputs.Prompt(list(lm.tokenizer.begin), False)
@@ -166,26 +171,28 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
 def draw_masks(
     laid: LaidOutDocument, samples: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the positions to mask: k of each canvas's m editable tokens.
+    """Draws the positions to mask: k of the m editable tokens of each canvas.
 
-    k = 1 + floor(m (u + i / N)) over the samples i: every k is uniform in 1..m, together they are spread evenly.
+    Sample i has k = 1 + floor(m ((u + i / N) mod 1)), up to a permutation of the samples. Each k is uniform in 1..m,
+    and the N of them are spread evenly, which lowers the variance of their mean.
 
     Args:
-        laid: A document.
-        samples: N.
+        laid: A document of T tokens.
+        samples: N, the number of samples.
         rng: Draws u and the positions.
 
     Returns:
-        Which positions are masked, bool [N, T], and the weights of their cross-entropies [N, T].
+        Which positions are masked, bool [N, T], and the weights m / k of their cross-entropies [N, T].
     """
     canvas = np.where(laid.editable, laid.canvas, -1)
     masked = np.zeros((samples, len(canvas)), bool)
     weight = np.zeros((samples, len(canvas)))
     for c in np.unique(canvas[canvas >= 0]):
         at = np.flatnonzero(canvas == c)
-        # Stratified: one offset for all samples, which divide [0, 1) evenly.
+        # Stratified: one random offset u for all N samples, which divide [0, 1) evenly. [N]
         u = (rng.random() + rng.permutation(samples) / samples) % 1.0
         k = 1 + np.floor(len(at) * u).astype(int)
+        # A random permutation of the m tokens in each sample [N, m]; the first k of them are masked.
         rank = rng.random((samples, len(at))).argsort(axis=1).argsort(axis=1)
         masked[:, at] = rank < k[:, None]
         weight[:, at] = (len(at) / k)[:, None]
@@ -198,13 +205,14 @@ def draw_times(
     """Draws a time for each canvas and sample, spread evenly over the samples.
 
     Args:
-        laid: A document.
-        samples: N.
-        rng: Draws them.
-        kind: Of the noise, see `noise.bound_times`.
+        laid: A document of T tokens.
+        samples: N, the number of samples.
+        rng: Draws the times.
+        kind: Kind of noise, which determines the distribution of the times; see `noise.bound_times`.
 
     Returns:
-        Times [N, T], 0 outside of canvases; and dt by their distribution [N, T], 0 where nothing is scored.
+        Times [N, T], 0 outside of canvases; and importance weights, 1 / density of the time [N, T], 0 at positions that
+        are not scored.
     """
     time, weight = np.zeros((2, samples, len(laid.canvas)))
     for c in np.unique(laid.canvas[laid.canvas >= 0]):
@@ -216,11 +224,13 @@ def draw_times(
 
 
 def canvas_times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Computes the time of each canvas, k / m, at all of its positions; 0 outside of canvases.
+    """Computes the time of each canvas, its share of masks k / m, at all of its positions; 0 outside of canvases.
+
+    Models that take the time as input get it per position.
 
     Args:
-        canvas: Index of the canvas at each position [T] or [N, T], -1 outside.
-        weight: m / k [N, T].
+        canvas: Index of the canvas that holds each position [T] or [N, T]; -1 outside of canvases.
+        weight: The weights m / k of `draw_masks` [N, T]; 0 at positions that are not masked.
 
     Returns:
         Times [N, T].
@@ -234,7 +244,7 @@ def canvas_times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return t
 
 
-ROWS_PER_PASS = 16
+ROWS_PER_PASS = 16  # noised canvases per forward pass of `weighted_nats` and `next_token_nats`
 
 
 def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
@@ -248,7 +258,7 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
         Nats summed over the answer's tokens, float64 [B].
 
     Raises:
-        ValueError: A row has no token before its answer: nothing predicts the first one.
+        ValueError: A row has no token before its answer, so that nothing predicts the first token of the answer.
     """
     for i, (before, _) in enumerate(pairs):
         if not before:
@@ -261,7 +271,8 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
         end = len(before) + len(after)
         text[row, :end] = [*before, *after]
         scored[row, len(before) - 1 : end - 1] = True
-    # Plain causal attention, as key ranges.
+    # Position i of the input predicts token i + 1. Causal attention is given as the range of keys that each position
+    # sees, the same for all rows.
     at = np.arange(size, dtype=np.int32)
     causal = np.stack([np.zeros_like(at), at + 1], axis=-1)  # [T, 2] keys up to the position itself
     ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty
@@ -276,13 +287,15 @@ def weighted_nats(
     quantum: int = QUANTUM,
     posterior: bool = False,
 ) -> np.ndarray:
-    """Computes the sum over noised positions of weight * cross-entropy, or of the terms of the bound.
+    """Computes the bound of each sample of each document: the weighted sum of its cross-entropies.
+
+    Under uniform and hybrid noise, it sums the terms of `noise.bound_terms` instead. The documents are padded to the
+    same length and run `ROWS_PER_PASS` canvases per pass, so that a batch needs one compilation.
 
     Args:
         lm: The model.
-        documents: B of them, with the same number of samples N. They are padded to one length and run
-            `ROWS_PER_PASS` canvases per pass, so that a batch is one compiled program.
-        quantum: The length is a multiple of it.
+        documents: B documents with the same number of samples N.
+        quantum: The padded length is a multiple of it.
         posterior: See `score`.
 
     Returns:
@@ -297,7 +310,8 @@ def weighted_nats(
     tokens, positions, ranges = stacked("tokens"), stacked("positions"), stacked("ranges")
     wide = lambda x: np.pad(x, [(0, 0), (0, size - x.shape[1])])  # [N, T] -> [N, size]
     flat = lambda rows: np.stack([wide(x) for x in rows]).reshape(count, size)
-    document = np.arange(count) // samples  # of each canvas
+    # The B * N noised canvases in one batch axis; `document` is the index of the document of each.
+    document = np.arange(count) // samples
     noised: list[np.ndarray] = []
     for d in documents:
         if isinstance(d, MaskedDocument):
@@ -326,7 +340,10 @@ def _noised(
     tokens: Int[Array, "T"],
     editable: Bool[Array, "T"],
 ) -> Int[Array, "N T"]:
-    """N draws of the tokens at their times. A key for each position: draws do not depend on the padding."""
+    """Draws N noised versions of a document, each position at its time.
+
+    Each position has its own key, so that the draws do not depend on the padded length.
+    """
     rows, slots = time.shape
     at = jnp.arange(slots)
 
@@ -347,11 +364,15 @@ def _batched_nats(
     time: np.ndarray | None,
     posterior: bool = False,
 ) -> np.ndarray:
-    """Nats [B, T] of rows in passes of one shape; row b has positions and ranges number layout[b]."""
+    """Computes nats [B, T] in passes of the same shape, so that one compilation serves all of them.
+
+    Row b has the positions and key ranges of index layout[b]: the samples of a document share them.
+    """
     count, out = len(xt), []
     rows = min(ROWS_PER_PASS, 1 << (count - 1).bit_length())
     for i in range(0, count, rows):
-        at = np.minimum(np.arange(i, i + rows), count - 1)  # the last pass repeats its last row
+        # Fill up the last pass with copies of the last row.
+        at = np.minimum(np.arange(i, i + rows), count - 1)
         arrays = (
             xt[at],
             tokens[at],
@@ -377,12 +398,15 @@ def _nats(
     ranges: Int[Array, "B T R 2"],
     time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    """-log p of each token of packed rows, predicted from the tokens `xt`; or the bound's term at its time."""
+    """Computes -log p of each token, predicted from the noised tokens `xt`.
+
+    Under uniform and hybrid noise it computes the term of the bound at the time of each position instead.
+    """
     given = PackedPass(xt, positions, ranges, time=time if model.config.timed else None)
     logits = model.head(params, model.apply(params, given))
     if corruption.kind != "absorbing" and not model.config.autoregressive:
         assert time is not None
-        t = jnp.where(time > 0, time, 0.5)  # any outside of canvases, where nothing is scored
+        t = jnp.where(time > 0, time, 0.5)  # outside of canvases any time will do: the weight there is 0
         terms = noise.bound_terms(corruption, logits, tokens, xt, t, posterior)
         return terms.weight * terms.divergence
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits)
@@ -397,22 +421,26 @@ def logits(
     *,
     time: float | Sequence[float] | np.ndarray | None = None,
 ) -> Float[Array, "B L V"]:
-    """Makes one denoising pass.
+    """Runs one denoising pass over a canvas and returns its logits.
 
     Args:
         lm: The model.
-        canvas: Ids [L] or [B, L] (lists, or an array of numpy or JAX), masks and noise included.
-        prompt: What precedes the canvas: None, a text, a conversation or ids, the same for all rows; or a list of
+        canvas: Ids [L] or [B, L] (lists, or an array of numpy or JAX), including masks and noise.
+        prompt: The tokens before the canvas: None, a text, a conversation or ids, the same for all rows; or a list of
             these (or a 2-D array of ids) with one per row, which may differ in length.
-        time: Of the canvas in 0..1, one number or one per row, for models that take it; None: the share of its
-            tokens that are masks.
+        time: Time of the canvas in [0, 1], one number or one per row, for models that take it. None: the share of masks
+            in the canvas.
 
     Returns:
-        Logits aligned with the canvas, [B, L, V], at least fp32. Of an autoregressive model: logits of the token
-        after each one of the canvas, which sees only what precedes it.
+        Logits [B, L, V] aligned with the canvas, at least fp32. For an autoregressive model, entry i predicts the token
+        after position i of the canvas from the tokens up to it.
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit.
+
+    Example:
+        >>> mask = lm.corruption.mask
+        >>> mj.logits(lm, [mask] * 8, prompt="import ").argmax(-1)
     """
     inputs.check_lm(lm)
     ids = _canvas_ids(lm, canvas)
@@ -427,6 +455,8 @@ def logits(
     text = np.zeros((rows, int(sizes.max()) + length), np.int32)
     for row, prefix, tokens in zip(text, before, ids, strict=True):
         row[: len(prefix) + length] = [*prefix, *tokens]
+    # `known`: how many tokens of the prompt can be encoded to the KV cache. The rest, such as an incomplete block of a
+    # block-diffusion model, is fed together with the canvas. [B]
     known = np.asarray(lm.model.encodable(jnp.asarray(sizes, jnp.int32)))
     widths = int(known.max()), int((sizes - known).max()) + length
     times, (sizes, known) = _times(lm, ids, time), (jnp.asarray(x, jnp.int32) for x in (sizes, known))
@@ -435,7 +465,7 @@ def logits(
 
 
 def _canvas_ids(lm: LM, canvas: Any) -> np.ndarray:
-    """The canvas as whole numbers [B, L]."""
+    """Checks the canvas and returns it as whole numbers [B, L]."""
     allowed = "whole numbers [L] or [B, L], rows of one length of 1 or more"
     if isinstance(canvas, Tracer):
         raise refuse("canvas", canvas, f"concrete {allowed}")
@@ -451,7 +481,7 @@ def _canvas_ids(lm: LM, canvas: Any) -> np.ndarray:
 
 
 def _times(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
-    """The time of each row's canvas; None for models that take none."""
+    """Returns the time of each row's canvas [B]; None for models that take no time."""
     if not lm.model.config.timed:
         if time is not None:
             raise refuse("time", time, "None: this model takes no time")
@@ -478,9 +508,9 @@ def _pass(
     known: Int[Array, "B"],
     time: Float[Array, "B"] | None,
 ) -> Float[Array, "B L V"]:
-    """Encodes the first `known` tokens of each row and denoises its canvas, `length` tokens from `sizes` on.
+    """Encodes the first `known` tokens of each row, and denoises its canvas of `length` tokens at position `sizes`.
 
-    widths: tokens of the encoding pass and of the denoising one, as the longest rows need.
+    `widths` holds the number of tokens of the encoding and of the denoising pass that the longest row needs.
     """
     rows, size = text.shape
     places = lambda start, width: jnp.minimum(start[:, None] + jnp.arange(width), size - 1)
@@ -491,9 +521,10 @@ def _pass(
         clean = None if time is None else jnp.zeros_like(time)
         given = Pass(cut(zero, widths[0]), cache, zero, known, known, everyone, time=clean)
         _, cache = model.forward(params, given)
-    # The tokens of a canvas see each other; those of an autoregressive model see only what precedes them.
+    # Attention within the canvas is bidirectional, in an autoregressive model causal.
     causal, rest = jnp.full((rows,), model.config.autoregressive), sizes + length - known
     given = Pass(cut(known, widths[1]), cache, known, rest, sizes + length, causal, time=time)
     hidden, _ = model.forward(params, given)
+    # The pass also held the prompt tokens that were not encoded: take the columns of the canvas. [B, L]
     at = (sizes - known)[:, None] + jnp.arange(length)
     return jnp.take_along_axis(model.head(params, hidden), at[..., None], axis=1)

@@ -1,13 +1,15 @@
 """Lossless self-speculation: a diffusion draft, verified by the causal pass of the same weights.
 
-The last committed token leads the canvas and is not yet encoded. One encoding pass over this token and the draft writes
-their keys and predicts, after each of them, the next token; each prediction is drawn with the uniform of its
-position, as plain autoregressive decoding would draw it, and the draft is accepted as far as it agrees. One token
-beyond it comes for free. So every emitted token is the one that autoregressive decoding emits with the same seed:
-whatever is drafted, only the number of passes changes (LinearSpec; TiDAR, arXiv 2511.08923). With a canvas of one
-token there is no draft, and this is autoregressive decoding.
+A canvas consists of the last committed token, which is not in the KV cache yet, and the draft after it. One causal
+pass over the canvas writes their keys and values, and predicts the next token after each of them. Each prediction is
+drawn with the uniform number of its position, as plain autoregressive decoding would draw it. The draft is accepted up
+to the first token that differs from its prediction, and the prediction at that place is accepted as well.
 
-`first_tokens` lets a model of causal blocks with shifted logits decide a block's first token in the same way.
+Every emitted token is therefore the one that autoregressive decoding emits with the same seed; the draft only changes
+the number of passes (LinearSpec; TiDAR, arXiv 2511.08923). A canvas of one token has no draft, and gives autoregressive
+decoding. Drafts of another model can be verified by rejection sampling instead, see `drafting.py`.
+
+`first_tokens` decides the first token of a block by the causal pass, for block-causal models with shifted logits.
 """
 
 from __future__ import annotations
@@ -45,24 +47,26 @@ from mercury_jax.types import Params
 def first_tokens(
     config: DecodeConfig, params: Params, hidden: Any, rows: Bool[Array, "B"], moved: State
 ) -> State:
-    """Decides the first token of the next block by the pass that has encoded the block before it.
+    """Decides the first token of the next block from the pass that encoded the block before it.
 
-    A model of causal blocks whose logits are shifted predicts that token from the last one of a finished block, which
-    no later token changes. Fast-dLLM v2 (arXiv 2509.26328; `generate` in the checkpoint's modeling.py) takes the argmax
-    at any temperature, and denoises the block with this token in place.
+    With shifted logits, the last position of a finished block predicts the first token of the next one, and in a
+    block-causal model no later token changes that prediction. As Fast-dLLM v2 (arXiv 2509.26328; `generate` in the
+    checkpoint's modeling.py), this takes the argmax at any temperature. The block is then denoised with this token
+    decided.
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        hidden: Of each row's window [B, L, ...]; its last position is the last of the encoded block.
-        rows: Rows whose block is encoded and that hold no token after it.
-        moved: The state after the other rows' steps.
+        params: Parameters of the model.
+        hidden: Hidden states of each row's window [B, L, ...]; the last position is the end of the encoded block.
+        rows: Rows that have encoded a block in this pass and have no token after it [B].
+        moved: The state after the steps of the other rows.
 
     Returns:
-        The state with one more committed token in these rows.
+        The state, with one more committed token in these rows.
     """
     logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
     changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
+    # Skip rows that are finished, or whose next token is known already: given by the user, or part of a draft.
     here = lambda known: jnp.take_along_axis(known, moved.committed[:, None], axis=1)[:, 0]
     rows = rows & (moved.committed < moved.end) & ~here(moved.given) & ~here(moved.draft)
     if not isinstance(moved.sampling.constrained, tuple):
@@ -71,7 +75,8 @@ def first_tokens(
 
 
 def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) -> dict[str, Any]:
-    """The fields of one row that change where its next token is the argmax of these logits."""
+    """Commits the argmax of these logits as the next token of one row, and returns the fields that change."""
+    # Processors see a canvas of one open position, at time 1.
     at, one = row.committed[None], jnp.ones(())
     open_token = jnp.ones((1,), bool)
     blank = jnp.full((1,), config.corruption.mask or 0, jnp.int32)
@@ -106,18 +111,18 @@ def verify(
     moved: State,
     frame: Frame,
 ) -> tuple[State, Frame]:
-    """Verifies the drafts of some rows: what agrees becomes text, and one token more.
+    """Verifies the drafts of some rows, and commits the accepted tokens plus one.
 
     Args:
         config: Static sizes.
-        state: Before the pass.
-        logits: Of the causal pass; logits[:, j] predicts the token after canvas position j.
-        rows: Which rows verify.
+        state: The state before the pass.
+        logits: Logits of the causal pass [B, W, V]; logits[:, j] predicts the token after canvas position j.
+        rows: Which rows verify in this pass [B].
         moved: The state after the denoising step of the other rows.
-        frame: That step's frame.
+        frame: The frame of that step.
 
     Returns:
-        The next state and frame, of both kinds of rows.
+        The next state and frame of all rows.
     """
     row = functools.partial(verify_row, config)
     changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposals(config, state))
@@ -141,14 +146,16 @@ def verify_row(
     Args:
         config: Static sizes.
         row: One row of a state.
-        logits: logits[j] predicts the token after canvas position j.
-        proposed: From what another model has drawn the draft, for rejection sampling; None: accept what agrees.
+        logits: Logits of the causal pass [W, V]; logits[j] predicts the token after canvas position j.
+        proposed: The distributions from which another model drew the draft, for rejection sampling. None: accept the
+            draft as far as it equals the drawn tokens.
 
     Returns:
-        The fields of the state that change, how many tokens are accepted, and the drawn tokens.
+        The fields of the state that change, the number of accepted tokens, and the drawn tokens [W].
     """
-    at = row.cache_length + 1 + jnp.arange(config.width, dtype=jnp.int32)  # what each logit predicts
-    # 1. Processors see the draft as if it were decided text, at time 0.
+    at = row.cache_length + 1 + jnp.arange(config.width, dtype=jnp.int32)  # positions that the logits predict
+    # 1. Draw a token after each canvas position. Processors see the draft as decided text, at time 0: canvas[j] is the
+    #    draft token at position at[j], one to the right of the input.
     canvas, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.end
     zero, one = jnp.zeros(()), jnp.ones(())
     view = row_view(
@@ -164,8 +171,8 @@ def verify_row(
         drawn = draw(processed, position_uniforms(row.key, at), temperature)
     else:
         drawn = accept_or_redraw(row, processed, proposed, draft, exists, at, temperature)
-    # 2. How many drawn tokens are accepted: those that agree with the draft and one more, up to the end of the row,
-    # and not beyond a token that ends the text.
+    # 2. Count the accepted tokens: the longest prefix of the draft that agrees with the drawn tokens, plus one. The end
+    #    of the row, and a token that ends the text or the thinking section, cut it off.
     agrees = (drawn == draft) & exists
     count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.end - row.committed)
     ends = ends_text(config, drawn, row)
@@ -174,11 +181,12 @@ def verify_row(
     first_end = jnp.min(jnp.where(ends, place, config.width))
     ended = first_end < count
     count = jnp.minimum(count, first_end + 1).astype(jnp.int32)
-    # 3. The row after them.
+    # 3. Commit them. The pass has written keys for the whole draft; `cache_length` keeps those of the accepted tokens.
     committed = row.committed + count
     end = jnp.where(ended, committed - 1, row.end)  # the end of text itself is not part of the text
     new = place < count
     old = jax.lax.dynamic_slice_in_dim(row.tokens, row.committed, config.width)
+    # NaN logits beyond the draft, from unused positions, are no error.
     inside = (at < row.end + 1) & (at <= row.cache_length + row.used)
     is_nan = jnp.any(jnp.isnan(processed.sum(-1)) & inside)
     changes: dict[str, Any] = dict(
@@ -192,7 +200,7 @@ def verify_row(
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
     )
     changes |= close_thinking(row, changes)
-    # After a closed thinking the canvas is led by the closing token, which is not encoded yet.
+    # If the thinking section was closed, its closing token is the last committed one and is not encoded yet.
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):

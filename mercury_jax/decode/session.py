@@ -26,17 +26,17 @@ from mercury_jax.types import LM, Params
 
 @dataclass(frozen=True)
 class Session:
-    """A decoding in progress, as a value; `Output.state` of `sample` is one.
+    """A decoding in progress, as a value: the `Output.state` of `sample`.
 
-    Pass it to `sample(..., state=)` to continue from there. A finished one continues with new text or messages, without
-    encoding the old again; one that was stopped by `passes=` continues where it was, with `prompt=None`. It can be
-    used more than once.
+    Pass it to `sample(..., state=)` to continue. A finished session continues with new text or messages, and does not
+    encode the earlier tokens again. A session that was stopped by `passes=` continues where it stopped, with
+    `prompt=None`. The same session can be continued several times.
     """
 
     config: DecodeConfig = field(repr=False)
     state: State = field(repr=False)
-    rows: int  # of the request; further rows of the state only fill its bucket
-    mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
+    rows: int  # rows of the request; further rows of the state pad it to its bucket
+    mesh: Mesh | None = field(repr=False)  # devices decode rows of their own; None: all rows together
     prompts: list[Prompt] = field(repr=False, default_factory=list)
     stops: list[tuple[str, ...]] = field(repr=False, default_factory=list)  # of each row; []: no row has any
     stopped: dict[int, str] = field(
@@ -64,14 +64,14 @@ def advance(
     """Runs a session, without waiting for the device.
 
     Args:
-        lm: Its parameters are used.
-        session: Its state is donated: it cannot be read afterwards.
-        passes: Most passes; None: until every row is done.
+        lm: The model; its parameters are used.
+        session: The session. Its state is donated and cannot be read afterwards.
+        passes: Maximum number of passes; None: until every row is done.
         watch: Also stop after a pass in which one of these rows [B] has committed tokens.
 
     Returns:
-        The session, frames [passes, B, ...] (None without `passes`), and how many passes were made: a number, or one
-        per device that decodes rows of its own.
+        The session, frames [passes, B, ...] (None without `passes`), and the number of passes made: a scalar, or with a
+        mesh one number per device.
     """
     program, config = run_program, (session.config,)
     if session.mesh is not None:
@@ -82,26 +82,26 @@ def advance(
 
 
 def check_nan(session: Session) -> None:
-    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
+    """Checks that no row of a session has had NaN logits.
 
     Args:
-        session: After its passes.
+        session: The session after its passes.
 
     Raises:
-        ValueError: Names row and pass.
+        ValueError: A row has; the message names the row and the pass.
     """
     check_nan_steps(np.asarray(session.state.nan_step)[: session.rows])
 
 
 def check_nan_steps(nan_step: Int[np.ndarray, "B"], name: str = "logits") -> None:
-    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
+    """Checks that no row has had NaN logits.
 
     Args:
-        nan_step: The pass of each row; -1: none.
-        name: What errors call the logits.
+        nan_step: The first pass with NaN logits of each row; -1: none.
+        name: Name of the logits in errors.
 
     Raises:
-        ValueError: Names row and pass.
+        ValueError: A row has; the message names the row and the pass.
     """
     for row in np.flatnonzero(nan_step >= 0):
         raise ValueError(
@@ -111,7 +111,7 @@ def check_nan_steps(nan_step: Int[np.ndarray, "B"], name: str = "logits") -> Non
 
 
 class Answers(NamedTuple):
-    """The fields of a `State` that an `Output` is made of."""
+    """The fields of a `State` from which an `Output` is made; without the KV cache."""
 
     tokens: Int[Array, "B S"]
     prompt: Int[Array, "B"]
@@ -127,10 +127,13 @@ class Answers(NamedTuple):
 
 
 def read_answers(state: State) -> Answers:
-    """Returns what an `Output` needs of a state.
+    """Selects the fields of a state from which an `Output` is made.
 
     Args:
-        state: Of all rows.
+        state: The state of all rows.
+
+    Returns:
+        The fields; those of a drafting model are reduced to its counters.
     """
     drafter = state.drafter
     if isinstance(drafter, Drafter):
@@ -140,25 +143,26 @@ def read_answers(state: State) -> Answers:
 
 
 class Fork(NamedTuple):
-    """Which rows share a prompt, where several answers to each prompt are decoded."""
+    """The rows that share a prompt, when several answers to each prompt are decoded."""
 
-    first: Int[Array, "P"] | np.ndarray  # a row of each prompt
-    source: Int[Array, "B"] | np.ndarray  # the prompt of each row, an index of `first`
+    first: Int[Array, "P"] | np.ndarray  # one row of each prompt
+    source: Int[Array, "B"] | np.ndarray  # the prompt of each row, an index into `first`
 
 
 def forked_prefill(config: DecodeConfig, params: Params, state: State, fork: Fork, width: int) -> State:
-    """Encodes each prompt once, in the first of its rows, and copies its keys to the others.
+    """Encodes each prompt once, and copies its KV cache to all rows that share it.
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows.
-        fork: Of the rows.
-        width: Tokens per pass.
+        params: Parameters of the model.
+        state: The state of all rows.
+        fork: The rows that share a prompt.
+        width: Number of tokens per prefill pass.
 
     Returns:
         The state, with all prompts in the cache.
     """
+    # [B] rows -> [P] prompts -> prefill -> [B] rows
     prompts = jax.tree.map(lambda x: x[fork.first], state)
     prompts = prefill(config, params, prompts, width, limit=jnp.asarray(state.tokens.shape[1]))
     cache = jax.tree.map(lambda x: x[fork.source], prompts.cache)
@@ -174,18 +178,20 @@ def decode_program(
     rows: Rows,
     fork: Fork | None = None,
 ) -> tuple[Answers, Int[Array, ""]]:
-    """Decodes a batch from its prompts to its answers, in one program: a call that keeps nothing needs no other.
+    """Decodes a batch from its prompts to its answers in a single compiled program.
+
+    This serves calls that do not keep the session: the KV cache never leaves the program.
 
     Args:
         config: Static sizes.
-        width: Tokens of one pass over long prompts; None: the decoder's own steps encode them.
-        params: Of the model.
-        sampling: Of each row.
-        rows: Padded, with all fields set.
-        fork: Which rows share a prompt; None: none do.
+        width: Number of tokens per prefill pass over long prompts; None: the decoder's steps encode the prompts.
+        params: Parameters of the model.
+        sampling: Sampling parameters of each row.
+        rows: The padded rows, with all fields set.
+        fork: The rows that share a prompt; None: no rows do.
 
     Returns:
-        The answers, and how many passes were made.
+        The answers, and the number of passes made.
     """
     state = first_state(config, sampling, rows)
     if width is not None and fork is not None:
@@ -207,13 +213,13 @@ def run_session(
 
     Args:
         config: Static sizes.
-        params: Of the model.
-        state: Of all rows.
-        passes: Most passes; None for no bound.
-        watch: Also stop after a pass in which one of these rows has committed tokens.
+        params: Parameters of the model.
+        state: The state of all rows.
+        passes: Maximum number of passes; None for no bound.
+        watch: Also stop after a pass in which one of these rows [B] has committed tokens.
 
     Returns:
-        The state, frames [passes, B, ...] (None without `passes`), and how many passes were made.
+        The state, frames [passes, B, ...] (None without `passes`), and the number of passes made.
     """
     if passes is not None:
         return run_limited(config, params, state, passes, watch=watch)
@@ -221,7 +227,7 @@ def run_session(
     return state, None, made
 
 
-# The compiled programs of the public calls. Their states are donated.
+# The compiled programs of the public functions. States are donated: the KV cache is updated in place.
 first_state_program = jax.jit(first_state, static_argnums=0)
 prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
 forked_prefill_program = jax.jit(forked_prefill, static_argnums=(0, 4), donate_argnums=2)
@@ -237,18 +243,20 @@ def run_sharded_program(
     passes: int | None,
     watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, "devices"]]:
-    """`run_session` with the rows over the mesh's `data` axis: every device makes its own number of passes.
+    """Runs `run_session` with the rows sharded over the `data` axis of a mesh.
+
+    Each device makes as many passes as its own rows need.
 
     Args:
         config: Static sizes.
-        mesh: With an axis `data`.
-        params: Of the model, replicated.
-        state: Of all rows; donated.
-        passes: Most passes; None for no bound.
-        watch: As of `run_session`; a device stops for its own rows only.
+        mesh: A mesh with an axis `data`.
+        params: Parameters of the model, replicated.
+        state: The state of all rows; donated.
+        passes: Maximum number of passes; None for no bound.
+        watch: As in `run_session`; a device stops for its own rows only.
 
     Returns:
-        As of `run_session`, with one number of passes per device.
+        As `run_session`, with one number of passes per device.
     """
     row, whole = PartitionSpec("data"), PartitionSpec()
 

@@ -1,8 +1,9 @@
-"""Stop texts: an answer ends where the first of them begins.
+"""Stop texts: an answer ends where the first stop text begins.
 
-A stop text may begin and end inside of tokens, so it is looked for in the decoded text, on the host. `sample` runs the
-device until a row that has stop texts commits tokens (a block, or one token of an autoregressive model), and
-`end_stopped_rows` then ends the rows whose text holds one. The server feeds `StopMatcher` with what it streams.
+A stop text may begin or end within a token, so it is searched for in the decoded text, on the host. `sample` runs the
+device until a row with stop texts commits tokens (a block, or one token of an autoregressive model), and
+`end_stopped_rows` then ends the rows whose text contains one. The server passes the text that it streams to
+`StopMatcher`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from mercury_jax.types import LM
 
 
 class StopMatcher:
-    """Finds the first of some texts in a stream, however the stream is cut.
+    """Finds the first of several texts in a stream, wherever the stream is split.
 
-    Text that may be the beginning of a match is held back until the next push or `flush`.
+    Text that may be the beginning of a match is held back until the next `push` or `flush`.
 
     Args:
-        texts: What to look for; empty texts are ignored.
+        texts: The texts to find; empty texts are ignored.
     """
 
     def __init__(self, texts: Iterable[str]):
@@ -38,11 +39,14 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None, str]:
-        """Takes the next text of the stream.
+        """Adds the next text of the stream.
+
+        Args:
+            text: The next text.
 
         Returns:
-            Text that belongs to no match; the match, or None; what stands behind the match. Of several matches the
-            one that ends first counts, of those that end at the same character the longest.
+            The text before the match, or all text that cannot belong to a match; the match, or None; the text after the
+            match. Of several matches the one that ends first is returned, of those with the same end the longest.
         """
         if not self.texts:
             return text, None, ""
@@ -54,7 +58,7 @@ class StopMatcher:
             end, _, found = min(starts)
             self._held = ""
             return stream[: end - len(found)], found, stream[end:]
-        # The longest end of the stream that is a beginning of some text.
+        # Hold back the longest suffix of the stream that is a prefix of one of the texts.
         first = max(0, len(stream) - self._longest + 1)
         cuts = (at for at in range(first, len(stream)) if any(t.startswith(stream[at:]) for t in self.texts))
         cut = next(cuts, len(stream))
@@ -62,17 +66,17 @@ class StopMatcher:
         return stream[:cut], None, ""
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream."""
+        """Returns the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Cuts a text where its first stop text begins, by the choice of `StopMatcher`.
+    """Cuts a text where its first stop text begins; `StopMatcher` defines the first one.
 
     Args:
-        text: Of an answer.
-        stops: Stop texts.
+        text: The text of an answer.
+        stops: The stop texts.
 
     Returns:
         The text, and whether it was cut.
@@ -87,13 +91,13 @@ def check_stops(stop: Any, prompts: int) -> list[tuple[str, ...]]:
     Args:
         stop: A text, a list of texts for all prompts, a list with one list of texts (or None) per prompt, or
             None.
-        prompts: Of the call.
+        prompts: Number of prompts.
 
     Returns:
-        The stop texts of each prompt; [] where no prompt has any.
+        The stop texts of each prompt; [] if no prompt has any.
 
     Raises:
-        ValueError: It is anything else, an empty text, or a list of another length.
+        ValueError: `stop` is something else, holds an empty text, or has another length.
     """
 
     def texts(name: str, given: Any) -> tuple[str, ...]:
@@ -113,7 +117,7 @@ def check_stops(stop: Any, prompts: int) -> list[tuple[str, ...]]:
 
 
 def watched_rows(session: Session) -> np.ndarray | None:
-    """Returns the rows of the state [B] whose commits the host wants to see; None where no row has a stop text."""
+    """Returns which rows of the state have stop texts [B], so that the host must see their commits; None if none."""
     if not any(session.stops):
         return None
     watch = np.zeros(session.state.done.shape[0], bool)
@@ -122,19 +126,19 @@ def watched_rows(session: Session) -> np.ndarray | None:
 
 
 def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Session, np.ndarray]:
-    """Ends the rows whose decided text holds one of their stop texts.
+    """Ends the rows whose committed text contains one of their stop texts.
 
-    Such a row keeps the tokens up to the one that completes the text before the stop text; that token may also hold
-    the beginning of the stop text, which is no part of the answer's text.
+    Such a row keeps its tokens up to the one that completes the text before the stop text. That token may also contain
+    the beginning of the stop text, so the text of the answer is kept separately, in `Session.stopped`.
 
     Args:
-        lm: Its tokenizer decodes.
-        session: With stop texts.
-        checked: The committed tokens [B] of each row when it was last checked; at first zeros.
+        lm: The model; its tokenizer decodes.
+        session: A session with stop texts.
+        checked: Number of committed tokens of each row when it was last checked [B]; zeros at first.
 
     Returns:
-        The session, whose `stopped` has the answers of these rows and whose KV cache is valid up to their new ends;
-        and the committed tokens of each row.
+        The session, in which these rows are done and their KV cache is valid up to the new ends; and the number of
+        committed tokens of each row before that [B].
     """
     s = session.state
     small = (s.tokens, s.prompt, s.committed, s.end, s.done, s.cache_length, s.answer_budget)
@@ -142,7 +146,7 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
     found: dict[int, str] = {}
     before = committed.copy()
     for i, stops in enumerate(session.stops):
-        # While a row thinks, its text is no answer.
+        # Stop texts apply to the answer only, not to the thinking section.
         if not stops or i in session.stopped or budget[i] > 0 or committed[i] == checked[i]:
             continue
         chat = session.prompts[i].chat
@@ -157,6 +161,7 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
             end[i] = prompt[i] + _tokens_of_text(lm, ids, chat, thinking, text)
     if not found:
         return session, before
+    # Cut the rows on the device as well; keys of tokens beyond the new ends become invalid.
     rows = list(found)
     committed[rows], done[rows] = end[rows], True
     ready = np.asarray(encodable_tokens(session.config, jnp.asarray(committed)))
@@ -166,7 +171,7 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
 
 
 def _tokens_of_text(lm: LM, ids: np.ndarray, chat: bool, thinking: str | None, text: str) -> int:
-    """The fewest first ids whose answer begins with a text, after the same thinking."""
+    """Finds the smallest number of leading ids whose answer begins with `text`, after the same thinking section."""
     first, marks = 0, lm.tokenizer.thinking
     if chat and marks is not None and marks.close in ids:
         first = len(ids) - ids[::-1].tolist().index(marks.close)

@@ -1,7 +1,8 @@
-"""Stopping criteria: when a block is finished before its steps are used up.
+"""Stopping criteria: they decide whether a block is finished before its steps are used up.
 
-Each is a function of one row's view, proposal and memory, see `sampler.StoppingFunction`. A row also finishes a block
-when its steps are used up, or when an end of text is decided with no open position before it (`denoise.py`).
+Each is a pure function of the view, the proposal and the criterion's own memory of one row, see
+`sampler.StoppingFunction`. `denoise.py` also finishes a block when its steps are used up, or when the end of text is
+decided and no position before it is open.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def steady(
     Args:
         view: Reads `editable` and `stats.entropy`.
         proposal: Reads `answer`.
-        memory: The previous answer [L], and for how many steps it has not changed.
-        entropy: Nats, mean over the editable positions.
-        patience: Steps without a change.
+        memory: The previous answer [L], and the number of steps for which it has not changed.
+        entropy: Bound on the entropy in nats, averaged over the editable positions.
+        patience: Number of consecutive steps without a change of the answer.
 
     Returns:
         Whether the block is finished, and the new memory.
@@ -101,14 +102,14 @@ def fixed_point(
 ) -> tuple[Bool[Array, ""], Counts]:
     """Stops when no mask is left and nothing has changed for `patience` steps, or after `limit` steps without a mask.
 
-    For rules that edit decided tokens.
+    This is for rules that edit decided tokens: a full block is not necessarily final.
 
     Args:
         view: Reads `canvas`, `used`, `masked` and `noise`.
         proposal: Reads `canvas` and `used`.
-        memory: Steps without a change, and steps that began without a mask.
-        patience: Steps without a change.
-        limit: Most steps that begin without a mask.
+        memory: Number of consecutive steps without a change, and number of steps that began without a mask.
+        patience: Number of consecutive steps without a change of the canvas.
+        limit: Maximum number of steps that begin without a mask.
 
     Returns:
         Whether the block is finished, and the new memory.
@@ -127,17 +128,18 @@ def stalled(
 ) -> tuple[Bool[Array, ""], Counts]:
     """Stops when no mask is left and nothing changed, or agreement with the argmax has stopped rising.
 
-    Agreement is the number of tokens that are the argmax of the pass that proposed them.
+    Agreement is the number of editable positions whose proposed token is the argmax of the current pass.
 
     Args:
         view: Reads `canvas`, `editable`, `masked`, `noise` and `stats.argmax`.
         proposal: Reads `canvas`.
-        memory: The best agreement so far, and for how many steps it has not been exceeded.
+        memory: The highest agreement so far, and the number of steps since it was reached.
         patience: The block ends after more than this many steps without a new best.
 
     Returns:
         Whether the block is finished, and the new memory.
     """
+    # Both counters run only once the block is full: while it is being filled, agreement rises anyway.
     best, count = memory
     agreeing = (view.editable & (proposal.canvas == view.stats.argmax)).sum().astype(jnp.int32)
     full = ~jnp.any(view.masked)

@@ -1,8 +1,8 @@
-"""Conversations that think first: where a thinking ends, and answers that would otherwise be empty.
+"""Thinking sections: where the thinking of a chat model ends, and how an empty answer is avoided.
 
-A chat model may end its text inside its thinking, right after it, or before it has written anything that shows.
-`sample`, `stream` and the server then continue generation after a closed thinking, with the first token of the
-answer restricted to ids that show text. That works for any weights.
+A chat model may end its text inside its thinking, directly after it, or before any visible character. `sample`,
+`stream` and the server then close the thinking section and continue generation, with the first token of the answer
+restricted to ids that show text. This works with any weights.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mercury_jax.types import LM
 
 
 def is_thinking(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> bool:
-    """Returns whether a reply ends inside of its thinking.
+    """Says whether a reply ends inside its thinking section.
 
     Args:
-        tokenizer: Its thinking marks count; without any the result is False.
+        tokenizer: Defines the marks that open and close thinking; without marks the result is False.
         ids: The reply so far.
         opened: Whether the prompt already opened the thinking.
 
@@ -39,15 +39,15 @@ def is_thinking(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = Fals
 
 
 def close_thinking_ids(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> tuple[int, ...]:
-    """Returns the reply, with the closing token appended where it ends inside of its thinking.
+    """Appends the closing token to a reply that ends inside its thinking section.
 
     Args:
-        tokenizer: Its thinking marks count.
+        tokenizer: Defines the marks that open and close thinking.
         ids: The reply.
         opened: Whether the prompt already opened the thinking.
 
     Returns:
-        The ids.
+        The ids; unchanged if the thinking is closed already.
     """
     ids = tuple(ids)
     marks = tokenizer.thinking
@@ -58,8 +58,8 @@ def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]
     """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
 
     Args:
-        lm: Its tokenizer decodes.
-        ids: Of one answer.
+        lm: The model; its tokenizer decodes.
+        ids: The ids of one answer.
         chat: Whether the prompt was a conversation.
 
     Returns:
@@ -71,17 +71,17 @@ def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]
 
 
 def closed_thinking(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Iterable[int]) -> tuple[int, ...]:
-    """Returns what a reply without an answer leaves in front of its continuation: its thinking, closed.
+    """Returns the closed thinking section of a reply without an answer; generation continues after it.
 
-    What follows the thinking shows no text and would take from `max_tokens`, so it is dropped.
+    The ids after the thinking section show no text and would use up `max_tokens`, so they are dropped.
 
     Args:
-        tokenizer: Its thinking marks count.
+        tokenizer: Defines the marks that open and close thinking.
         prompt: Ids of the prompt.
         reply: Ids of the reply.
 
     Returns:
-        Ids up to and with the closing token; () where there is no thinking.
+        The ids up to the closing token, included; () if the reply has no thinking section.
     """
     ends = {*tokenizer.ends, tokenizer.pad, tokenizer.end_turn}
     text = itertools.takewhile(lambda i: i not in ends, map(int, reply))
@@ -95,23 +95,24 @@ def closed_thinking(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Itera
 def continuation_prompt(
     tokenizer: AnyTokenizer, prompt: Iterable[int], thinking: tuple[int, ...], max_tokens: int, context: int
 ) -> tuple[Prompt, int]:
-    """Makes room for an answer after a closed thinking, also where the thinking has filled the context.
+    """Builds the prompt for an answer after a closed thinking section, even if thinking has filled the context.
+
+    Thinking is cut so that the answer can have a quarter of the context after the prompt, or `max_tokens` if that is
+    less. A thinking section that is cut is closed again.
 
     Args:
-        tokenizer: Its thinking marks count.
-        prompt: Ids of the prompt; it leaves at least one position of the context.
-        thinking: The closed thinking.
-        max_tokens: Most tokens of the answer.
-        context: Positions of prompt and answer.
+        tokenizer: Defines the marks that open and close thinking.
+        prompt: Ids of the prompt; at least one position of the context must be left.
+        thinking: The closed thinking section.
+        max_tokens: Maximum number of tokens of the answer.
+        context: Context length of the model.
 
     Returns:
-        The prompt with as much of the thinking as leaves the answer a quarter of the remaining context (or
-        `max_tokens`, where that is less), and the tokens left for the answer, at least one. A thinking that is cut
-        is closed.
+        The prompt with the thinking section, and the number of tokens for the answer, at least 1.
     """
     prompt = tuple(prompt)
     left = context - len(prompt)
-    # Thinking that filled the context gives a quarter of it back to the answer.
+    # The answer gets what the thinking section leaves, and at least a quarter of the context after the prompt.
     answer = min(max_tokens, max(left - len(thinking), left // 4, 1))
     kept = thinking[: left - answer]
     marks = tokenizer.thinking
@@ -125,11 +126,11 @@ def visible_ids(tokenizer: AnyTokenizer, vocab: int) -> np.ndarray:
     """Finds the ids that show text by themselves, as a mask for `processors.allow_bits`.
 
     Args:
-        tokenizer: Its pieces are looked at.
-        vocab: Ids of the model; those beyond the tokenizer's last show nothing.
+        tokenizer: The tokenizer, whose pieces are decoded one by one.
+        vocab: Size of the model's vocabulary; ids without a piece in the tokenizer show nothing.
 
     Returns:
-        uint32 [1, ceil(vocab / 32)], bit v % 32 of word v // 32 for the id v.
+        uint32 [1, ceil(vocab / 32)]; bit v % 32 of word v // 32 belongs to id v.
     """
 
     def shows(piece: bytes) -> bool:

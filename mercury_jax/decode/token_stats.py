@@ -1,8 +1,8 @@
-"""Token statistics: what rules need to know of the logits, computed from all of them at once.
+"""Token statistics: the numbers per position that rules read, computed from all logits at once.
 
-`denoise.py` uses this module where a part of the sampler needs all logits or the vocabulary is small; otherwise
-`chunked_vocab.py` computes the same numbers over chunks of the vocabulary. The log-probabilities that a caller asks
-for are kept here too.
+`denoise.py` uses this module if a part of the sampler needs all logits, or if the vocabulary is small; otherwise
+`chunked_vocab.py` computes the same numbers over chunks of the vocabulary. This module also draws tokens, and records
+the log-probabilities that a request asks for.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.types import TokenStats
 
-NEVER = -1e30  # a logit that no softmax revives, and that stays finite
+NEVER = -1e30  # logit of a forbidden id: its probability is 0, and it is finite, so that 0 * NEVER is not NaN
 SEARCH_BLOCK = 128  # ids whose weights are summed at once by `search_cdf`
 
 
 def forbid(
     logits: Float[Array, "L V"], ids: tuple[int, ...], first_id: int | Int[Array, ""] = 0
 ) -> Float[Array, "L V"]:
-    """Makes ids impossible.
+    """Sets the logits of some ids to `NEVER`.
 
     Args:
-        logits: Of one row, or of a chunk of its vocabulary.
-        ids: Ids to forbid; those outside of the chunk are ignored.
+        logits: Logits of one row, for all ids or for a chunk of the vocabulary.
+        ids: Ids to forbid; ids outside of the chunk are ignored.
         first_id: The id of the first column.
 
     Returns:
-        Logits that are NEVER at these ids.
+        The logits, with `NEVER` at these ids.
     """
     if not ids:
         return logits
+    # A negative column would count from the end: move it past the end, where the scatter drops it.
     column = jnp.asarray(ids, jnp.int32) - first_id
     return logits.at[:, jnp.where(column < 0, logits.shape[-1], column)].set(NEVER, mode="drop")
 
@@ -41,14 +42,14 @@ def forbid(
 def most_probable(logits: Float[Array, "*s V"]) -> Int[Array, "*s"]:
     """Returns the first id with the largest logit.
 
-    `argmax` compares pairs of a value and its index one by one on a CPU: a maximum, and the search for it, take a
-    fifth of the time.
+    On a CPU this takes a fifth of the time of `jnp.argmax`, which compares pairs of a value and its index one by one:
+    a maximum, and a second pass that searches for it, are both vectorized.
 
     Args:
-        logits: Where one is NaN, the id is any.
+        logits: Logits [..., V]. If one of a position is NaN, the id of that position is arbitrary.
 
     Returns:
-        The ids.
+        The ids [...].
     """
     last = logits.shape[-1] - 1
     largest = logits == logits.max(axis=-1, keepdims=True)
@@ -60,16 +61,16 @@ def draw(
 ) -> Int[Array, "*s"]:
     """Draws from softmax(logits / temperature) by inverting the CDF; the argmax at temperature 0.
 
-    One uniform per position instead of Gumbel noise per token: five times faster on a CPU, and a test can inject the
-    noise of a reference implementation.
+    This needs one uniform number per position instead of Gumbel noise per id: it is five times faster on a CPU, and
+    tests can pass the random numbers of a reference implementation.
 
     Args:
-        logits: At least fp32.
-        uniforms: In [0, 1).
-        temperature: 0 or more.
+        logits: Logits [..., V], at least fp32.
+        uniforms: Uniform numbers in [0, 1), one per position [...].
+        temperature: 0 or more, a scalar.
 
     Returns:
-        The drawn ids.
+        The drawn ids [...], int32.
     """
     greedy = most_probable(logits)
     scaled = logits / jnp.maximum(temperature, 1e-6)[..., None]
@@ -81,15 +82,15 @@ def draw(
 def search_cdf(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> Int[Array, "*s"]:
     """Finds the first id at which the cumulative weight exceeds uniform * total.
 
-    First the block of `SEARCH_BLOCK` ids is found, then the place in it: a cumulative sum over the whole vocabulary
-    takes twice as long and accumulates more rounding.
+    The search has two levels: it finds the block of `SEARCH_BLOCK` ids, then the id in the block. A cumulative sum over
+    the whole vocabulary takes twice as long and accumulates more rounding error.
 
     Args:
-        weights: Non-negative, not normalised.
-        uniforms: In [0, 1).
+        weights: Non-negative weights [..., V], not normalized.
+        uniforms: Uniform numbers in [0, 1), one per position [...].
 
     Returns:
-        The ids; their weight is never 0.
+        The ids [...]. An id of weight 0 is never returned unless all weights are 0.
     """
     *shape, vocab = weights.shape
     # 1. Find the block: the first whose cumulative weight exceeds the target.
@@ -98,11 +99,11 @@ def search_cdf(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> I
     ends = jnp.cumsum(blocks.sum(-1), axis=-1)  # [*s, blocks]
     target = uniforms[..., None] * ends[..., -1:]
     block = jnp.minimum((ends <= target).sum(-1, keepdims=True), ends.shape[-1] - 1)
-    # 2. Find the place in the block, by what the target exceeds the blocks before.
+    # 2. Find the id in the block: the target minus the cumulative weight of the blocks before it.
     inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]  # [*s, size]
     before = jnp.take_along_axis(ends, block, axis=-1) - inside.sum(-1, keepdims=True)
     sums = jnp.cumsum(inside, axis=-1)
-    # Clipped at both ends: however the sums are rounded, the id found has a weight.
+    # The two levels round differently: clip the rest into the block, so that the id found has a positive weight.
     rest = jnp.clip(target - before, 0.0, sums[..., -1:] * (1.0 - 1e-6))
     return block[..., 0] * size + (sums <= rest).sum(-1)
 
@@ -113,22 +114,23 @@ def token_stats(
     """Computes the statistics of one row from all of its logits.
 
     Args:
-        logits: After the logits processors.
-        canvas: The tokens that the canvas holds now.
-        sample: The drawn tokens.
+        logits: Logits after the processors [L, V].
+        canvas: The tokens that the canvas holds now [L].
+        sample: The drawn tokens [L].
         eos: The id that ends the answer, -1 for none.
 
     Returns:
-        The statistics [L].
+        The statistics, each [L]; entropies in nats.
     """
     # With e = exp(logit - best): p = e / sum(e), and the entropy is log(sum(e)) + sum(e * (best - logit)) / sum(e).
     best = logits.max(axis=-1, keepdims=True)
     argmax = most_probable(logits)
-    # Two sums: on a CPU 25 times faster than exp(log_softmax) and top_k. Each difference has one reader, so that XLA
-    # fuses it instead of storing [L, V].
+    # Sums over e are 25 times faster on a CPU than exp(log_softmax) and top_k. Each [L, V] difference is used once, so
+    # that XLA fuses it into its sum instead of storing it.
     e = jnp.exp(logits - best)
     total = e.sum(axis=-1)
     p = lambda ids: jnp.take_along_axis(e, ids[:, None], axis=-1)[:, 0] / total
+    # The second largest probability, for the margin: the largest one without the argmax.
     others = jnp.where(jnp.arange(logits.shape[-1]) == argmax[:, None], 0.0, e)
     return TokenStats(
         argmax=argmax,
@@ -143,18 +145,18 @@ def token_stats(
 
 
 class LogprobBuffer(NamedTuple):
-    """Log-probabilities by position of the text, of the model before any logits processor; k alternatives each."""
+    """Log-probabilities of the model before any logits processor, by position in the text, with k alternatives each."""
 
-    chosen: Float[Array, "B S"]  # of the emitted token
-    top_ids: Int[Array, "B S k"]
-    top: Float[Array, "B S k"]
+    chosen: Float[Array, "B S"]  # log-probability of the emitted token
+    top_ids: Int[Array, "B S k"]  # the k most probable ids
+    top: Float[Array, "B S k"]  # their log-probabilities
 
 
 class Trajectory(NamedTuple):
-    """By position of the text: when its token was accepted last, and how probable it was then."""
+    """For each position in the text: the pass that last accepted its token, and the log-probability in that pass."""
 
-    step: Int[Array, "B S"]  # the row's denoising or verifying pass, from 0; -1: the user's token
-    log_prob: Float[Array, "B S"]  # of the distribution that the token was drawn from
+    step: Int[Array, "B S"]  # index of the row's denoising or verifying pass; -1: a token of the user
+    log_prob: Float[Array, "B S"]  # under the distribution that the token was drawn from
 
 
 def draw_log_prob(
@@ -163,12 +165,12 @@ def draw_log_prob(
     """Computes log-probabilities of the distribution that `draw` draws from, softmax(logits / temperature).
 
     Args:
-        logits: After all processors, of one row.
-        ids: Drawn tokens.
-        temperature: 0 or more; at 0 the argmax has log-probability 0.
+        logits: Logits of one row after all processors [L, V].
+        ids: The drawn tokens [L].
+        temperature: 0 or more, a scalar; at 0 the argmax has log-probability 0.
 
     Returns:
-        Nats.
+        Log-probabilities in nats [L].
     """
     log_p = jax.nn.log_softmax(logits / jnp.maximum(temperature, 1e-6), axis=-1)
     return jnp.take_along_axis(log_p, ids[:, None], axis=-1)[:, 0]
@@ -181,18 +183,19 @@ def write_changed(
     start: Int[Array, ""],
     source: Int[Array, "L"] | None = None,
 ) -> Array:
-    """Writes what this pass has changed into an array by position of one row's text.
+    """Writes the values that this pass has changed into an array over the positions of one row's text.
 
     Args:
-        old: [S, ...].
-        fresh: Of the window [L, ...].
-        changed: Which positions of the window take the fresh value.
-        start: Position of the window's first token.
-        source: Old index of each position, for rules that insert or delete.
+        old: Values by position in the text [S, ...].
+        fresh: New values for the window [L, ...].
+        changed: Which positions of the window take the new value [L].
+        start: Position of the window's first token in the text.
+        source: Old index of each position of the window, for rules that insert or delete; None: nothing has moved.
 
     Returns:
-        The array.
+        The updated array [S, ...].
     """
+    # Positions that have not changed keep their old value, which moves along with its token.
     here = slice_at(old, start, fresh.shape[0])
     here = here if source is None else here[jnp.maximum(source, 0)]
     which = changed.reshape(-1, *[1] * (fresh.ndim - 1))
@@ -207,15 +210,15 @@ def update_logprobs(
     start: Int[Array, ""],
     source: Int[Array, "L"] | None = None,
 ) -> LogprobBuffer:
-    """Writes the log-probabilities of one row's tokens that this pass has written.
+    """Records the log-probabilities of the tokens that this pass has written in one row.
 
     Args:
-        logprobs: Of one row [S].
-        logits: Before any processor; position i of the window is position start + i of the text.
-        answer: The window's tokens.
-        changed: Which of them this pass has written.
-        start: See `logits`.
-        source: Old index of each position, for rules that insert or delete.
+        logprobs: The buffer of one row [S].
+        logits: Logits of the window before any processor [L, V].
+        answer: The tokens of the window [L].
+        changed: Which of them this pass has written [L].
+        start: Position of the window's first token in the text.
+        source: Old index of each position of the window, for rules that insert or delete; None: nothing has moved.
 
     Returns:
         The updated log-probabilities.
@@ -229,29 +232,29 @@ def update_logprobs(
 
 
 def slice_at(x: Array, start: Int[Array, ""], size: int) -> Array:
-    """Returns x[start : start + size] along the first axis; x itself where it has this size.
+    """Returns x[start : start + size] along the first axis; x itself if it has this size.
 
     Args:
-        x: Any array.
-        start: Index of the first element.
-        size: Elements that are kept.
+        x: Array [S, ...].
+        start: Index of the first element; clamped so that the slice fits.
+        size: Length of the slice, static.
 
     Returns:
-        The slice.
+        The slice [size, ...].
     """
     return x if x.shape[0] == size else jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
 def write_at(x: Array, piece: Array, start: Int[Array, ""]) -> Array:
-    """Returns x with `piece` written at start; the piece itself where it has the shape of x.
+    """Returns x with `piece` written at `start`; the piece itself if it has the shape of x.
 
     Args:
-        x: Any array.
-        piece: At most as long.
-        start: Index of its first element.
+        x: Array [S, ...].
+        piece: Array [L, ...] with L <= S; converted to the dtype of x.
+        start: Index at which the piece begins; clamped so that the piece fits.
 
     Returns:
-        The array.
+        The updated array [S, ...].
     """
     piece = piece.astype(x.dtype)
     return piece if x.shape == piece.shape else jax.lax.dynamic_update_slice_in_dim(x, piece, start, 0)

@@ -1,4 +1,8 @@
-"""What one row sees in a step: its window, the time, and its logits after all processors. No batch axis."""
+"""The view of one row in one step: its window, the time, and its logits after all processors. No batch axis.
+
+`denoise.py` calls `observe` before the forward pass is read, `process_logits` on its logits (or on chunks of them), and
+then gives the view with its statistics to the rule.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from mercury_jax.types import Key, View
 
 
 class Observation(NamedTuple):
-    """What a row sees before its logits are known, and the key of its rule."""
+    """The view of a row before its logits are known, its window, and the key of its rule."""
 
     view: View  # without statistics and logits
     window: Window
@@ -30,7 +34,7 @@ class Observation(NamedTuple):
 
 
 def observe(config: DecodeConfig, row: State) -> Observation:
-    """Builds what one row sees in this step, but for its logits.
+    """Builds the view of one row in this step, without its logits.
 
     Args:
         config: Static sizes.
@@ -46,9 +50,10 @@ def observe(config: DecodeConfig, row: State) -> Observation:
     canvas = slice_at(row.canvas, window.offset, config.window)
     if corruption.mask is None:
         masked, noise = window.editable, corruption.prior(noise_key, jnp.broadcast_to(s, canvas.shape))
-    else:  # also for hybrid noise: what is not decided waits as the mask
+    else:  # also for hybrid noise: open positions hold the mask
         masked = window.editable & (canvas == corruption.mask)
         noise = jnp.full_like(canvas, corruption.mask)
+    # A rule of variable length may lengthen the row up to its `max_end`, and within the width of the canvas.
     limit = jnp.minimum(row.max_end, row.cache_length + config.width)
     growth = jnp.maximum(limit - row.end, 0) if config.variable_length else jnp.zeros_like(window.used)
     view = row_view(
@@ -72,7 +77,11 @@ def observe(config: DecodeConfig, row: State) -> Observation:
 
 
 def _step_keys(row: State) -> tuple[Key, Key, Key]:
-    """The keys of a step's draws, noise and rule; they depend on the row, its block and the step alone."""
+    """Derives the keys for the token draws, the noise and the rule of a step.
+
+    They depend only on the row's key, the start of its block and the step, never on the batch: a row generates the same
+    tokens whichever rows share its passes.
+    """
     draw, noise, rule = jax.random.split(step_key(row.key, row.committed, row.step), 3)
     return draw, noise, rule
 
@@ -80,20 +89,21 @@ def _step_keys(row: State) -> tuple[Key, Key, Key]:
 def draw_uniforms(
     config: DecodeConfig, row: State, window: Window
 ) -> tuple[Float[Array, "L"], Float[Array, "L"]]:
-    """Draws the randomness of one row's tokens in this step.
+    """Draws the uniform numbers from which one row's tokens are sampled in this step.
 
     Args:
         config: Static sizes.
         row: One row of a state.
-        window: Of the row.
+        window: Window of the row.
 
     Returns:
-        Uniforms that draw the tokens, or a chunk of the vocabulary, and those that draw within a chunk.
+        Two arrays [L] in [0, 1). The first selects the token, or the chunk of the vocabulary when statistics are
+        computed in chunks; the second then selects the token within the chunk.
     """
     key = _step_keys(row)[0]
     if (
         config.speculative or config.drafts == "same_seed"
-    ):  # a draft is drawn with the uniforms of its verification
+    ):  # a draft is drawn with the numbers of its verification, so that the two agree more often
         first = position_uniforms(row.key, window.at)
     else:
         first = jax.random.uniform(key, (config.window,))
@@ -111,6 +121,7 @@ def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
     Returns:
         The view; `stats`, `leave_one_out` and `logits` are None, because logits processors run before they exist.
     """
+    # Histograms [V] over the row's tokens [S], for the repetition, presence and frequency penalties.
     at = jnp.arange(row.tokens.shape[0])
     none = jnp.zeros((config.model.config.vocab,), jnp.int32)
     count = lambda which: none.at[row.tokens].add(which.astype(jnp.int32))
@@ -127,14 +138,14 @@ def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
 
 
 def steps_of(window: Window, row: State) -> Int[Array, ""]:
-    """Returns the steps that one row's block may take.
+    """Returns how many denoising steps the block of one row may take.
 
     Args:
-        window: Of the row.
+        window: Window of the row.
         row: One row of a state.
 
     Returns:
-        The steps.
+        The request's number of steps; if it is 0, one step for each editable position. A scalar.
     """
     steps = row.sampling.steps
     return jnp.where(steps > 0, steps, jnp.maximum(window.editable.sum(), 1))
@@ -143,15 +154,15 @@ def steps_of(window: Window, row: State) -> Int[Array, ""]:
 def step_times(
     config: DecodeConfig, step: Int[Array, ""], steps: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the times between which a step leads.
+    """Computes the times before and after a step.
 
     Args:
-        config: Its `times`, if any.
-        step: Steps that were taken on the block; -1 where none is open.
-        steps: Steps that the block may take.
+        config: Uses `config.times` if given, otherwise times evenly spaced from 1 to 0.
+        step: Number of steps taken on the block so far; -1 if no block is open.
+        steps: Number of steps that the block may take.
 
     Returns:
-        The time of the canvas, and the time after the step.
+        The time t of the canvas, and the time s after the step, s < t. Scalars.
     """
     if config.times is None:
         return jnp.clip(1.0 - step / steps, 0.0, 1.0), jnp.maximum(1.0 - (step + 1) / steps, 0.0)
@@ -168,21 +179,21 @@ def process_logits(
     logits: Float[Array, "L v"],
     first_id: int | Int[Array, ""] = 0,
 ) -> Float[Array, "L v"]:
-    """Applies everything that changes one row's logits.
+    """Applies forbidden ids, constraints and logits processors to the logits of one row.
 
     Args:
-        config: Names the ids that are never emitted.
+        config: Holds the ids that are never emitted.
         row: One row of a state.
-        view: Of the row.
-        at: Absolute positions of the logits.
-        logits: As the model made them, of all ids or of a chunk.
+        view: View of the row.
+        at: Absolute positions of the logits [L].
+        logits: Logits of the model, for all ids or for a chunk of the vocabulary.
         first_id: The id of the first column.
 
     Returns:
-        The processed logits, all finite.
+        The processed logits, all finite: a forbidden id has the logit `NEVER`.
     """
-    # The end of text is forbidden at the first position of an answer that follows a thinking, so that no effort level
-    # ends in an empty answer. Rows under a grammar are exempt: it says itself whether an answer may be empty.
+    # Forbid the end of text at the first position after the thinking section, so that no effort level gives an empty
+    # answer. Rows under a grammar are exempt: the grammar says whether the answer may be empty.
     params = row.sampling
     first = (at == row.committed) & (row.committed > row.prompt)
     first &= (row.answer_budget == 0) & (params.end_thinking >= 0)
@@ -191,8 +202,8 @@ def process_logits(
         first &= ~params.constrained
     ends = ends_text(config, first_id + jnp.arange(logits.shape[-1]), row)
     logits = jnp.where(first[:, None] & ends, NEVER, logits)
-    # Constraints run first too: a truncation must choose among the ids that are allowed. What may not be emitted
-    # stays impossible whatever a processor does.
+    # Constraints (`allow`) run twice: before the processors, so that top-k and top-p choose among the allowed ids, and
+    # after them, so that no processor can make a forbidden id possible again.
     sampler, never = params.sampler, config.never_emitted
     logits = forbid(logits, never, first_id)
     for processor in (*sampler.allow, *sampler.processors, *sampler.allow):

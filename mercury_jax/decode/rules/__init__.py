@@ -1,7 +1,7 @@
-"""Decoding rules: each a pure function of one row's `View` and its own memory.
+"""Decoding rules: each is a pure function of the `View` of one row and of the rule's own memory.
 
-masked            which masks become tokens (LLaDA, Fast-dLLM, dParallel, MDLM, SDAR, LocalLeap, dInfer, Dream)
-position          rules that look at where a mask stands (PC-Sampler, AdaBlock, WavefrontDiffusion, DUS)
+masked            rules that accept masks (LLaDA, Fast-dLLM, dParallel, MDLM, SDAR, LocalLeap, dInfer, Dream)
+position          rules that use the position of a mask (PC-Sampler, AdaBlock, WavefrontDiffusion, DUS)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
 planned           planner and remasker heads (P2, PRISM)
@@ -9,7 +9,8 @@ variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAE
 uniform           uniform noise (EB-Sampler, DiffusionGemma, DUO)
 combined          several rules chosen per row; autoregressive decoding and self-speculation
 
-The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so finds a user's own rule too.
+The decorators of `registration.py` register every rule in `ALL`. `mj.rules.<name>` reads `ALL`, so it also finds rules
+that users define.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -19,7 +19,11 @@ Part = TypeVar("Part", Rule, StoppingCriterion)
 
 
 class _Switch(NamedTuple):
-    """Runs one of several functions; a tuple, so that equal choices share one compilation."""
+    """Calls `functions[which]`, the function of `one_of`.
+
+    A NamedTuple compares by value: two equal combinations are the same static argument and share one compilation. The
+    memory is a tuple with the memory of each part; a call changes only the memory of the part that runs.
+    """
 
     functions: tuple[Callable[..., Any], ...]
 
@@ -37,6 +41,8 @@ class _Switch(NamedTuple):
 
 
 class _Inits(NamedTuple):
+    """Initializes the memory of every part of `one_of`; compares by value, as `_Switch` does."""
+
     inits: tuple[Callable[..., Memory], ...]
 
     def __call__(self, canvas: jax.Array, vocab: int) -> Memory:
@@ -46,17 +52,21 @@ class _Inits(NamedTuple):
 def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     """Combines several rules, or several stopping criteria; a number per row chooses which one applies.
 
-    Under `vmap` all of them run and one result is taken, so this is for parts that are cheap beside a forward pass.
+    The decoder maps the result over the rows with `vmap`, which turns the switch into a select: all parts are computed
+    for every row. Use it for parts that cost little compared to a forward pass.
 
     Args:
-        parts: Rules alone, or stopping criteria alone. A rule of variable length cannot be combined with others.
-        which: Index of the part; one number, or one per row.
+        parts: Only rules, or only stopping criteria. A rule of variable length cannot be combined with other rules.
+        which: Index into `parts`; one number, or one per row. Traced.
 
     Returns:
-        A rule or stopping criterion.
+        A rule or stopping criterion. A rule has the default temperature and stopping criterion of the first part.
 
     Raises:
-        ValueError: No parts, parts that cannot be combined, or an index that names none of them.
+        ValueError: `parts` is empty or cannot be combined, or `which` is not an index of it.
+
+    Example:
+        >>> mixed = mj.rules.one_of([mj.rules.threshold(0.9), mj.rules.factor(1.0)], which=[0, 1])
     """
     if isinstance(parts, Rule | StoppingCriterion) or not parts:
         raise refuse("one_of parts", parts, "a list of at least one rule, or stopping criterion")
@@ -79,10 +89,11 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     variable = [p.name for p in rules if p.variable_length]
     if len(rules) > 1 and variable:
         raise refuse("one_of parts", variable, "rules that keep the number of tokens")
-    # The combination is made for the noise that all of its rules are made for.
+    # The combination supports the kinds of noise that all of its rules support.
     noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
     if not noise:
         raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")
+    # The decoder computes one `view.hidden` and one kind of leave-one-out masks per pass, so the rules must agree.
     heads = [p.needs_hidden for p in rules if p.needs_hidden]
     if any(head != heads[0] for head in heads):
         raise refuse("one_of parts", [p.name for p in rules], "rules that read the same of the hidden states")
@@ -102,7 +113,7 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
 
 
 class _LeftmostFirst(NamedTuple):
-    """The function of `leftmost_first`; a tuple, so that equal rules share one compilation."""
+    """The function of a `leftmost_first` rule; compares by value, so that equal rules share one compilation."""
 
     function: Callable[..., Any]
 
@@ -114,19 +125,19 @@ class _LeftmostFirst(NamedTuple):
 
 
 def leftmost_first(rule: Rule) -> Rule:
-    """Makes a rule that accepts the leftmost mask alone in a block's first step, and decides by `rule` from then on.
+    """Makes a rule that accepts only the leftmost mask in the first step of a block, and then applies `rule`.
 
-    So does Fast-dLLM for Dream with a cache (NVlabs/Fast-dLLM, `generation_utils_block.py`): the first pass of a block
-    is over the whole sequence and writes the cache.
+    Fast-dLLM decodes Dream in this way when it uses a cache (NVlabs/Fast-dLLM, `generation_utils_block.py`): the first
+    pass of a block covers the whole sequence and writes the cache.
 
     Args:
-        rule: Of the later steps, for masked noise.
+        rule: The rule for all later steps, for masked noise. Its memory does not change in the first step.
 
     Returns:
         The rule.
 
     Raises:
-        ValueError: It is no rule, or one of variable length.
+        ValueError: `rule` is not a rule, or has variable length.
     """
     if not isinstance(rule, Rule) or rule.variable_length:
         raise refuse("leftmost_first(rule=)", getattr(rule, "name", rule), "a rule that keeps the length")
@@ -148,6 +159,7 @@ def autoregressive(temperature: NonNegative = 0.0) -> Sampler:
     temperature = check_number(
         "autoregressive(temperature=)", temperature, autoregressive.ranges["temperature"]
     )
+    # `speculate` is the number of drafted tokens: without a draft, every token comes from the causal pass.
     return Sampler(confidence(), temperature=temperature, speculate=0)
 
 
@@ -159,12 +171,13 @@ def self_speculation(
 ) -> Sampler:
     """Returns a sampler that drafts by diffusion and verifies by one causal pass of the same weights.
 
-    The text is that of `autoregressive` with the same seed, token for token, at any temperature.
+    The tokens are exactly those of `autoregressive` with the same seed, at any temperature.
 
     Args:
-        draft: Most tokens of a draft; one number for all rows, because it sets the width of the canvas.
+        draft: Maximum number of tokens of a draft; one number for all rows, because it sets the width of the canvas.
         temperature: 0 takes the argmax.
-        rule: Drafts. None: all tokens of the canvas in one pass; `Plan(steps=)` gives a draft more passes.
+        rule: Decoding rule of the drafts. None: `confidence`, which drafts the canvas in one pass unless `Plan(steps=)`
+            gives a draft more passes.
 
     Returns:
         The sampler, for models whose encoding pass predicts the next token.

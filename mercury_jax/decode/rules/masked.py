@@ -1,14 +1,16 @@
 """Rules for masked (absorbing) diffusion: which masks become tokens in this step.
 
-All of them are functions of the current view alone; rules with a memory are in `history.py`, rules that put masks back
-in `remask.py`. Most rank the masks by confidence, the probability of the drawn token.
+These rules depend on the current view only, except `ancestral_cache`, which also counts the steps it has skipped.
+Rules that remember earlier passes are in `history.py`, rules that remask in `remask.py`. Most rules here rank the masks
+by confidence, the probability of the drawn token.
 
-The last four are Dream's, named by its `alg` (with the prefix `dream_` where that is too short). Dream-7B
-(arXiv 2508.15487; `_sample` in Dream's `generation_utils.py`) accepts the share 1 - s/t of the masks in each step, on
-times that are evenly spaced from 1 to `eps` whatever the model's own schedule, and all that are left in the last step.
-The share is rounded down, so that a step with few masks may accept none: with as many steps as tokens the first passes
-accept nothing. Dream reads its confidence after dividing the logits by its temperature and cutting them to top-p. Here
-these are processors:
+The last four rules are the values of Dream's option `alg`. Dream-7B (arXiv 2508.15487; `_sample` in Dream's
+`generation_utils.py`) uses times evenly spaced from 1 to `eps`, independent of the noise schedule of the model. A step
+from time t to s accepts the share 1 - s/t of the remaining masks, rounded down; the last step accepts all of them. A
+step with few masks may therefore accept none: with as many steps as tokens, the first passes accept nothing.
+
+Dream computes the confidence from logits that are divided by its temperature and truncated to top-p. Here both are
+logits processors:
 
     Sampler(dream_entropy(), (processors.temperature(0.2), processors.top_p(0.95)), temperature=1.0)
 """
@@ -31,59 +33,65 @@ def rank_among(score: Float[Array, "L"], among: Bool[Array, "L"]) -> Int[Array, 
 
     Args:
         score: Higher is better.
-        among: Positions that are ranked before all others.
+        among: Positions to rank; all others come after them.
 
     Returns:
-        The rank of each position, 0 for the highest score; ties go to the left.
+        The rank of each position [L], 0 for the highest score. Of equal scores, the leftmost position ranks first.
     """
+    # `order` lists the positions by rank; its inverse permutation is the rank of each position.
     order = jnp.argsort(jnp.where(among, -score, jnp.inf), stable=True)
     return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
 
 
 def top(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""] | int) -> Bool[Array, "L"]:
-    """Selects the `count` highest scores among the given positions; ties go to the left.
+    """Selects the `count` positions with the highest scores; of equal scores, the leftmost.
 
     Args:
         score: Higher is better.
         among: Positions that may be selected.
-        count: How many; may be traced.
+        count: Number of positions to select; may be traced. With fewer candidates, all of them are selected.
 
     Returns:
-        The selected positions.
+        Whether each position is selected [L].
     """
-    if isinstance(count, int) and count == 1:  # without the sort
+    if isinstance(count, int) and count == 1:  # an argmax, without the sort
         return among & (jnp.arange(score.shape[0]) == jnp.where(among, score, -jnp.inf).argmax())
     return among & (rank_among(score, among) < count)
 
 
 def even_share(view: View) -> Int[Array, ""]:
-    """Counts the masks to accept in this step so that the remaining steps suffice.
+    """Computes how many masks to accept in this step, dividing them evenly among the remaining steps.
 
-    Under uniform noise nothing stays accepted; there it is the number of positions to accept in this step.
+    With M masks and R remaining steps (this one included) it is ceil(M / R). Under uniform noise accepted positions
+    stay open, so M does not fall; there it is ceil(M i / N) in step i of N, which reaches all positions in the last.
 
     Args:
-        view: Of one row.
+        view: View of one row. Reads `masked`, `canvas`, `noise`, `step` and `steps`.
+
+    Returns:
+        The number of positions to accept, a scalar.
     """
     remaining = jnp.maximum(view.steps - view.step, 1)
     open_count = view.masked.sum()
+    # The view does not name the kind of noise. With masks, every open position holds `view.noise`, the mask id.
     # Under uniform noise a canvas equals its fresh noise at every open position with probability V^-L.
     absorbing = jnp.all((view.canvas == view.noise) | ~view.masked)
     return jnp.where(absorbing, -(-open_count // remaining), -(-open_count * (view.step + 1) // view.steps))
 
 
 def fixed_share(view: View, length: Param = 0) -> Int[Array, ""]:
-    """Counts the tokens of this step in LLaDA's fixed schedule, whatever earlier steps have accepted.
+    """Computes how many tokens LLaDA's fixed schedule accepts in this step (`get_num_transfer_tokens`).
 
-    The block's positions divided by its steps, one more in the first steps where that leaves a remainder
-    (`get_num_transfer_tokens`). Unlike `even_share` it does not fall when a block is ahead of its schedule.
+    The tokens of the block are divided by its steps; the first steps take one more each if there is a remainder.
+    Unlike `even_share`, the number does not depend on what earlier steps have accepted.
 
     Args:
-        view: Of one row.
-        length: Tokens that the steps divide, as SDAR and LLaDA2.0 divide the block's length even where the prompt ends
-            within the block. 0: the positions that are to be written, as LLaDA does.
+        view: View of one row. Reads `editable`, `step` and `steps`.
+        length: Number of tokens to divide among the steps. 0: the editable positions of the block, as in LLaDA. SDAR
+            and LLaDA2.0 use the block length, even where the prompt ends inside the block.
 
     Returns:
-        The tokens of this step.
+        The number of tokens to accept, a scalar.
     """
     tokens = jnp.where(jnp.asarray(length) > 0, length, view.editable.sum()).astype(jnp.int32)
     every, rest = jnp.divmod(tokens, view.steps)
@@ -115,7 +123,7 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
         key: Unused.
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
-        p: Lower values accept more tokens per step.
+        p: Probability from which a token is accepted. Lower values accept more tokens per step.
 
     Returns:
         The proposal, and the unchanged memory.
@@ -137,7 +145,8 @@ def budgeted_threshold(
 ) -> tuple[Proposal, Memory]:
     """Accepts masks of confidence `p`, at most `tokens` a step with what earlier steps left, and at least one.
 
-    A threshold alone may accept a whole block at once; the budget bounds a step by the schedule.
+    A threshold alone may accept a whole block in one step. The budget limits the number of decided tokens after
+    step i to i * `tokens`, so that a step may use what earlier steps left over.
 
     Args:
         key: Unused.
@@ -174,7 +183,8 @@ def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Accepts each mask with probability (alpha_s - alpha_t) / (1 - alpha_t): the reverse process itself.
 
-    With many steps it samples from the model's own distribution.
+    As the number of steps grows, two tokens are rarely accepted in the same step, and the samples approach the
+    distribution that the model defines.
 
     Args:
         key: Draws which masks are accepted.
@@ -198,24 +208,25 @@ def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 def ancestral_cache(key: Key, view: View, memory: Int[Array, ""]) -> tuple[Proposal, Int[Array, ""]]:
     """Decodes as `ancestral`, without the passes that accept nothing.
 
-    A denoiser that does not take the time predicts the same until a mask becomes a token. So each pass draws for every
-    mask the step in which the reverse process would accept it, and goes on to the earliest of these: min(steps, masks)
-    passes at most, whatever the steps. The steps are evenly spaced in alpha.
+    A denoiser that does not take the time predicts the same tokens until the canvas changes. Each pass therefore draws
+    for every mask the step in which the reverse process would accept it, skips to the earliest of these steps, and
+    accepts the masks that share it. This takes at most min(steps, masks) passes. The steps are evenly spaced in alpha.
 
     Args:
         key: Draws the steps.
         view: Reads `masked` and `steps`.
-        memory: Steps of the process that are behind.
+        memory: Number of steps of the reverse process that are done or skipped, a scalar.
 
     Returns:
-        The proposal, and the steps that are behind now.
+        The proposal, and the new number of steps.
 
-    Departs from the reference: its times end at 1e-5, where a further pass gives what is still masked its argmax
-    (`noise_removal`); here the last step ends at 0, where nothing is masked. Its cache serves a whole batch, and so
-    helps only while no row changes; here each row makes its own passes.
+    Departs from the reference: its times end at 1e-5, where a further pass gives the remaining masks their argmax
+    (`noise_removal`); here the last step ends at time 0, where no mask is left. Its cache is shared by the batch, so it
+    saves a pass only if no row changes; here each row skips its own steps.
     """
     steps, left = view.steps, 1.0 - memory / view.steps
-    # The time at which each mask is accepted is uniform in what is left of it; step i ends at 1 - (i + 1) / steps.
+    # With alpha = 1 - t, the time at which a remaining mask is accepted is uniform in [0, left], whatever was drawn in
+    # earlier passes, so drawing it again is exact. Step i ends at time 1 - (i + 1) / steps.
     time = left * jax.random.uniform(key, view.canvas.shape)
     step = jnp.clip(jnp.floor((1.0 - time) * steps).astype(jnp.int32), memory, steps - 1)
     earliest = jnp.min(jnp.where(view.masked, step, steps - 1))
@@ -231,8 +242,8 @@ def ancestral_cache(key: Key, view: View, memory: Int[Array, ""]) -> tuple[Propo
 def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Accepts one mask per step at a random position, and all remaining ones in the last step.
 
-    The reverse process without the passes in which nothing happens: with as many steps as masks it samples exactly
-    from a denoiser that does not take the time.
+    This is the reverse process without the passes that accept nothing. With as many steps as masks, it samples exactly
+    from the reverse process of a denoiser that does not take the time.
 
     Args:
         key: Draws the position.
@@ -242,7 +253,8 @@ def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memor
     Returns:
         The proposal, and the unchanged memory.
 
-    Departs from the reference: the times of the hits, which it draws for denoisers that take the time, are left out.
+    Departs from the reference: it also draws the time of each acceptance, for denoisers that take the time as input;
+    here no time is drawn.
     """
     score = jax.random.uniform(key, view.canvas.shape)
     count = jnp.where(view.step + 1 >= view.steps, view.canvas.shape[0], 1)
@@ -265,16 +277,17 @@ def factor(
         key: Unused.
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
-        f: Bound on the summed doubt. Larger values accept more tokens per step.
-        accept_last: 1 also accepts the least confident mask where it alone fails the test, as the reference's
-            `get_transfer_index_dynamic` does. 0 leaves it to the next step, as the paper's algorithm does.
+        f: Upper bound of (n + 1)(1 - c_n). Larger values accept more tokens per step.
+        accept_last: 1: if all masks but one pass the test, accept this last one too, as the reference's
+            `get_transfer_index_dynamic` does. 0: it waits for the next step, as in the paper's algorithm.
 
     Returns:
         The proposal, and the unchanged memory.
     """
     c = view.stats.p_sample
     rank = rank_among(c, view.masked)
-    # c falls and the bound 1 - f / (rank + 2) rises with the rank, so the masks that pass form a prefix.
+    # The mask of rank r is the n-th with n = r + 1, so the test reads c >= 1 - f / (r + 2). c falls with the rank and
+    # the bound rises: the masks that pass form a prefix, and testing each mask by itself finds the largest n.
     which = view.masked & ((c >= 1.0 - f / (rank + 2)) | (rank == 0))
     finish = (jnp.asarray(accept_last) > 0) & (which.sum() + 1 >= view.masked.sum())
     return accept(view, which | (view.masked & finish)), memory
@@ -284,9 +297,10 @@ def factor(
 def frechet(key: Key, view: View, memory: Memory, margin: NonNegative = 0.25) -> tuple[Proposal, Memory]:
     """Accepts the n most confident masks for the largest n with c_1 + ... + c_n - (n - 1) - (1 - c_n) > margin.
 
-    The sum less n - 1 is the Frechet lower bound on the probability that all n tokens are right together, 1 - c_n an
-    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin, 0)`; where they
-    differ it accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
+    c_1 + ... + c_n - (n - 1) is the Frechet lower bound on the probability that all n tokens are right together;
+    1 - c_n is an upper bound on the probability of any competing combination. If the n confidences are equal, the rule
+    equals `factor(1 - margin, 0)`. If they differ it accepts more tokens, since `factor` treats all n as if they had
+    the lowest confidence. At least one mask is accepted.
 
     Args:
         key: Unused.
@@ -298,6 +312,7 @@ def frechet(key: Key, view: View, memory: Memory, margin: NonNegative = 0.25) ->
         The proposal, and the unchanged memory.
     """
     rank = rank_among(view.stats.p_sample, view.masked)
+    # c: the confidences in descending order [L]. Positions that are not masks come last, as 0.
     c = jnp.zeros_like(view.stats.p_sample).at[rank].set(jnp.where(view.masked, view.stats.p_sample, 0.0))
     # Both terms fall with n, so the masks that pass form a prefix.
     passes = jnp.cumsum(c) - jnp.arange(c.shape[0]) - (1.0 - c) > margin
@@ -316,13 +331,13 @@ def entropy_threshold(key: Key, view: View, memory: Memory, h: NonNegative = 0.5
         key: Unused.
         view: Reads `stats.entropy` and `masked`.
         memory: Unused.
-        h: Nats. dParallel uses 0.45 to 0.5, d3LLM 0.4 to 0.5.
+        h: Entropy in nats up to which a token is accepted. dParallel uses 0.45 to 0.5, d3LLM 0.4 to 0.5.
 
     Returns:
         The proposal, and the unchanged memory.
 
-    The reference for Dream has `<` where that for LLaDA has `<=`. Departs from d3LLM: its generator decodes several
-    blocks at once, here one block is active.
+    The reference code for Dream compares with `<`, the one for LLaDA with `<=`; here it is `<=`. Departs from d3LLM:
+    its generator decodes several blocks at once, here one block is active.
     """
     certain = view.masked & (view.stats.entropy <= h)
     return accept(view, certain | top(-view.stats.entropy, view.masked, 1)), memory
@@ -341,20 +356,21 @@ def scheduled(
 ) -> tuple[Proposal, Memory]:
     """Accepts every mask above `p`, or the fixed schedule's number of the most confident where that is more.
 
-    It is never slower than its schedule. At `p=1` it is the schedule alone (SDAR's `low_confidence_static`).
+    It never takes more steps than the fixed schedule. At `p=1` it is the fixed schedule (SDAR's
+    `low_confidence_static`).
 
     Args:
         key: Unused.
         view: Reads `stats.p_sample`, `masked`, `editable`, `step` and `steps`.
         memory: Unused.
         p: Probability above which a token is accepted.
-        length: Tokens that the steps divide; 0: those of the block that are to be written. See `fixed_share`.
+        length: Number of tokens to divide among the steps; 0: the editable positions. See `fixed_share`.
 
     Returns:
         The proposal, and the unchanged memory.
 
-    Departs from the reference: where fewer masks are left than the schedule wants, SDAR's `topk` also chooses decided
-    tokens, even of the prompt, and writes the prediction over them; here they stay, as in LLaDA2.0.
+    Departs from the reference: if fewer masks are left than the schedule accepts, SDAR's `topk` also selects decided
+    tokens, even of the prompt, and overwrites them with the prediction; here they stay, as in LLaDA2.0.
     """
     c, due = view.stats.p_sample, fixed_share(view, length)
     certain = view.masked & (c > p)
@@ -369,7 +385,7 @@ def sequential(key: Key, view: View, memory: Memory, length: Tokens = 0) -> tupl
         key: Unused.
         view: Reads `masked`, `editable`, `step` and `steps`.
         memory: Unused.
-        length: Tokens that the steps divide; 0: those of the block that are to be written. See `fixed_share`.
+        length: Number of tokens to divide among the steps; 0: the editable positions. See `fixed_share`.
 
     Returns:
         The proposal, and the unchanged memory.
@@ -388,14 +404,14 @@ def local_leap(
 ) -> tuple[Proposal, Memory]:
     """Accepts every mask of confidence `p`, and within `radius` of one every mask of confidence `relaxed`.
 
-    At least the most confident mask is accepted.
+    Masks of confidence `p` are the anchors. The most confident mask is always accepted.
 
     Args:
         key: Unused.
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
-        p: Confidence of an anchor.
-        relaxed: Confidence that is enough near an anchor.
+        p: Confidence from which a mask is an anchor.
+        relaxed: Confidence from which a mask near an anchor is accepted.
         radius: Positions on either side of an anchor.
 
     Returns:
@@ -403,7 +419,8 @@ def local_leap(
     """
     c, length = view.stats.p_sample, view.canvas.shape[0]
     anchor = view.masked & (c >= p)
-    # Distance to the nearest anchor on either side; larger than any radius if there is no anchor.
+    # The nearest anchor to the left and to the right of each position [L]. If a side has none, the placeholder is
+    # further away than any position of the window.
     at, far = jnp.arange(length), 2 * length
     before = jax.lax.cummax(jnp.where(anchor, at, -far))
     behind = jax.lax.cummin(jnp.where(anchor, at, 2 * far), reverse=True)
@@ -418,21 +435,22 @@ def hierarchical(
 ) -> tuple[Proposal, Memory]:
     """Accepts the best mask of each run of adjacent masks if above `low`, every mask above `p`, and the best of all.
 
-    A token accepted in the middle of a run splits it, so that tokens decoded in the same step stand apart and depend
-    less on each other.
+    Tokens that are accepted in the same step are then mostly apart from each other and depend less on each other. An
+    accepted token splits its run in two, so the number of runs grows from step to step.
 
     Args:
         key: Unused.
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
-        p: Confidence from which any mask is accepted.
-        low: Confidence from which the best of a run is accepted.
+        p: Confidence above which any mask is accepted.
+        low: Confidence above which the most confident mask of a run is accepted.
 
     Returns:
         The proposal, and the unchanged memory.
     """
     c, masked = view.stats.p_sample, view.masked
-    # Index of each mask's run of adjacent masks; between runs that of the run before (0 before the first).
+    # Number the runs of adjacent masks from the left, and find the highest confidence of each position's run [L].
+    # Positions between two runs get the number of the run before them; they count as -1, so they change no maximum.
     starts = masked & ~jnp.concatenate([jnp.zeros(1, bool), masked[:-1]])
     run = jnp.maximum(jnp.cumsum(starts) - 1, 0)
     best = jax.ops.segment_max(jnp.where(masked, c, -1.0), run, num_segments=c.shape[0])[run]
@@ -441,16 +459,20 @@ def hierarchical(
 
 
 def _accepted_share(view: View, eps: Param) -> Float[Array, ""]:
-    """The share 1 - s/t of the masks that this step accepts, on t = linspace(1, eps, steps + 1)."""
+    """Computes the share 1 - s/t of the masks to accept in this step, for the times linspace(1, eps, steps + 1).
+
+    The last step accepts all masks.
+    """
+    # t = 1 - step * stride and s = t - stride, so 1 - s/t = stride / t.
     stride = (1.0 - eps) / view.steps
     return jnp.where(view.step + 1 >= view.steps, 1.0, stride / (1.0 - view.step * stride))
 
 
 def _accept_share(key: Key, view: View, score: Float[Array, "L"], alg_temp: Param, eps: Param) -> Proposal:
-    """Accepts this step's share: the highest scores, or with `alg_temp` > 0 a random choice.
+    """Accepts this step's share of the masks: those with the highest scores, or a random choice if `alg_temp` > 0.
 
-    The choice is without replacement from softmax(score / alg_temp): the highest of the perturbed scores (Gumbel
-    top-k, arXiv 1903.06059).
+    The random choice samples without replacement from softmax(score / alg_temp), by adding Gumbel noise to the scores
+    and taking the highest (Gumbel top-k, arXiv 1903.06059).
     """
     count = jnp.floor(view.masked.sum() * _accepted_share(view, eps)).astype(jnp.int32)
     perturbed = score / jnp.maximum(alg_temp, 1e-9) + jax.random.gumbel(key, score.shape)
@@ -461,7 +483,7 @@ def _accept_share(key: Key, view: View, score: Float[Array, "L"], alg_temp: Para
 def dream_origin(key: Key, view: View, memory: Memory, eps: Probability = 1e-3) -> tuple[Proposal, Memory]:
     """Accepts each mask independently with probability 1 - s/t: `ancestral` on Dream's times.
 
-    Like Dream it takes the argmax unless the sampler has a temperature.
+    As in Dream, accepted tokens are the argmax unless the sampler has a temperature; `ancestral` samples them.
 
     Args:
         key: Draws which masks are accepted.

@@ -1,7 +1,8 @@
-"""Rules that plan which tokens stay: P2's path planning, and PRISM's remasking by a trained quality head.
+"""Rules that plan which tokens to keep: P2's path planning, and PRISM's remasking by a trained quality head.
 
-A head is a function of the model's parameters and the hidden states, `Rule.needs_hidden`; what it returns is
-`view.hidden`. Its own parameters are among those of the model, so that they are sharded, saved and passed with them:
+A head, given as `Rule.needs_hidden`, is a function (params, hidden states) -> array; the rule reads its result as
+`view.hidden`. The parameters of the head are part of the model's parameters, so that they are sharded and saved with
+them:
 
     lm = dataclasses.replace(lm, params=lm.params | {"quality_head": head})
 """
@@ -32,27 +33,29 @@ from mercury_jax.types import Key, Params, Proposal, View, accumulation_dtype
 def p2(key: Key, view: View, memory: Memory, eta: NonNegative = 1.0) -> tuple[Proposal, Memory]:
     """Keeps the tokens that the model itself is surest of, and remasks the others: P2 with self-planning.
 
-    Each position is scored by log p of the token that the model would draw there, with `eta` as factor where a token
-    is already decided. After step i of N, the floor((1 - i / N) L) positions with the lowest scores of the block's L
-    positions are masks; the other masks become their draws. Positions whose score equals the lowest one that is kept
-    are kept too.
+    The score of a position is log p of the token drawn there in this pass, multiplied by `eta` if the position is
+    already decided. In step i of N (from 1), the floor((1 - i / N) L) of the block's L positions with the lowest scores
+    become masks or stay masks, and all other masks become tokens. Positions that score equal to the lowest kept one are
+    kept too.
 
     Args:
         key: Unused.
         view: Reads `stats.p_sample`, `masked`, `editable`, `step` and `steps`.
         memory: Unused.
-        eta: Above 1 decided tokens are remasked more easily, at 0 never.
+        eta: Factor on the scores of decided tokens. Above 1 they are remasked more easily, at 0 never.
 
     Returns:
         The proposal, and the unchanged memory.
 
-    Departs from the reference: above temperature 0 it scores the logits with the noise that drew the token, here the
-    score is that of the draw without noise. A planner that is a second model (its BERT planner) is not offered.
+    Departs from the reference: above temperature 0 it scores a token by the logits plus the noise that drew it; here
+    the score is the log-probability without that noise. A second model as planner (its BERT planner) is not supported.
     """
+    # Log-probabilities are negative: eta > 1 lowers the scores of decided tokens, eta = 0 makes them 0, the highest.
     score = jnp.log(jnp.maximum(view.stats.p_sample, 1e-30)) * jnp.where(view.masked, 1.0, eta)
     score = jnp.where(view.editable, score, jnp.inf)
     length = view.editable.sum()
     count = length - -(-length * (view.step + 1) // view.steps)  # floor((1 - i / N) L)
+    # The score of rank `count` is the lowest one that is kept; positions strictly below it become masks.
     cutoff = jnp.sort(score)[jnp.clip(count, 0, score.shape[0] - 1)]
     lowest = view.editable & (score < cutoff)
     return remask(view, accept(view, view.masked & ~lowest), ~view.masked & lowest), memory
@@ -61,19 +64,19 @@ def p2(key: Key, view: View, memory: Memory, eta: NonNegative = 1.0) -> tuple[Pr
 def quality_head(params: Params, hidden: Float[Array, "B L D"]) -> Float[Array, "B L"]:
     """Computes PRISM's quality of each token: the logit of the probability that it is right.
 
-    The head of PRISM for LLaDA (`RemaskingHead` in its llada.py): LayerNorm, a linear layer of the same width, GELU,
-    and a linear layer to one number.
+    The head has the architecture of PRISM for LLaDA (`RemaskingHead` in its llada.py): LayerNorm, a linear layer
+    D -> D, GELU, and a linear layer D -> 1.
 
     Args:
-        params: Of the model; `params["quality_head"]` holds {"norm": {"scale" [D], "bias" [D]},
+        params: Parameters of the model; `params["quality_head"]` holds {"norm": {"scale" [D], "bias" [D]},
             "first": {"w" [D, D], "b" [D]}, "second": {"w" [D, 1], "b" [1]}}.
-        hidden: After the model's final norm.
+        hidden: Hidden states after the final norm of the model [B, L, D].
 
     Returns:
-        The logits.
+        The logits [B, L], at least fp32.
 
     Raises:
-        ValueError: The parameters hold no such head.
+        ValueError: `params` has no "quality_head".
     """
     if "quality_head" not in params:
         allowed = (
@@ -81,7 +84,7 @@ def quality_head(params: Params, hidden: Float[Array, "B L D"]) -> Float[Array, 
         )
         raise refuse("lm.params", sorted(params), allowed)
     head, dtype = params["quality_head"], accumulation_dtype(hidden.dtype)
-    x = hidden.astype(dtype)
+    x = hidden.astype(dtype)  # LayerNorm first, then the two linear layers
     x = x - x.mean(-1, keepdims=True)
     x = (
         x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * head["norm"]["scale"]
@@ -102,22 +105,24 @@ def prism(
 ) -> tuple[Proposal, Memory]:
     """Decodes as `confidence`, and remasks the decided tokens of the lowest quality, `remasks` times in a block.
 
-    The quality of a token is that of `quality_head`, which is trained to tell whether a token is right. The remaskings
-    are spread evenly over the steps, the remainder over those in the middle; a step that remasks k tokens fills k masks
-    more than its schedule, chosen from those that were masks before.
+    `quality_head`, which is trained to predict whether a token is right, computes the quality. The remaskings are
+    divided evenly among the steps; a remainder goes to the steps in the middle of the block, one each. A step that
+    remasks k tokens accepts k masks more than the schedule says, so that the number of masks follows the schedule. The
+    tokens that it remasks are not among those that it accepts.
 
     Args:
         key: Unused.
-        view: Reads `hidden`, `stats.p_sample`, `masked`, `editable`, `step` and `steps`.
+        view: Reads `hidden` (the quality [L]), `stats.p_sample`, `masked`, `editable`, `step` and `steps`.
         memory: Unused.
-        remasks: Remaskings of a block; 0 for none.
+        remasks: Number of remaskings in the whole block; 0 for none.
 
     Returns:
         The proposal, and the unchanged memory.
 
-    Departs from the reference: what the last step remasks stays a mask in the reference's answer, here it is the
-    argmax.
+    Departs from the reference: positions that the last step remasks stay masks in the reference's answer; here the
+    answer keeps their tokens.
     """
+    # Every step remasks `every` tokens, and the `rest` steps nearest to the middle one more.
     every, rest = jnp.divmod(jnp.asarray(remasks).astype(jnp.int32), view.steps)
     count = every + (rank_from_middle(view.step, view.steps) < rest)
     filled = top(view.stats.p_sample, view.masked, fixed_share(view) + count)
@@ -126,14 +131,16 @@ def prism(
 
 
 def rank_from_middle(step: Int[Array, ""], steps: Int[Array, ""]) -> Int[Array, ""]:
-    """Ranks a step by its distance from the middle of all steps, 0 for the nearest; of two the earlier comes first.
+    """Ranks a step by its distance from the middle of all steps, 0 for the nearest.
 
     Args:
-        step: In 0..steps - 1.
-        steps: Of the block.
+        step: Index of the step, in 0..steps - 1.
+        steps: Number of steps of the block.
 
     Returns:
-        The rank.
+        The rank, in 0..steps - 1. Of two steps at the same distance, the earlier one ranks first.
     """
-    distance = jnp.abs(2 * step - (steps - 1))  # in half steps; of the same parity for all steps
+    # Distance in half steps: 0, 2, 2, 4, 4, ... for an odd number of steps, 1, 1, 3, 3, ... for an even one. Both steps
+    # of a distance d > 0 rank d - 1, and the later one gets 1 more.
+    distance = jnp.abs(2 * step - (steps - 1))
     return jnp.maximum(distance - 1, 0) + (2 * step > steps - 1)

@@ -1,13 +1,12 @@
-"""Rules for masked diffusion that look at where a mask stands, not only at how sure the model is of it.
+"""Rules for masked diffusion that use the position of a mask in addition to the confidence of its prediction.
 
-pc_sampler   left before right, and frequent tokens last (PC-Sampler)
-adablock     blocks that end where the model predicts a delimiter (AdaBlock)
-wavefront    masks near decided tokens, the most confident of which are kept as candidates (WavefrontDiffusion)
-dilated      evenly spaced masks, in rounds of half the spacing (Dilated Unmasking Scheduler)
+pc_sampler   prefers positions on the left, and postpones frequent tokens (PC-Sampler)
+adablock     ends blocks where the model predicts a delimiter (AdaBlock)
+wavefront    accepts confident masks near decided tokens (WavefrontDiffusion)
+dilated      accepts evenly spaced masks, and divides the spacing from pass to pass (Dilated Unmasking Scheduler)
 
-All of them choose among the masks of one block. Their papers decode one block as long as the answer, which is
-`Plan(block=max_tokens)`; only `dilated` is made for short ones. Positions are counted from the first position of the
-block that is not given.
+All of them choose among the masks of one block. Except for `dilated`, their papers decode the whole answer as one
+block: use `Plan(block=max_tokens)`. Positions are counted from the first editable position of the block.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ ABSORBING = ("absorbing",)
 
 
 def block_positions(view: View) -> tuple[Int[Array, "L"], Int[Array, ""]]:
-    """Counts the window's positions from its first editable one.
+    """Numbers the positions of the window from its first editable one.
 
     Args:
-        view: Of one row. Reads `editable`.
+        view: View of one row. Reads `editable`.
 
     Returns:
-        The positions [L], negative before the block, and the length of the block.
+        The position in the block [L], negative before the block; and the length of the block, a scalar, from the first
+        to the last editable position.
     """
     at, length = jnp.arange(view.canvas.shape[0]), view.canvas.shape[0]
     first = jnp.min(jnp.where(view.editable, at, length))
@@ -65,26 +65,28 @@ def pc_sampler(
     """Accepts the masks of the highest exp(-position i) min(-p log f, clip), the fixed schedule's number of them.
 
     i is the position in the block, p the probability of the drawn token and f its frequency in a reference corpus. The
-    weight prefers the left; the second factor puts off tokens that are probable anywhere, such as commas.
+    first factor prefers positions on the left; the second one postpones tokens that are probable anywhere, such as
+    commas.
 
     Args:
-        counts: How often each id occurs in the corpus [V]; one that does not occur counts as once. None: all ids are
-            equally frequent, which leaves the weight and the probability.
-        position: Decay of the weight per position. The authors use 0 for Sudoku, 0.5 for Countdown, 0.25 elsewhere.
+        counts: How often each id occurs in the corpus [V]; 0 counts as 1. None: all ids are equally frequent, so that
+            the second factor depends on the probability only.
+        position: Decay of the first factor per position. The authors use 0 for Sudoku, 0.5 for Countdown and 0.25
+            elsewhere.
         clip: Upper bound of the second factor, in nats.
 
     Returns:
         The rule.
 
     Raises:
-        ValueError: `counts` is no list of numbers of which one is positive, or a number is out of range.
+        ValueError: `counts` is not a list of numbers of which at least one is positive, or a parameter is out of range.
 
     Example:
         >>> counts = np.bincount(corpus_ids, minlength=lm.model.config.vocab)
         >>> mj.sample(lm, prompts, sampler=mj.rules.pc_sampler(counts), plan=mj.Plan(block=64))
 
-    Departs from the reference: scores are compared as logarithms, because exp(-position i) is 0 in fp32 from
-    position 400 on.
+    Departs from the reference: scores are compared as logarithms, because exp(-position i) underflows to 0 in fp32
+    beyond position 400 or so.
     """
     allowed = "a list of numbers, 0 or more, one for each id of the vocabulary, or None"
     table = np.ones(1) if counts is None else np.asarray(counts)
@@ -106,12 +108,17 @@ def pc_sampler(
 def _accept_calibrated(
     key: Key, view: View, memory: Memory, position: Param, clip: Param, log_frequency: Float[Array, "n"]
 ) -> tuple[Proposal, Memory]:
-    """`pc_sampler` on one row; a table of one entry stands for equal frequencies."""
+    """Applies `pc_sampler` to one row.
+
+    `log_frequency` is a table [V], or has a single entry if all ids are equally frequent (`counts=None`).
+    """
+    # log f of the drawn token of each position [L]. The vocabulary size is known from the view only.
     if log_frequency.shape[0] == 1:
         log_f = -jnp.log(jnp.asarray(view.output_counts.shape[0], jnp.float32))
     else:
         log_f = jnp.asarray(log_frequency)[view.stats.sample]
     at, _ = block_positions(view)
+    # log of exp(-position i) min(-p log f, clip)  [L]
     calibrated = jnp.minimum(-view.stats.p_sample * log_f, clip)
     score = jnp.log(jnp.maximum(calibrated, 1e-30)) - position * at
     return accept(view, top(score, view.masked, fixed_share(view))), memory
@@ -130,19 +137,20 @@ def adablock(
 ) -> Rule:
     """Applies `threshold` to blocks that end where the model predicts a delimiter, such as a line break.
 
-    Where a block begins, the pass over its masks also says how long it is. Among the next masks, `window` times the
-    plan's block of them, those whose drawn token is a delimiter are candidates. The block ends with the most probable
-    one if its probability is at least `delimiter_p`, else after `length` positions.
+    The rule divides the block of the plan into blocks of its own. The first pass of each such block also decides its
+    length: it searches the next positions, `window` times the length of the plan's block, for masks whose drawn token
+    is a delimiter. The block ends with the most probable delimiter if its probability is at least `delimiter_p`, and
+    otherwise after `length` positions.
 
     Args:
-        p: Probability from which a token is accepted; in every pass at least the most confident one is.
+        p: Probability from which a token is accepted. Each pass accepts at least the most confident one of its block.
         delimiters: Ids that may end a block; one, or several for all rows. -1: none.
-        delimiter_p: Least probability of the delimiter. The authors use 0.3 for LLaDA and 0.5 for Dream.
-        length: Positions of a block that no delimiter ends.
-        window: Share of the plan's block in which a delimiter is looked for.
+        delimiter_p: Minimum probability of the delimiter. The authors use 0.3 for LLaDA and 0.5 for Dream.
+        length: Number of positions of a block without a delimiter.
+        window: Share of the plan's block that is searched for a delimiter.
 
     Returns:
-        The rule. `Plan(block=max_tokens)` lets a block end anywhere in the answer.
+        The rule. With `Plan(block=max_tokens)` a block may end anywhere in the answer.
 
     Raises:
         ValueError: A parameter is out of range.
@@ -151,7 +159,8 @@ def adablock(
         >>> newline = lm.tokenizer.encode("\\n")
         >>> mj.sample(lm, prompts, sampler=mj.rules.adablock(delimiters=newline), plan=mj.Plan(block=64))
 
-    Departs from the reference: with `Plan(refresh=)` keys are refreshed where the plan's blocks begin, not its own.
+    Departs from the reference: `Plan(refresh=)` refreshes the KV cache where the blocks of the plan begin, not the
+    blocks of this rule.
     """
     ranges, given = adablock.ranges, dict(p=p, delimiter_p=delimiter_p, length=length, window=window)
     ids = np.atleast_1d(check_number("adablock(delimiters=)", delimiters, ranges["delimiters"]))
@@ -173,9 +182,13 @@ def _accept_in_block(
     window: Param,
     delimiters: Int[Array, "n"],
 ) -> tuple[Proposal, Int[Array, ""]]:
-    """`adablock` on one row; the memory is the end of its current block within the window, 0 before the first."""
+    """Applies `adablock` to one row.
+
+    The memory is the end of the rule's current block, an index into the window; 0 before the first block.
+    """
     c, masked, at = view.stats.p_sample, view.masked, jnp.arange(view.canvas.shape[0])
-    # 1. Where no mask is left in the block, the next one begins at the first mask.
+    # 1. If no mask is left in the current block, the next one begins at the first mask. `fresh` is its end: one past
+    #    the most probable delimiter among the nearby masks, or `length` positions on.
     begin = jnp.argmax(masked)
     nearby = masked & (at < begin + jnp.floor(window * view.editable.sum()))
     delimits = nearby & jnp.isin(view.stats.sample, jnp.asarray(delimiters))
@@ -183,20 +196,22 @@ def _accept_in_block(
     found = delimits[best] & (c[best] >= delimiter_p)
     fresh = jnp.where(found, best + 1, begin + length)
     end = jnp.where(jnp.any(masked & (at < memory)), memory, fresh).astype(jnp.int32)
-    # 2. Its masks are accepted by their confidence.
+    # 2. Accept masks of the block by confidence, at least one.
     inside = masked & (at < end)
     return accept(view, inside & ((c >= p) | top(c, inside, 1))), end
 
 
 def check_tables(chosen: Rule, vocab: int) -> None:
-    """Checks that the tables of a rule of this module fit the vocabulary.
+    """Checks that the tables of a rule of this module fit the vocabulary of the model.
+
+    A rule is made before it is known for which model, so this cannot be checked at construction.
 
     Args:
-        chosen: Any rule; those without a table pass.
-        vocab: V.
+        chosen: Any rule; rules of other modules pass.
+        vocab: V, the size of the vocabulary.
 
     Raises:
-        ValueError: Names the table, or the id, that does not fit.
+        ValueError: The frequency table has another length than V, or a delimiter is not below V.
     """
     if chosen.function is _accept_calibrated:
         found = chosen.params["log_frequency"].value.shape[0]
@@ -212,9 +227,9 @@ def check_tables(chosen: Rule, vocab: int) -> None:
 
 
 class Wavefront(NamedTuple):
-    """What `wavefront` remembers."""
+    """Memory of `wavefront`."""
 
-    front: Bool[Array, "L"]  # the candidates of the next pass
+    front: Bool[Array, "L"]  # the masks that the next pass may accept
 
 
 @rule(
@@ -228,28 +243,30 @@ def wavefront(
 ) -> tuple[Proposal, Wavefront]:
     """Accepts the most confident masks of a front that grows from the decided tokens.
 
-    The front begins as the first `capacity` masks. In each pass the fixed schedule's number of its most confident masks
-    is accepted. The new front holds the masks within `radius` of a decided token; where these are more than `capacity`,
-    those that this pass was most confident of.
+    The front starts as the first `capacity` masks. Each pass accepts the most confident masks of the front, in the
+    number of the fixed schedule. The new front holds the masks within `radius` positions of a decided token; if they
+    are more than `capacity`, the most confident ones of this pass.
 
     Args:
         key: Unused.
         view: Reads `stats.p_sample`, `masked`, `canvas`, `noise`, `editable`, `step` and `steps`.
         memory: The front.
-        capacity: Most masks of the front (F in the paper).
+        capacity: Maximum number of masks in the front (F in the paper).
         radius: Distance from a decided token, in positions (R in the paper).
 
     Returns:
         The proposal, and the new front.
 
-    The authors have published no code; this follows the definitions of the paper. What stands before the window is
-    decided. Where a front is smaller than the schedule's number, all of it is accepted and the pass falls behind.
+    The authors have published no code; this follows the definitions of the paper. Tokens before the window count as
+    decided. If the front has fewer masks than the schedule accepts, all of them are accepted and the block falls behind
+    its schedule.
     """
     c, at, length = view.stats.p_sample, jnp.arange(view.canvas.shape[0]), view.canvas.shape[0]
     first = view.masked & (jnp.cumsum(view.masked) <= capacity)
     front = jnp.where(view.step == 0, first, memory.front & view.masked)
     which = top(c, front, fixed_share(view))
-    # The distance of each position to the nearest decided one on either side.
+    # After this pass: the nearest decided position to the left and to the right of each mask [L]. The placeholder -1 on
+    # the left is the token before the window, which is decided; on the right nothing is.
     masked = view.masked & ~which
     decided = which | (view.canvas != view.noise)
     before = jax.lax.cummax(jnp.where(decided, at, -1))
@@ -275,30 +292,33 @@ def dilated(
 ) -> tuple[Proposal, Memory]:
     """Accepts evenly spaced masks, whatever their confidence: a block of B positions takes log_base(B) passes.
 
-    Pass t accepts the masks whose position is a multiple of floor(B / base^t): tokens that are decided together stand
-    far apart and depend little on each other. For B = 8: positions 0, 4; then 2, 6; then all others.
+    Pass t accepts the masks whose position is a multiple of floor(B / base^t). Tokens that are decided in the same pass
+    are then far apart and depend little on each other. For B = 8: positions 0, 4; then 2, 6; then all others.
 
     Args:
         key: Unused.
         view: Reads `stats.p_sample`, `masked`, `editable` and `step`.
         memory: Unused.
-        base: Ratio of the spacings of two passes. The authors found 2 the best.
-        low: Masks of a lower confidence wait for a later pass. 0 is the paper's schedule; the authors' evaluations of
+        base: Ratio of the spacings of two successive passes. The authors found 2 to be the best.
+        low: Masks below this confidence wait for a later pass. 0 is the paper's schedule; the authors' evaluations of
             LLaDA also use 0.3.
 
     Returns:
         The proposal, and the unchanged memory.
 
-    The authors' code could not be had; this follows the equations. `low` is their option to skip uncertain tokens as
-    the paper describes it: from the last round on each pass accepts at least the most confident mask. A round all of
-    whose positions are decided is left out.
+    This follows the equations of the paper, not the authors' code. `low` is their option to skip uncertain tokens, as
+    the paper describes it. So that the block ends, each pass with spacing 1 accepts at least the most confident mask. A
+    round whose positions are all decided is skipped.
     """
     at, size = block_positions(view)
     most = max(view.canvas.shape[0].bit_length(), 1)  # rounds of the longest block at base 2
     rounds = jnp.arange(1, most + 1)
+    # R rounds with spacings floor(B / base^r), at least 1. chosen[r] holds the masks of round r; the last round, of
+    # spacing 1, holds all masks.
     spacing = jnp.floor(size / jnp.asarray(base, jnp.float32) ** rounds)
     spacing = jnp.maximum(spacing, 1).astype(jnp.int32)  # [R]
-    chosen = view.masked & (at % spacing[:, None] == 0)  # [R, L]; the last row holds all masks
+    chosen = view.masked & (at % spacing[:, None] == 0)  # [R, L]
+    # This pass takes the first round that is not behind its schedule and has masks left.
     due = (rounds > view.step) & jnp.any(chosen, axis=1)
     turn = jnp.where(jnp.any(due), jnp.argmax(due), most - 1)
     confident = chosen[turn] & (view.stats.p_sample >= low)

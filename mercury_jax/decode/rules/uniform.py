@@ -1,4 +1,9 @@
-"""Rules for uniform noise, under which every position stays open: what is not accepted is drawn anew."""
+"""Rules for uniform noise, under which every position stays open and may change in each step.
+
+entropy_bound         accepts positions of low entropy and renoises the others (EB-Sampler)
+diffusion_gemma       the sampler preset of DiffusionGemma, with `entropy_bound`
+predictor_corrector   samples the reverse process, mixed with a corrector (DUO)
+"""
 
 from __future__ import annotations
 
@@ -22,20 +27,22 @@ from mercury_jax.types import Key, Proposal, View
 def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1) -> tuple[Proposal, Memory]:
     """Accepts the positions of the lowest entropy whose joint entropy without the last stays below `gamma`.
 
-    Positions are sorted by entropy H; position i is accepted while cumsum(H) - H_i <= gamma, so that the first always
-    is. Under uniform noise every position is open in every step: accepted positions become their draws, all others
-    fresh noise, and the answer is the argmax everywhere. Under masked noise the others stay masks.
+    Positions are sorted by entropy H, and position i is accepted if cumsum(H)_i - H_i <= gamma. The first position
+    always passes. The sum of entropies bounds the dependence between tokens that are drawn in the same step. Under
+    uniform noise accepted positions become their drawn tokens, all others are renoised, and the answer is the argmax
+    everywhere. Under masked noise the others stay masks.
 
     Args:
         key: Unused.
-        view: Reads `stats.entropy`, `masked`, `canvas` and `noise`.
+        view: Reads `stats`, `masked`, `editable`, `canvas` and `noise`.
         memory: Unused.
-        gamma: Nats.
+        gamma: Bound on the summed entropy, in nats.
 
     Returns:
         The proposal, and the unchanged memory.
     """
-    # Sort by entropy, closed positions last; a position fits while the entropies before it sum to at most gamma.
+    # Sort by entropy, with positions that are not open last. A position fits if the entropies before it sum to at most
+    # gamma. `order` maps a rank to its position, so the result is scattered back through it. All [L].
     entropy = jnp.where(view.masked, view.stats.entropy, jnp.inf)
     order = jnp.argsort(entropy, stable=True)
     ordered = jnp.where(jnp.isfinite(entropy), entropy, 0.0)[order]
@@ -47,7 +54,11 @@ def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1
 
 
 def is_uniform(view: View) -> Bool[Array, ""]:
-    """Returns whether the noise is uniform: some open position does not hold a mask, whose probability is 0."""
+    """Says whether the noise is uniform, which a view does not name.
+
+    An open position holds the mask if it equals `view.noise` and has probability 0, since no mask is ever predicted.
+    The noise is uniform if some open position does not hold the mask.
+    """
     holds_mask = (view.canvas == view.noise) & (view.stats.p_canvas == 0)
     return jnp.any(view.masked & ~holds_mask)
 
@@ -56,9 +67,11 @@ def is_uniform(view: View) -> Bool[Array, ""]:
 def diffusion_gemma() -> Sampler:
     """Returns DiffusionGemma's own sampler.
 
-    `entropy_bound(0.1)`, a temperature that cools from 0.8 to 0.4, and a block that ends when its answer is stable and
-    confident. The number of steps, 48 in the reference, is the plan's. Tokens are drawn at temperature 1 from the
-    logits that `cooling` has divided.
+    It combines `entropy_bound(0.1)`, a temperature that falls from 0.8 to 0.4, and a block that ends when its answer is
+    stable and confident. `Plan(steps=)` sets the number of steps, 48 in the reference.
+
+    Returns:
+        The sampler. Its temperature is 1, because the processor `cooling` already divides the logits.
     """
     return Sampler(
         entropy_bound(0.1),
@@ -84,22 +97,23 @@ def predictor_corrector(
 ) -> tuple[Proposal, Memory]:
     """Samples kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0.
 
-    kappa 1 is ancestral sampling; the corrector adds noise to the prediction again, so that every token may change
-    once more. The answer is the argmax, and after the last step what `greedy` says.
+    The first term, the predictor, is ancestral sampling (kappa = 1). The second term, the corrector, noises the
+    prediction x_0 again, so that tokens that the predictor would keep may still change. The answer is the argmax;
+    `greedy` chooses the answer of the last step.
 
-    A model trained by cross-entropy (DiffusionGemma) gives p(x_0 | x_t): then drawing x_0 from it and x_s from
-    `bridge` is exact. DUO's and UDLM's bounds train another output, a prior x_theta that has not taken the position's
-    own token into account, with p(x_0 | x_t) proportional to x_theta(x_0) q(x_t | x_0): for these, own = 1. In both
-    cases this samples what the reference computes over the vocabulary, without an array of that size.
+    What the model predicts depends on its objective. Cross-entropy (DiffusionGemma) trains p(x_0 | x_t); then drawing
+    x_0 from it and x_s from `bridge` is exact. The bounds of DUO and UDLM train a prior x_theta that ignores the token
+    at the position itself, with p(x_0 | x_t) proportional to x_theta(x_0) q(x_t | x_0); set own = 1 for these. In both
+    cases x_s has the same distribution as in the reference, which computes it as an array [L, V].
 
     Args:
         key: Three draws per position.
         view: Reads `logits`, `stats`, `canvas`, `noise`, `editable`, `alpha_t` and `alpha_s`.
         memory: Unused.
         kappa: Weight of the predictor; one number, or a `Static` array with one for each step.
-        own: 1 for models whose output is a prior that ignores the position's own token, else 0.
-        greedy: 1: the answer is the argmax of the last pass; 0: the tokens that it draws (DUO's `noise_removal`,
-            "greedy" and "ancestral").
+        own: 1 for models whose output is a prior that ignores the token at the position itself, otherwise 0.
+        greedy: 1: after the last step the answer is the argmax; 0: it is the tokens drawn in that step (the values
+            "greedy" and "ancestral" of DUO's `noise_removal`).
 
     Returns:
         The proposal, and the unchanged memory.
@@ -107,15 +121,19 @@ def predictor_corrector(
     mix, walk, tilt = jax.random.split(key, 3)
     uniform = lambda k: jax.random.uniform(k, view.canvas.shape)
     allowed = (view.logits > -1e29).sum(-1)
-    # sum over x_0 of x_theta(x_0) q(x_t | x_0): the share of the posterior that is on x_t itself.
+    # Draw x_0. Times N = `allowed`, the weight x_theta(x_0) q(x_t | x_0) is x_theta(x_0) (1 - alpha_t) for any x_0, and
+    # N alpha_t x_theta(x_t) more for x_0 = x_t. The latter is `on_canvas`: with own = 1, x_0 is the token of the canvas
+    # with its share of the total weight, and otherwise the sample of x_theta. [L]
     on_canvas = view.alpha_t * allowed * view.stats.p_canvas
     stays = uniform(tilt) * (on_canvas + 1.0 - view.alpha_t) < on_canvas * own
     x0 = jnp.where(stays, view.canvas, view.stats.sample)
-    # Draw x_s: the token of the canvas with weight `old`, x_0 with weight `new`, else a fresh one.
+    # Predictor: x_s is the token of the canvas with probability `old`, x_0 with probability `new`, else fresh noise.
+    # Corrector: x_s is x_0 with probability alpha_s, else fresh noise.
     old, new = bridge(x0 == view.canvas, view.alpha_t, view.alpha_s, allowed)
     u = uniform(walk)
     predicted = jnp.where(u < old, view.canvas, jnp.where(u < old + new, x0, view.noise))
     corrected = jnp.where(u < view.alpha_s, x0, view.noise)
+    # kappa [] or [steps]: the probability of taking the predictor at a position.
     weight = jnp.asarray(kappa)
     weight = weight[jnp.minimum(view.step, weight.shape[0] - 1)] if weight.ndim else weight
     canvas = jnp.where(uniform(mix) < weight, predicted, corrected)
@@ -139,13 +157,14 @@ def bridge(
     (UDLM, arXiv 2412.10193; DUO's `_posterior_from_x0`).
 
     Args:
-        same: Whether x_t = x_0.
+        same: Whether x_t = x_0 at each position.
         alpha_t: alpha at the time of the canvas.
         alpha_s: alpha at the time after the step.
-        allowed: N.
+        allowed: N, the number of ids that may be drawn.
 
     Returns:
-        The weights on x_t and on x_0; the rest is a fresh draw from the prior.
+        The probabilities of x_s = x_t and of x_s = x_0, with the shape of `same`. Otherwise x_s is a fresh draw from
+        the prior.
     """
     a = alpha_t / jnp.maximum(alpha_s, 1e-9)
     both = jnp.where(same, alpha_t * allowed, 0.0)

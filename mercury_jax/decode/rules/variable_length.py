@@ -1,7 +1,7 @@
 """Rules that insert and delete positions: DreamOn's expansion, LLaDA2.2's Levenshtein edits, DAEDAL's growth.
 
-Their proposals say for every position which old one it continues (`Proposal.source`, -1 for a new one). Positions that
-the user gave keep their token and their order.
+Their proposals give the origin of every position: `Proposal.source` is the index of the old position that it continues,
+or -1 for a new one. Tokens that the user gave are neither changed nor reordered.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mercury_jax.decode.sampler import Param
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.types import Key, Proposal, View
 
-HISTORY = 16  # canvases that `levenshtein` remembers; no full block is edited for longer
+HISTORY = 16  # canvases that `levenshtein` remembers, the number of passes that may edit a full block
 
 
 def log_p_without(view: View, *ids: Param) -> Float[Array, "L V"]:
-    """Returns the log-probabilities if the given ids were impossible."""
+    """Computes the log-probabilities of a view with the given ids excluded; -1 excludes nothing."""
     vocab = jnp.arange(view.logits.shape[-1])
     banned = jnp.any(jnp.stack([vocab == i for i in ids]), axis=0)
     return jax.nn.log_softmax(jnp.where(banned, NEVER, view.logits), axis=-1)
 
 
 def argmax_without(view: View, *ids: Param) -> tuple[Int[Array, "L"], Float[Array, "L"]]:
-    """Returns the most probable token of each position, and its probability, if the given ids were impossible."""
+    """Finds the most probable token of each position, and its probability, with the given ids excluded."""
     log_p = log_p_without(view, *ids)
     return log_p.argmax(-1).astype(jnp.int32), jnp.exp(log_p.max(-1))
 
@@ -39,39 +39,43 @@ def argmax_without(view: View, *ids: Param) -> tuple[Int[Array, "L"], Float[Arra
 def rearrange(
     keep: Bool[Array, "L"], extra: Array, start: Int[Array, "L"], end: Int[Array, "L"]
 ) -> Int[Array, "L"]:
-    """Computes where each old position goes when some are deleted and new ones inserted.
+    """Computes the new order of positions when some are deleted and new ones are inserted.
+
+    Positions move only within their segment, which is filled from its left end.
 
     Args:
-        keep: Whether an old position is kept.
-        extra: How many new positions are inserted before it.
-        start: Start of the stretch that it stays within, which is filled from the left.
-        end: End of that stretch; what would go beyond it is cut off.
+        keep: Whether each old position is kept [L].
+        extra: Number of new positions to insert before each old one [L].
+        start: First position of the segment of each old position [L].
+        end: One past the last position of the segment [L]. Positions that would move beyond it are dropped.
 
     Returns:
-        For each new position the old one that it continues; -1 where it is new, or unused.
+        The old position that each new position continues [L]; -1 for a new or unused position.
     """
     size = keep.shape[0]
-    # Each old position leaves `count` new ones: those inserted before it, and itself where it is kept. Its new place
-    # is that of its stretch, plus what the positions before it in the stretch leave, plus what is inserted before it.
+    # An old position contributes `count` new ones: the insertions before it, and itself if it is kept. It moves to the
+    # start of its segment, plus the counts of the earlier positions of the segment, plus its own insertions.
     count = keep + extra.astype(jnp.int32)
     before = jnp.cumsum(count) - count
     to = start + before - before[start] + extra.astype(jnp.int32)
+    # Invert old -> new into new -> old. Deleted and cut positions go to index `size`, which the scatter drops.
     to = jnp.where(keep & (to < end), to, size)
     at = jnp.arange(size, dtype=jnp.int32)
     return jnp.full((size,), -1, jnp.int32).at[to].set(at, mode="drop")
 
 
 def moved(old: Array, new: Array, source: Int[Array, "L"], used: Int[Array, ""]) -> Array:
-    """Moves values along with their positions.
+    """Reorders values by the result of `rearrange`.
 
     Args:
-        old: Value of each old position.
-        new: Values for new positions, by place (at most that of the last old position).
-        source: As of `rearrange`.
-        used: How many positions were used before.
+        old: Value of each old position [L].
+        new: Values for inserted positions [L], indexed by the new position; beyond the last old position, the value of
+            that one is repeated.
+        source: Result of `rearrange` [L].
+        used: Number of positions that were used before, a scalar.
 
     Returns:
-        The value of each new position.
+        The value of each new position [L].
     """
     place = jnp.clip(jnp.arange(source.shape[0]), 0, jnp.maximum(used - 1, 0))
     return jnp.where(source >= 0, old[jnp.maximum(source, 0)], new[place])
@@ -80,15 +84,18 @@ def moved(old: Array, new: Array, source: Int[Array, "L"], used: Int[Array, ""])
 def resized(
     view: View, canvas: Array, answer: Array, word: Array, keep: Bool[Array, "L"], extra: Array
 ) -> Proposal:
-    """Makes a proposal that deletes positions and inserts masks. The caller ensures that everything fits.
+    """Makes a proposal that deletes positions and inserts masks.
+
+    Positions that do not fit into the window are cut off; the caller prevents that with `view.growth`.
 
     Args:
-        view: Of one row.
-        canvas: The new tokens, in the old order.
-        answer: What would be emitted, in the old order.
-        word: What the answer holds at a new mask, which no pass has predicted yet: the prediction at its place.
-        keep: Whether an old position is kept.
-        extra: How many masks are inserted before it.
+        view: View of one row.
+        canvas: The new tokens in the old order [L].
+        answer: The tokens that would be emitted now, in the old order [L].
+        word: Predictions in the old order [L]. No pass has predicted an inserted mask yet; the answer holds there the
+            prediction at the same index.
+        keep: Whether each old position is kept [L].
+        extra: Number of masks to insert before each old position [L].
 
     Returns:
         The proposal.
@@ -98,6 +105,7 @@ def resized(
     keep = keep & (at < view.used)
     source = rearrange(keep, extra, jnp.zeros_like(at), jnp.full_like(at, size))
     used = jnp.minimum((keep + extra.astype(jnp.int32)).sum(), size).astype(view.used.dtype)
+    # Unused positions behind the last one hold noise.
     inside = lambda x: jnp.where(at < used, x, view.noise)
     canvas = inside(moved(canvas, view.noise, source, view.used))
     return Proposal(canvas, inside(moved(answer, word, source, view.used)), used, source)
@@ -119,38 +127,38 @@ def expand(
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Decodes as `threshold`, where the prediction for a mask may also be to split it in two, or to delete it.
 
-    An accepted prediction of the id `expand` becomes two masks while the window can grow; one of `delete` (DreamOn:
-    the end of text) deletes the position. Masks above probability `p` are accepted, at least one. In a full window
-    probabilities are those without `expand`. The model must be free to predict both ids; no answer holds them. Each
-    block expands at most as often as the window has positions, so that expansions and deletions cannot alternate
-    for ever.
+    Predictions above probability `p` are accepted, at least one. An accepted prediction of the id `expand` becomes two
+    masks while the window can grow; a prediction of `delete` (in DreamOn the end of text) deletes the position. If the
+    window is full, `expand` is excluded from the probabilities. Logits processors must not ban the two ids; the answer
+    never contains them. The number of expansions in a block is bounded by the length of the window, so that expansions
+    and deletions cannot alternate forever.
 
     Args:
         key: Unused.
-        view: Reads `logits`, `stats`, `masked` and `growth`.
-        memory: Expansions that are left in this block.
+        view: Reads `logits`, `stats`, `canvas`, `masked`, `used`, `growth`, `step` and `steps`.
+        memory: Number of expansions that this block may still make, a scalar.
         expand: The id that splits a mask; -1: none.
         delete: The id that deletes a position; -1: none.
-        p: Probability from which a mask is accepted; 1 accepts one per step, as the reference does.
+        p: Probability above which a mask is accepted; 1 accepts one per step, as the reference does.
 
     Returns:
-        The proposal, and the expansions that are left.
+        The proposal, and the remaining number of expansions.
 
-    Departs from the reference: its option to empty everything after a predicted end is left out, because with
-    several holes it would empty the later ones.
+    Departs from the reference: its option to delete everything after a predicted end of text is not supported, because
+    it would delete the later spans of an infilling request with several spans.
     """
-    # What the answer shows at open masks: the two ids are no text.
+    # The answer shows predicted text at remaining masks, never one of the two ids.
     word, _ = argmax_without(view, expand, delete)
     room = jnp.where(view.step + 1 >= view.steps, 0, jnp.minimum(view.growth, memory))
-    # In a full window: the draw and its probability as if `expand` were impossible.
+    # In a full window: the drawn token and its probability with `expand` excluded.
     log_p, drawn = log_p_without(view, expand), view.stats.sample
     other = jnp.where(drawn == expand, log_p.argmax(-1).astype(jnp.int32), drawn)
     p_other = jnp.exp(jnp.take_along_axis(log_p, other[:, None], axis=-1)[:, 0])
     token, c = jnp.where(room == 0, other, drawn), jnp.where(room == 0, p_other, view.stats.p_sample)
     which = view.masked & (c > p) | top(c, view.masked, 1)
-    # Accepted predictions either split their mask, or delete it, or are written.
+    # An accepted prediction splits its mask, deletes it, or is written as a token.
     split = which & (token == expand)
-    grow = split & (jnp.cumsum(split) <= room)  # the others remain masks
+    grow = split & (jnp.cumsum(split) <= room)  # where there is no room, a split mask stays one mask
     gone = which & (token == delete)
     written = which & ~split & ~gone
     canvas = jnp.where(written, token, view.canvas)
@@ -182,46 +190,50 @@ def levenshtein(
 ) -> tuple[Proposal, Loops]:
     """Edits by joint thresholds; an edit may also delete a position, or insert a mask before it.
 
-    A mask becomes the argmax above `p`; a decided token is edited where the argmax differs and has more than `p_edit`.
-    An argmax of `delete` deletes the position, of `insert` puts a mask before it. The length stays: each run of
-    editable positions is padded with masks or cut at its end, so that given tokens do not move. While masks of the
-    start remain, a step accepts at least one more than edits have brought in, afterwards all; once a pass finds the
-    block full, up to 16 passes edit.
+    A mask becomes the argmax if its probability is above `p`. A decided token is edited if the argmax differs from it
+    and has a probability above `p_edit`. An argmax of `delete` deletes the position; an argmax of `insert` inserts a
+    mask before it. The length of the block stays the same: each run of editable positions is padded with masks, or cut,
+    at its end, so that given tokens do not move.
 
-    Against loops: a step that leads back to one of the last 16 canvases, and the last step of the block, only fill
-    masks, with neither id.
+    While original masks of the block remain, a step fills at least one mask more than edits have inserted; afterwards
+    it fills all masks. Once a pass finds the block full, up to 16 passes edit it.
+
+    To prevent endless loops, a step that would lead back to one of the last 16 canvases only fills masks, with both ids
+    excluded. So does the last step of the block.
 
     Args:
         key: Unused.
-        view: Reads `logits`, `stats`, `canvas`, `masked`, `editable`, `step` and `steps`.
-        memory: Which masks are there from the start, and the last 16 canvases.
+        view: Reads `logits`, `stats`, `canvas`, `noise`, `masked`, `editable`, `used`, `step` and `steps`.
+        memory: Which positions may still hold an original mask [L], and the last 16 canvases [16, L].
         delete: The id that deletes a position; -1: none.
         insert: The id that inserts a mask; -1: none.
-        p: Probability from which a mask is filled.
-        p_edit: Probability from which a decided token is edited.
+        p: Probability above which a mask is filled.
+        p_edit: Probability above which a decided token is edited.
 
     Returns:
         The proposal, and the new memory.
 
-    Departs from the reference: it counts the 16 passes from when no mask of the start is left, and so gives up sooner
-    where edits keep bringing masks in; and against a loop it puts the next best token at the least certain position,
-    where this rule writes nothing that no pass has predicted.
+    Departs from the reference in two ways. The reference counts the 16 passes from the step in which no original mask
+    is left, and so stops sooner if edits keep inserting masks. To leave a loop, it writes the second best token at the
+    least certain position; this rule only fills masks with predicted tokens.
     """
     first, seen = memory
     word, p_word = argmax_without(view, delete, insert)
     token, c = view.stats.argmax, view.stats.p_argmax
+    # Fill at least one mask more than edits have inserted, so that each step makes progress; in the end, all of them.
     original = first & view.masked
     inserted = (view.masked & ~original).sum()
     quota = jnp.where(jnp.any(original), 1 + inserted, view.masked.sum())
     fills = lambda score: view.masked & (score > p) | top(score, view.masked, quota)
     wrong = view.editable & ~view.masked & (token != view.canvas) & (c > p_edit)
-    # 1. The edit: write tokens, follow the two ids run by run.
+    # 1. Edit: write tokens, then delete and insert within each run of editable positions. `moves` is the source [L].
     write = fills(c) | wrong
     gone, split = write & (token == delete), write & (token == insert)
     written = jnp.where(write & ~gone & ~split, token, view.canvas)
     moves = rearrange(~gone, split, *editable_runs(view.editable))
     edited = jnp.where(moves >= 0, written[jnp.maximum(moves, 0)], view.noise)
-    # 2. If it leads back to a canvas that was there before, only fill.
+    # 2. If the edited canvas has occurred before, or this is the last step, only fill masks. Given tokens never change,
+    #    so they are left out of the comparison. `seen` [16, L] is a ring buffer indexed by the step.
     seen = seen.at[view.step % HISTORY].set(view.canvas)
     looping = jnp.any(jnp.all((seen == edited) | ~view.editable, axis=-1)) | (view.step + 1 >= view.steps)
     source = jnp.where(looping, jnp.arange(token.shape[0], dtype=jnp.int32), moves)
@@ -232,13 +244,17 @@ def levenshtein(
 
 
 def editable_runs(editable: Bool[Array, "L"]) -> tuple[Int[Array, "L"], Int[Array, "L"]]:
-    """Finds the run of adjacent editable positions that each position is in.
+    """Finds the run of adjacent editable positions that contains each position.
+
+    Args:
+        editable: Whether each position is editable [L].
 
     Returns:
-        Start and end of the run; a position that is not editable is a run of its own.
+        The first position of the run and one past its last position, both [L]. A position that is not editable is a run
+        of its own.
     """
     at = jnp.arange(editable.shape[0])
-    joined = editable[1:] & editable[:-1]  # with the position before it
+    joined = editable[1:] & editable[:-1]  # whether in the run of the position before [L - 1]
     begins = jnp.concatenate([jnp.array([True]), ~joined])
     ends = jnp.concatenate([~joined, jnp.array([True])])
     start = jax.lax.cummax(jnp.where(begins, at, 0))
@@ -246,10 +262,10 @@ def editable_runs(editable: Bool[Array, "L"]) -> tuple[Int[Array, "L"], Int[Arra
 
 
 class Growth(NamedTuple):
-    """What `daedal` remembers."""
+    """Memory of `daedal`."""
 
     lengthening: Bool[Array, ""]  # whether the answer is still being lengthened
-    front: Int[Array, ""]  # where the block that is decoded begins; -1: at the first editable position
+    front: Int[Array, ""]  # first position of the current block; -1: the first editable position
 
 
 @rule(
@@ -273,26 +289,30 @@ def daedal(
 ) -> tuple[Proposal, Growth]:
     """Starts with a short answer, lengthens it until its end is predicted, and expands uncertain positions.
 
-    An answer starts with `start` masks (`request.py` reads this parameter). First, while the confidence in the end is
-    below `p_end`, each pass appends `by` masks; the next pass appends `tail` / 2 ends of text. None of these passes
-    accepts a token. Then blocks of `block` positions are decoded from the left, within the same canvas: masks of the
-    block above `p` are accepted, at least one, and while the confidence in the end is below `p_full`, the least
-    confident mask of the block below `p_low` becomes `by` masks. Where the answer may not grow so far, it is cut at its
-    end; where no id ends the answer nothing grows. The passes that lengthen count as steps of the block of the plan,
-    which is the whole answer.
+    Decoding has two phases. Both depend on the confidence that the answer ends, see `end_confidence`.
+
+        lengthen   An answer starts with `start` masks (`request.py` reads this parameter). While the confidence is
+                   below `p_end`, each pass appends `by` masks. The pass after that appends `tail` / 2 end-of-text
+                   tokens. No tokens are accepted in this phase.
+        decode     Blocks of `block` positions are decoded from the left, within the same canvas. Each pass accepts the
+                   masks of the block above `p`, at least one. While the confidence is below `p_full`, it also replaces
+                   the least confident mask of the block, if below `p_low`, by `by` masks.
+
+    An answer that would exceed its maximum length is cut at its end. If no id ends the answer, it never grows. The
+    passes of both phases count as steps of the plan's block, which is the whole answer.
 
     Args:
         key: Unused.
-        view: Reads `stats`, `masked`, `editable`, `growth`, `eos`, `step` and `steps`.
-        memory: Whether the answer is still being lengthened, and where the block begins.
-        start: Masks that an answer starts with.
-        by: Masks that are added at once.
+        view: Reads `stats`, `masked`, `editable`, `used`, `growth`, `eos`, `step` and `steps`.
+        memory: The phase, and where the current block begins.
+        start: Number of masks that an answer starts with.
+        by: Number of masks to append, or to replace an uncertain mask by.
         p: Probability above which a mask is accepted.
         p_low: Probability below which a mask is expanded.
-        p_end: Confidence in the end at which lengthening stops.
-        p_full: Confidence in the end at which expanding stops.
-        tail: See `end_confidence`.
-        block: Positions in which masks are accepted and expanded.
+        p_end: Confidence at which lengthening stops.
+        p_full: Confidence at which expanding stops.
+        tail: Number of end-of-text positions that `end_confidence` averages over.
+        block: Number of positions in which masks are accepted and expanded.
 
     Returns:
         The proposal, and the new memory.
@@ -300,18 +320,20 @@ def daedal(
     at, c = jnp.arange(view.canvas.shape[0]), view.stats.p_sample
     confidence = jnp.where(view.eos < 0, 1.0, end_confidence(view, tail))
     room = jnp.where(view.step + 1 >= view.steps, 0, view.growth)
-    # 1. Lengthening: masks are appended, in the pass after it ends of text, and nothing is accepted.
+    # 1. Lengthen: append masks, or end-of-text tokens in the pass that ends this phase; accept nothing.
     waiting = memory.lengthening & (view.eos >= 0) & (view.step + 1 < view.steps)
     lengthen = waiting & (confidence < p_end) & (room > 0)
     last = jnp.max(jnp.where(view.editable, at + 1, 0))
     unbounded = last >= view.used  # no given token follows, which would be moved or lost
     pad = waiting & ~lengthen & unbounded
-    # 2. Decoding: accept by threshold; the least confident mask of the block may become several.
+    # 2. Decode: accept by threshold; the least confident mask of the block may become several.
     front = jnp.where(memory.front < 0, jnp.argmax(view.editable), memory.front)
     active = view.masked & (at >= front) & (at < front + block) & ~waiting
     which = active & (c > p) | top(c, active, 1)
     uncertain = active & ~which & (c < p_low) & (confidence < p_full) & (room > 0)
     uncertain = top(-c, uncertain, 1)
+    # `extra` [L]: masks to insert before each position. Appending is inserting before `last`, one past the last
+    # editable position. If given tokens follow the answer, a split may not push them out of the window.
     appended = jnp.where(lengthen, by, jnp.where(pad, jnp.asarray(tail) // 2, 0))
     split = jnp.where(unbounded, by - 1, jnp.minimum(by - 1, room))
     extra = jnp.where(at == last, jnp.minimum(appended, room), jnp.where(uncertain, split, 0)).astype(
@@ -321,9 +343,10 @@ def daedal(
     answer = jnp.where(view.masked & ~which, view.stats.argmax, canvas)
     proposal = resized(view, canvas, answer, view.stats.argmax, at >= 0, extra)
     proposal = proposal._replace(used=jnp.minimum(proposal.used, view.used + room))
+    # In the pass that ends phase 1, the appended positions become end-of-text tokens.
     ends = pad & (proposal.source < 0) & (at < proposal.used)
     proposal = replace_tokens(proposal, ends, view.eos)
-    # The next pass decodes the block that holds the first mask; blocks before it are full.
+    # The next pass decodes the block with the first remaining mask; the blocks before it are full.
     masked = (proposal.canvas == view.noise) & (at >= front) & (at < proposal.used)
     full = jnp.where(waiting | ~jnp.any(masked), 0, (jnp.argmax(masked) - front) // block)
     front = front + full * block
@@ -331,17 +354,19 @@ def daedal(
 
 
 def end_confidence(view: View, tail: Param) -> Float[Array, ""]:
-    """Returns how confidently the answer's end is predicted.
+    """Computes how confident the model is that the answer ends within the canvas.
 
-    The probabilities of the last `tail` positions whose argmax is the end of text, summed and divided by `tail`.
+    The sum of the end-of-text probabilities of the last `tail` positions whose argmax is the end of text, divided by
+    `tail`. With fewer such positions the confidence is accordingly lower.
 
     Args:
         view: Reads `stats`, `editable` and `eos`.
-        tail: Positions that are counted.
+        tail: Maximum number of positions that are counted.
 
     Returns:
-        The confidence, in 0..1.
+        The confidence in [0, 1], a scalar.
     """
+    # The cumulative sum from the right numbers these positions from the end.
     ends = view.editable & (view.stats.argmax == view.eos)
     counted = ends & (jnp.cumsum(ends[::-1])[::-1] <= tail)
     return jnp.sum(jnp.where(counted, view.stats.p_eos, 0.0)) / tail
