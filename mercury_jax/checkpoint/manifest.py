@@ -63,7 +63,6 @@ def verify(folder: str | Path, only: str | None = None) -> None:
             f"{path}: format is {about.get('format')!r}; allowed: {FORMAT}, by this version"
         )
     # Check where all names and links lead before any file is opened.
-    # Check where all names and links lead before any file is opened.
     roots = allowed_roots(folder.resolve())
     for name in (*files, *(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())):
         try:
