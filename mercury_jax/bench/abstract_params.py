@@ -226,7 +226,7 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None =
             value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
         else:
             inputs, batch = axes
-            small = WEIGHT_KINDS[quantise](np.ones((1,) * len(like.shape)), inputs, batch)  # only its dtypes are used
+            small = WEIGHT_KINDS[quantise](np.ones((1,) * len(like.shape)), inputs, batch)  # for its dtypes
             scale = (*like.shape[:batch], *like.shape[batch + inputs :])
             value = QuantisedWeight(
                 jax.ShapeDtypeStruct(like.shape, small.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
