@@ -1,8 +1,8 @@
 """Models without their weights: configurations by name, and parameters as shapes on a mesh.
 
-`source` reads what `mercury bench compile MODEL` names: a folder, a recipe, a config.json or one of `PRESETS`.
-`abstract_lm` lays that model out as `mj.load(mesh=...)` does, with a `jax.ShapeDtypeStruct` for each parameter, so that
-its programs can be lowered for any device.
+`source` resolves MODEL of `mercury bench compile MODEL`: a folder, a recipe, a config.json or one of `PRESETS`.
+`abstract_lm` shards that model like `mj.load(mesh=...)`, but with a `jax.ShapeDtypeStruct` for each parameter, so that
+its programs can be lowered for any device without memory for the weights.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from mercury_jax.types import LM, Model
 
 
 class ModelPreset(NamedTuple):
-    """A model whose shape is known by name.
+    """A model configuration with a name.
 
     Attributes:
-        config: Its configuration.
-        noise: The noise it was trained with.
-        decoding: As `LM.decoding`.
+        config: The configuration.
+        noise: The noise that the model was trained with.
+        decoding: Sampling settings; see `LM.decoding`.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class ModelPreset(NamedTuple):
     decoding: Mapping[str, Any] = {}
 
 
-# google/diffusiongemma-26B-A4B-it: every sixth layer attends globally, 128 experts beside a dense branch.
+# google/diffusiongemma-26B-A4B-it: global attention in every sixth layer; 128 experts in parallel to a dense MLP.
 DIFFUSION_GEMMA = GemmaConfig(
     vocab=262144, width=2816, layers=30, heads=16, kv_heads=8, head_dim=256, ffn=2112, block=256,
     experts=Experts(count=128, active=8, width=704), global_layers=(5, 11, 17, 23, 29), window=1024,
@@ -73,13 +73,13 @@ LLADA = ModelConfig(
 def causal_encoder(
     width: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int
 ) -> ModelConfig:
-    """A causal encoder of ours with blocks of 256 tokens and 32,768 ids.
+    """Makes the configuration of a causal encoder with a block size of 256 and a vocabulary of 32,768 ids.
 
     Args:
         width, layers, heads, kv_heads, head_dim, ffn: As in `ModelConfig`.
 
     Returns:
-        Its configuration, in bf16.
+        The configuration, in bf16.
     """
     return ModelConfig(
         vocab=32768, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
@@ -87,7 +87,7 @@ def causal_encoder(
     )  # fmt: skip
 
 
-# As its generation_config.json decodes it: entropy bound, temperature schedule, early stopping.
+# The settings of its generation_config.json: entropy bound, temperature schedule, early stopping.
 GEMMA_DECODING = {
     "rule": "entropy_bound", "params": {"gamma": 0.1}, "cooling": {"last": 0.4, "first": 0.8},
     "steady": {"patience": 1, "entropy": 0.005}, "temperature": 1.0, "steps": 48, "block": 256,
@@ -105,10 +105,16 @@ PRESETS = {
 
 
 def find_preset(name: str) -> ModelPreset:
-    """A preset by its name. ValueError names the nearest.
+    """Finds a preset by name.
+
+    Args:
+        name: A name in `PRESETS`.
+
+    Returns:
+        The preset.
 
     Raises:
-        ValueError: There is no preset of that name.
+        ValueError: There is no such preset; the message suggests the nearest name.
     """
     if name not in PRESETS:
         allowed = f"a folder, a recipe, a config.json, or a name: {nearest(name, list(PRESETS))}"
@@ -123,9 +129,12 @@ class ModelSource(NamedTuple):
     """A model without its weights.
 
     Attributes:
-        stored: dtype of its parameters.
-        decoding: As `LM.decoding`.
-        recipe: How it is trained, where it was named by a recipe.
+        name: The model's name.
+        config: Its configuration.
+        noise: The noise that it was trained with; None for an autoregressive model.
+        stored: Dtype of its parameters.
+        decoding: Sampling settings; see `LM.decoding`.
+        recipe: The training recipe, if the model was given as one.
     """
 
     name: str
@@ -141,10 +150,10 @@ def source(name: str, dtype: str | None = None) -> ModelSource:
 
     Args:
         name: A folder, a recipe, a config.json, or a preset.
-        dtype: Of parameters and arithmetic. Default: the model's own.
+        dtype: Dtype of the parameters and the computation. Default: the model's own.
 
     Returns:
-        Its configuration, noise, stored dtype and decoding; of a recipe also how it is trained.
+        The model without its weights.
 
     Raises:
         ValueError: There is no such model, or the dtype is unknown.
@@ -168,16 +177,16 @@ def _found(name: str) -> ModelSource:
         return ModelSource(name, preset.config, preset.noise, jnp.dtype(preset.config.dtype), preset.decoding)
     opened = open_checkpoint(name)
     config, stored = opened.config, opened.stored_dtype
-    if opened.family is None and config.dtype in WIDE:  # in our own layout, as `load` gives the parameters
+    if opened.family is None and config.dtype in WIDE:  # in our own layout, `load` converts the parameters
         stored = jnp.dtype(config.dtype)
     return ModelSource(opened.name, config, opened.noise, stored, opened.decoding)
 
 
 def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:
-    """The model as `mj.load(mesh=...)` lays it out, every parameter a shape with its sharding.
+    """Makes a model with the shardings of `mj.load(mesh=...)`, whose parameters are only shapes.
 
     Args:
-        found: Of `source`.
+        found: The model, from `source`.
         mesh: The devices.
         quantise: "int8" or "fp8" for weight matrices in 8 bits.
 
@@ -192,12 +201,12 @@ def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> 
 
 
 def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) -> Any:
-    """The tree of parameters as shapes: in `dtype`, or matrices in 8 bits whose scales are replicated.
+    """Makes the tree of parameters as shapes with shardings. Scales of quantised matrices are replicated.
 
     Args:
         model: Pure functions of the model.
         mesh: The devices.
-        dtype: Of the parameters that are not quantised.
+        dtype: Dtype of the parameters that are not quantised.
         quantise: "int8" or "fp8" for weight matrices in 8 bits.
 
     Returns:

@@ -1,6 +1,7 @@
-"""The chips that programs are compiled for ahead of time: their descriptions for XLA, and their datasheets.
+"""Chips for ahead-of-time compilation: their topology descriptions for XLA, and their datasheet figures.
 
-`target` reads names such as "h200x8" or "v5e:4x4". Imports no JAX at the top: refusals are quick.
+`target` parses names such as "h200x8" or "v5e:4x4". JAX is imported only where it is needed, so that a wrong name is
+refused quickly.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ if TYPE_CHECKING:
 
 TARGETS = Path(__file__).with_name("targets")
 GPUS_PER_HOST = 8
-MOST_DEVICES = 4096  # of a target: a larger number is a mistake
+MOST_DEVICES = 4096  # a target with more devices is taken for a typing error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device with the figures of its datasheet.
+    """A device and the figures of its datasheet.
 
     Attributes:
-        memory: Bytes.
-        bandwidth: Bytes/s.
+        name: Name in targets.
+        label: Name of the product.
+        memory: Memory in bytes.
+        bandwidth: Memory bandwidth in bytes/s.
         flops: Dense FLOP/s in bf16.
-        flops32: FLOP/s of float32 products as JAX computes them by default: TF32 on a GPU, one bf16 pass on a TPU.
-        dims: Dimensions of a TPU's topology; 0 for a GPU.
-        kernels: Name of its kernels in `kernels.device`.
+        flops32: FLOP/s of fp32 products at JAX's default precision: TF32 on a GPU, one bf16 pass on a TPU.
+        dims: Number of dimensions of a TPU topology; 0 for a GPU.
+        kernels: Name of the device in `kernels.device`.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Chip:
 
     @property
     def platform(self) -> str:
-        """The name of the platform for XLA."""
+        """Name of the platform in XLA."""
         return "tpu" if self.dims else "cuda"
 
 
@@ -74,7 +77,14 @@ FORMS = "h200, h200x8, h200x64, b200x8, v5e:4x4, v6e:4x4, v5p:8x8x8, and the lik
 
 @dataclass(frozen=True)
 class Target:
-    """A number of devices of one chip. topology: for XLA, slices x hosts x GPUs, or a TPU's such as "4x4"."""
+    """A number of devices of one chip.
+
+    Attributes:
+        name: The name that was parsed, such as "h200x8".
+        chip: The chip.
+        devices: Number of devices.
+        topology: Topology for XLA: slices x hosts x GPUs per host, or the shape of a TPU slice such as "4x4".
+    """
 
     name: str
     chip: Chip
@@ -83,13 +93,13 @@ class Target:
 
     @property
     def device(self) -> Device | None:
-        """What kernels are compiled for."""
+        """The device that kernels are compiled for; None for a chip without kernels."""
         from mercury_jax.types import Device  # imports JAX
 
         return Device(self.chip.kernels) if self.chip.kernels else None
 
     def describe(self) -> Any:
-        """XLA's description of the devices. Needs the chip's plugin in this process."""
+        """Returns XLA's description of the devices. The plugin of the chip must be installed."""
         from jax.experimental import topologies
 
         if self.chip.platform == "tpu":
@@ -103,13 +113,16 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """Reads a target.
+    """Parses the name of a target.
 
     Args:
-        name: Such as "h200", "h200x8" or "v5e:4x4".
+        name: A name such as "h200", "h200x8" or "v5e:4x4".
+
+    Returns:
+        The target.
 
     Raises:
-        ValueError: An unknown chip or topology, with what is allowed.
+        ValueError: The chip or the topology is unknown; the message says what is allowed.
     """
     found = re.fullmatch(r"([a-z]+\d+[a-z]?)(?:x(\d+)|:(\d+(?:x\d+)*))?", name)
     chip = ALL.get(found[1]) if found else None
@@ -135,8 +148,11 @@ def target(name: str) -> Target:
 def check_plugin(chip: Chip) -> None:
     """Refuses a chip whose compiler is not installed.
 
+    Args:
+        chip: The chip.
+
     Raises:
-        ValueError: With the command that installs it.
+        ValueError: The plugin is missing; the message has the command that installs it.
     """
     plugins = ("libtpu",) if chip.dims else ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not any(importlib.util.find_spec(name) for name in plugins):
@@ -148,16 +164,16 @@ def check_plugin(chip: Chip) -> None:
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:
-    """Reads the sizes of a mesh.
+    """Parses the sizes of a mesh.
 
     Args:
-        text: Such as "data=8,tensor=8"; None for no sizes.
+        text: Sizes such as "data=8,tensor=8"; None for no sizes.
 
     Returns:
-        Axis -> size, in the order of the text; a size may be -1.
+        Size by axis, in the order of the text. A size of -1 takes the remaining devices.
 
     Raises:
-        ValueError: An unknown axis, or a size that is no number.
+        ValueError: An axis is unknown, or a size is not a number.
     """
     if text is None:
         return {}
@@ -173,16 +189,17 @@ def mesh_sizes(text: str | None) -> dict[str, int]:
 
 
 def datasheet_roofline(chip: Chip, dtype: str, flops: float, moved: float) -> dict[str, Any]:
-    """The least time of a program by the chip's datasheet.
+    """Computes the shortest possible time of a program from the datasheet of the chip (the roofline model).
 
     Args:
-        chip: The device.
-        dtype: Of the products; float32 has a rate of its own.
+        chip: The chip.
+        dtype: Dtype of the matrix products, which selects the rate.
         flops: FLOP on one device.
         moved: Bytes that are read or written on one device.
 
     Returns:
-        `memory_seconds`, `compute_seconds`, the larger of both as `seconds`, and which one it is as `bound`.
+        `bytes`, `memory_seconds`, `compute_seconds`, the larger of both as `seconds`, and `bound`: "memory" or
+        "compute".
     """
     rate = chip.flops32 if dtype in ("float32", "float64") else chip.flops
     memory, compute = moved / chip.bandwidth, flops / rate

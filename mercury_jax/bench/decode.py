@@ -1,9 +1,11 @@
-"""Accuracy and speed of decoding rules: every rule answers the same questions as one token per step.
+"""Measures accuracy and speed of decoding rules, in comparison with one token per step on the same questions.
 
-`questions` draws the questions of a task. `sweep` and `entries` list what is measured: rules at a few values of the
-parameter that trades accuracy for speed. `run` decodes each batch with all entries before the next batch, so that
-speeds compare on a shared machine. `records` turns the trials into
-rows, `results` into what `recommend` chooses from, and `plot` draws the rows.
+1. `questions` draws the questions of a task.
+2. `sweep` and `entries` list what is measured: each rule at a few values of the parameter that trades accuracy for
+   speed.
+3. `run` measures the entries. Each batch is decoded with all entries before the next batch, so that speeds are
+   comparable on a shared machine.
+4. `records` converts the trials to JSON records, `results` to the input of `recommend`, and `plot` draws the records.
 """
 
 from __future__ import annotations
@@ -31,27 +33,29 @@ from mercury_jax.evaluate.runner import ONE_A_STEP, paired, wilson
 from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
 
-# The baseline is timed again once its last time lies this many of its own durations back, so that both sides of every
-# ratio were measured close together; only in the first PAIRED batches, as it is the slowest of all.
+# Both sides of a ratio should be measured close together. In the first PAIRED batches, the baseline is therefore timed
+# again when its last measurement is older than STALE times its own duration. It is the slowest entry, so not in all.
 STALE, PAIRED = 4.0, 4
 
 TWIN = "autoregressive twin"
-MARKERS = "osD^v<>Pp*hX"  # of matplotlib, one for each curve
+MARKERS = "osD^v<>Pp*hX"  # of matplotlib, one per curve
 
-Tick = Callable[[str], None]  # called with what is done next
+Tick = Callable[[str], None]  # progress: called with a description of the next piece of work
 
 
 # --- questions
 
 
 class QuestionSet(NamedTuple):
-    """Questions of a task and how they are asked.
+    """Questions of a task, and how they are decoded.
 
     Attributes:
-        max_tokens: Most tokens of an answer.
-        batch: Rows decoded together.
-        seed: Drew the questions; batch i is sampled with a seed derived from it.
-        alone: How many questions are streamed one at a time for the latencies.
+        task: The task, which checks the answers.
+        problems: The questions with their solutions.
+        max_tokens: Largest number of tokens of an answer.
+        batch: Rows that are decoded together.
+        seed: Seed of the questions, and of the sampling of each batch.
+        alone: Number of questions that are streamed one at a time, to measure latencies.
     """
 
     task: Task
@@ -62,12 +66,12 @@ class QuestionSet(NamedTuple):
     alone: int
 
     def message(self, i: int) -> list[dict[str, str]]:
-        """Question i as a conversation."""
+        """Returns question i as a conversation."""
         return [{"role": "user", "content": self.problems[i].input}]
 
 
 class QuestionBatch(NamedTuple):
-    """Questions decoded together; `filled` repeats the last one up to the full batch size."""
+    """Indices of questions that are decoded together; `filled` repeats the last one up to the full batch size."""
 
     number: int
     chosen: list[int]
@@ -86,23 +90,22 @@ def questions(
 ) -> QuestionSet:
     """Draws held-out questions of a task.
 
-    A rule is chosen on the validation split, so that its figures on the test split are of questions that had no part in
-    the choice.
+    Rules are chosen on the validation split, so that the questions of the test split have no influence on the choice.
 
     Args:
         name: A task with questions, such as "sudoku4".
-        limit: How many.
-        batch: Rows decoded together.
+        limit: Number of questions.
+        batch: Rows that are decoded together.
         split: "validation" or "test".
-        seed: Draws them.
-        max_tokens: Most tokens of an answer. Default: the task's.
-        alone: How many are streamed one at a time for the latencies.
+        seed: Seed of the questions.
+        max_tokens: Largest number of tokens of an answer. Default: the task's.
+        alone: Number of questions that are streamed one at a time, to measure latencies.
 
     Returns:
-        The questions, in the order in which the seed draws them.
+        The questions, in the order in which they are drawn.
 
     Raises:
-        ValueError: Naming the argument, before anything is compiled.
+        ValueError: An argument is not allowed; raised before anything is compiled.
     """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
@@ -116,7 +119,14 @@ def questions(
 
 
 def batches(question_set: QuestionSet) -> list[QuestionBatch]:
-    """Batches of questions of similar length, so that few shapes are compiled."""
+    """Splits questions into batches of similar length, so that few shapes are compiled.
+
+    Args:
+        question_set: The questions.
+
+    Returns:
+        The batches, shortest questions first.
+    """
     order = sorted(range(len(question_set.problems)), key=lambda i: len(question_set.problems[i].input))
     parts = [order[at : at + question_set.batch] for at in range(0, len(order), question_set.batch)]
     return [QuestionBatch(i, p, p + p[-1:] * (question_set.batch - len(p))) for i, p in enumerate(parts)]
@@ -124,10 +134,10 @@ def batches(question_set: QuestionSet) -> list[QuestionBatch]:
 
 # --- what is measured
 
-# Each rule at a few values of the parameter that trades accuracy for speed, the fastest first: parameter -> values, and
-# `steps` of a block. Parameters of one rule change together. A rule that is not listed is measured once, with its
-# defaults. Rules that use every step they are given get fewer steps than tokens: they would take most of the time of a
-# run, and one token per step is the baseline.
+# Rule -> parameter -> values, the fastest setting first; "steps" is the number of steps per block. If a rule has more
+# than one parameter, their i-th values form one setting. A rule that is not listed is measured once, with its defaults.
+# Rules that use all the steps they are given get fewer steps than a block has tokens: with one per token they would be
+# as slow as the baseline.
 GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "confidence": {"steps": (4, 8, 16)},
     "random": {"steps": (4, 8)},
@@ -167,49 +177,53 @@ GRID: dict[str, dict[str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A rule by name, with some of its parameters and the plan it runs with."""
+    """A rule by name, the parameters that the sweep sets, and its plan."""
 
     rule: str
     chosen: Mapping[str, float] = field(default_factory=dict)
     plan: Plan = Plan()
 
     def sampler(self) -> Rule | Sampler:
-        """The rule, or the `Sampler` it makes. ValueError where a parameter has no default."""
+        """Makes the rule or the `Sampler`.
+
+        Raises:
+            ValueError: A parameter without a default is not set.
+        """
         return rules.ALL[self.rule](**self.chosen)
 
     @property
     def parameters(self) -> str:
-        """Every parameter that is a number, defaults included, as "name=value, name=value"."""
+        """All numeric parameters, including defaults, as "name=value, name=value"."""
         every = {**getattr(rules.ALL[self.rule], "params", {}), **self.chosen}
         numbers = {k: v for k, v in every.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         return ", ".join(f"{k}={v}" for k, v in numbers.items())
 
     @property
     def text(self) -> str:
-        """Such as "threshold(p=0.9)", followed by the steps where the plan sets them."""
+        """Name of the setting, such as "threshold(p=0.9)" or "confidence() in 8 steps"."""
         steps = "" if self.plan.steps is None else f" in {self.plan.steps} steps"
         return f"{self.rule}({self.parameters}){steps}"
 
     @property
     def code(self) -> str:
-        """Python to paste into a call of `mj.sample`: the sampler, and the plan where one was set."""
+        """Python arguments for a call of `mj.sample`: the sampler, and the plan if it is not the default."""
         sampler = f"mj.rules.{self.rule}({self.parameters})"
         plan = [f"{k}={v}" for k in ("block", "steps") if (v := getattr(self.plan, k)) is not None]
         return f"sampler={sampler}, plan=mj.Plan({', '.join(plan)})" if plan else sampler
 
 
 def sweep(names: Iterable[str] | None = None, points: int | None = None) -> list[SweepPoint]:
-    """The points of `GRID` for some rules.
+    """Lists the settings of `GRID` for some rules.
 
     Args:
         names: Names of rules, in the order of the result. Default: all registered rules.
-        points: At most this many points of each rule: those that accept the fewest tokens per step. Default: all.
+        points: Largest number of settings per rule; the slowest ones are kept. Default: all.
 
     Returns:
-        The points of each rule, the fastest first.
+        The settings of each rule, the fastest first.
 
     Raises:
-        ValueError: An unknown rule, with the nearest one.
+        ValueError: A rule is unknown; the message suggests the nearest name.
     """
     if points is not None:
         at_least(1, points=points)
@@ -227,13 +241,15 @@ def sweep(names: Iterable[str] | None = None, points: int | None = None) -> list
 
 
 class SweepEntry(NamedTuple):
-    """A model and how it decodes.
+    """A model with the settings that it is decoded with.
 
     Attributes:
-        rule: Name with parameters.
-        curve: Name that its points share in the plot.
+        rule: Name of the rule, with its parameters.
+        curve: Name of the curve in the plot; all settings of a rule share it.
+        lm: The model.
         sampler: Makes the rule or `Sampler`.
-        code: Python that makes it, where it may be recommended.
+        plan: Block size and steps.
+        code: Python arguments for `mj.sample`; None if the entry is not to be recommended.
     """
 
     rule: str
@@ -246,13 +262,23 @@ class SweepEntry(NamedTuple):
 
 @dataclass
 class Trial:
-    """What an entry did on one task.
+    """The measurements of an entry on one task.
 
-    `right`, `tokens` and `forwards` have one item for each question; `made` (tokens of all rows), `passes` (forward
-    passes summed over the rows), `seconds` and `ratios` (tokens/s over the baseline's on the same batch) one for each
-    batch. `cpu` is the CPU time of the last batch, in seconds, and `cpu_ratios` are of CPU time, which other programs
-    on the machine disturb less. `first` and `last` are seconds to the first frame and to the last token of one prompt
-    alone. `refused` is the reason why the model cannot run the rule.
+    Attributes:
+        entry: The entry.
+        right: Whether the answer is right, per question.
+        tokens: Ids of the answer, per question.
+        forwards: Forward passes, per question.
+        sampler: The sampler that decodes.
+        made: Tokens of all rows, per batch.
+        passes: Forward passes summed over the rows, per batch.
+        seconds: Wall-clock seconds, per batch.
+        ratios: Tokens/s relative to the baseline on the same batch, per paired batch.
+        cpu: CPU seconds of the last batch.
+        cpu_ratios: As `ratios`, for CPU time, on which other programs of the machine have less influence.
+        first: Seconds to the first frame of a single prompt.
+        last: Seconds to the last token of a single prompt.
+        refused: Why the model cannot run the rule; None if it can.
     """
 
     entry: SweepEntry
@@ -272,23 +298,24 @@ class Trial:
 
     @property
     def canvases(self) -> int:
-        """Canvases of a forward pass at most: 2 for a rule that also predicts each token of the active block by a mask.
+        """Upper bound on the canvases in a forward pass: 2 for a leave-one-out rule, otherwise 1.
 
-        A bidirectional model feeds such masks for the active block alone, which is a part of its canvas.
+        Such a rule adds a mask for each token of the active block. For a bidirectional model, whose canvas is larger
+        than the block, the true cost lies between 1 and 2.
         """
         return 2 if self.sampler.rule.leave_one_out else 1
 
 
 def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> list[SweepEntry]:
-    """What is measured: one token per step, the points, and the twin.
+    """Lists what is measured: the baseline (one token per step), the settings, and an autoregressive twin.
 
     Args:
         lm: The model.
-        points: Of `sweeps.sweep`.
-        twin: An autoregressive model: block-causal with blocks of one token.
+        points: Settings, from `sweep`.
+        twin: An autoregressive model to compare with: block-causal with blocks of one token.
 
     Returns:
-        The entries; the first one is the baseline.
+        The entries; the first is the baseline.
 
     Raises:
         ValueError: The twin is not autoregressive.
@@ -306,14 +333,14 @@ def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> lis
 
 
 def units(found: Sequence[SweepEntry], question_set: QuestionSet) -> int:
-    """How often `run` calls `tick`, unless a rule is refused.
+    """Computes how often `run` calls `tick` if no rule is refused, for a progress bar.
 
     Args:
         found: The entries.
         question_set: The questions.
 
     Returns:
-        Two calls for each entry, and one for each entry and batch.
+        Number of calls: two per entry, and one per entry and batch.
     """
     return len(found) * (2 + len(batches(question_set)))
 
@@ -323,16 +350,16 @@ def run(
 ) -> list[Trial]:
     """Measures every entry on one task.
 
-    All entries decode a batch before the next one begins, in alternating order, so that a slow minute of the machine
-    falls on one pair of many. Nothing that is timed compiles.
+    All entries decode a batch before the next batch begins, in alternating order, so that a temporary load on the
+    machine affects few of the ratios. Timed calls compile nothing.
 
     Args:
-        found: The first is the baseline of all others.
+        found: The entries; the first is the baseline.
         question_set: The questions.
-        tick: Called with what comes next.
+        tick: Called with a description of the next piece of work.
 
     Returns:
-        A trial for each entry; `refused` where the model cannot run the rule.
+        One trial per entry, with `refused` set if the model cannot run the rule.
 
     Raises:
         ValueError: The model cannot run the baseline.
@@ -344,7 +371,7 @@ def run(
         trials.append(trial)
         try:
             trial.sampler = defaults.complete_sampler(entry.sampler(), entry.lm.corruption)
-            # The number of steps is traced, so one step compiles the program of any number.
+            # The number of steps is traced: decoding with one step compiles the program for any number.
             _decode(trial, batches(question_set)[0], question_set, replace(entry.plan, steps=1))
         except ValueError as error:
             trial.refused = str(error)
@@ -377,7 +404,7 @@ def _decode(trial: Trial, batch: QuestionBatch, question_set: QuestionSet, plan:
 def _measure_batch(
     base: Trial, others: Sequence[Trial], batch: QuestionBatch, question_set: QuestionSet, tick: Tick
 ) -> None:
-    """One batch by all. In the first PAIRED batches the baseline is timed again once its last time is stale."""
+    """Decodes one batch with all entries. The baseline is repeated once stale in the first PAIRED batches."""
     paired, ended, last, rate = batch.number < PAIRED, -np.inf, 0.0, 0.0
     for trial in (base, *others):
         tick(f"{question_set.task.name}: {trial.entry.rule}")
@@ -398,7 +425,7 @@ def _measure_batch(
 def _record(
     trial: Trial, batch: QuestionBatch, out: Output, seconds: float, question_set: QuestionSet
 ) -> None:
-    """Notes the answers of a batch and its time; rows that fill up the batch only count for the speed."""
+    """Records the answers of a batch and its time. Rows that fill up the batch count only for the speed."""
     for at, i in enumerate(batch.chosen):
         trial.right[i] = bool(question_set.task.check(question_set.problems[i].input, out.texts[at]))
         trial.tokens[i], trial.forwards[i] = out.tokens[at], int(out.forwards[at])
@@ -408,7 +435,7 @@ def _record(
 
 
 def _stream_times(trial: Trial, question_set: QuestionSet, i: int) -> tuple[float, float]:
-    """Seconds to the first frame of question i, and to its last token, streamed with a frame for every pass."""
+    """Streams question i with one frame per pass. Returns seconds to the first frame and to the last token."""
     began, times = time.perf_counter(), []
     for _ in stream(
         trial.entry.lm, question_set.message(i), max_tokens=question_set.max_tokens, seed=question_set.seed,
@@ -422,19 +449,18 @@ def _stream_times(trial: Trial, question_set: QuestionSet, i: int) -> tuple[floa
 
 
 def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str, Any]]:
-    """One record for each trial, the baseline's first.
+    """Converts trials to JSON-ready records, the baseline first.
 
-    Forwards and tokens are means over the answers, rates are of whole batches, times in seconds. tokens_per_second =
-    tokens_per_forward of all rows x forwards_per_second: forwards are counted for each row, not for the device loop.
-    canvases_per_forward is 2 for a rule that also predicts each token with that token masked. Accuracy has Wilson's
-    95% interval, and points is its paired difference from the baseline.
+    `forwards` and `tokens` are means over the answers, rates are over whole batches, and times are in seconds. Forwards
+    are counted per row, not per iteration of the device loop. `canvases_per_forward` is 2 for a leave-one-out rule.
+    `accuracy` has Wilson's 95% interval; `points` is its paired difference from the baseline in percentage points.
 
     Args:
-        trials: Of `decode.run`, the baseline first.
+        trials: Trials from `run`, the baseline first.
         question_set: Their questions.
 
     Returns:
-        One item for each trial; of a rule that the model cannot run it has `refused`, the reason.
+        One record per trial. For a rule that the model cannot run, it has the reason as `refused` and no figures.
     """
     base, found = trials[0], []
     for trial in trials:
@@ -451,7 +477,7 @@ def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str
         low, high = wilson(correct, n)
         points = (0.0,) * 3 if trial is base else tuple(100 * x for x in paired(base.right, trial.right))
         same = [np.array_equal(a, b) for a, b in zip(trial.tokens, base.tokens, strict=True)]
-        # Ids of another tokenizer, such as a twin's, cannot be compared.
+        # Ids can be compared only if both models have the same tokenizer, which a twin may not.
         comparable = trial.entry.lm.tokenizer.fingerprint == base.entry.lm.tokenizer.fingerprint
         about |= {"n": n, "correct": correct, "accuracy": correct / n, "low": low, "high": high}
         about |= dict(zip(("points", "points_low", "points_high"), points))
@@ -470,16 +496,16 @@ def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str
 
 
 def results(trials: Sequence[Trial], question_set: QuestionSet) -> tuple[RuleResult, list[RuleResult]]:
-    """(one token per step, the rules that may be recommended) on this task.
+    """Converts trials to the input of `recommend.recommend`.
 
-    A pass of twice the width counts as two forwards, so that it is not recommended for being wide.
+    A forward pass with two canvases counts as two, so that a rule gains nothing by doing more work per pass.
 
     Args:
-        trials: Of `decode.run`, the baseline first.
+        trials: Trials from `run`, the baseline first.
         question_set: Their questions.
 
     Returns:
-        Results for `recommend.recommend`; rules that were refused are left out.
+        (result of the baseline, results of the rules that may be recommended). Refused rules are left out.
     """
     able = [t for t in trials[1:] if t.refused is None and t.entry.code is not None]
     base, *others = (
@@ -497,7 +523,10 @@ def results(trials: Sequence[Trial], question_set: QuestionSet) -> tuple[RuleRes
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuses a plot that could not be made or written, before anything is measured.
+    """Refuses a plot that cannot be made or written, before anything is measured.
+
+    Args:
+        path: The file of the plot.
 
     Raises:
         ValueError: matplotlib is missing, the ending is unknown, or the folder does not exist.
@@ -518,11 +547,11 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     """Draws accuracy with its 95% interval against tokens per second on a log scale.
 
     Args:
-        rows: Of `records`, of any number of tasks; those without an accuracy are left out.
+        rows: Records from `records`, of any number of tasks; those without an accuracy are left out.
         path: A .png, .pdf or .svg file.
 
     Returns:
-        The path. One panel for each task, one curve for each rule.
+        The path. The plot has one panel per task and one curve per rule.
 
     Raises:
         ValueError: No row has an accuracy, or the plot cannot be written.
@@ -548,7 +577,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
             if not points:
                 continue
             x, y = [r["tokens_per_second"] for r in points], [r["accuracy"] for r in points]
-            # Wilson's interval is not centred; at 0 and n rounding may put the accuracy slightly outside it.
+            # Wilson's interval is not centred; at 0 or n right answers, rounding may put the accuracy outside of it.
             low = [max(r["accuracy"] - r["low"], 0.0) for r in points]
             high = [max(r["high"] - r["accuracy"], 0.0) for r in points]
             color = colors(i / max(len(curves) - 1, 1))

@@ -1,9 +1,10 @@
-"""Reads what compilers print: optimised HLO and the report of ptxas.
+"""Parses the output of compilers: optimised HLO, and the report of ptxas.
 
-From HLO: collectives, matrix products, library and kernel calls, the largest arrays. Work in a loop with a known trip
-count counts that many times; in a loop that ends by a condition (denoising steps, tiles of visible keys) it counts
-once, "per pass". Every branch of a conditional counts. Sizes are of one device. From ptxas: registers, spills and
-shared memory of each Pallas kernel that Mosaic GPU compiles.
+HLO gives collectives, matrix products, library and kernel calls, and the largest arrays. Instructions in a loop with a
+known trip count are counted once per iteration. In a loop that ends by a condition (denoising steps, tiles of visible
+keys) they are counted once, "per pass". All branches of a conditional are counted. Sizes are per device.
+
+The report of ptxas gives registers, spills and shared memory of each Pallas kernel that Mosaic GPU compiles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
-# Instructions that make no array of their own.
+# Instructions that allocate no array.
 VIEWS = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier",
     "after-all", "constant", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
@@ -31,7 +32,7 @@ VIEWS = {
 
 
 class HloArray(NamedTuple):
-    """dtype and dimensions of one result."""
+    """Dtype and dimensions of an array in HLO."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -39,7 +40,7 @@ class HloArray(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        # Every kind of f8 and f4 takes at most one byte.
+        # Dtypes that are not in the table, variants of f8 and f4, are counted as one byte.
         return int(math.prod(self.dims) * BYTES.get(self.dtype, 1))
 
     def __str__(self) -> str:
@@ -50,7 +51,8 @@ class Instruction(NamedTuple):
     """One line of HLO.
 
     Attributes:
-        result: The arrays it makes.
+        name: Its name.
+        result: The arrays that it returns; several for a tuple.
         op: Its opcode.
         operands: Names of its operands.
         rest: The text of its attributes.
@@ -65,8 +67,14 @@ class Instruction(NamedTuple):
     root: bool
 
     def text(self, attribute: str) -> str:
-        """The quoted value of an attribute, such as `custom_call_target`, or `op_name`, the JAX operation it was made
-        from; empty if it is not set."""
+        """Returns the quoted value of an attribute.
+
+        Args:
+            attribute: Name of the attribute, such as `custom_call_target`, or `op_name` for the JAX operation.
+
+        Returns:
+            The value; "" if the attribute is not set.
+        """
         found = re.search(rf'{attribute}="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -75,14 +83,22 @@ Computation = dict[str, Instruction]
 
 
 class HloModule(NamedTuple):
-    """The computations of a program by name, and the name of the one it starts with."""
+    """The computations of a program by name, and the name of the entry computation."""
 
     computations: dict[str, Computation]
     entry: str
 
 
 class Visit(NamedTuple):
-    """An instruction as it runs: how often, whether in a loop of unknown length, whether inside a fusion."""
+    """An execution of an instruction.
+
+    Attributes:
+        one: The instruction.
+        among: Its computation.
+        times: How often it runs.
+        looped: Whether it is in a loop without a known trip count.
+        fused: Whether it is inside a fusion, so that its result is not allocated.
+    """
 
     one: Instruction
     among: Computation
@@ -91,13 +107,20 @@ class Visit(NamedTuple):
     fused: bool
 
     def operand(self, index: int) -> HloArray | None:
-        """The first array of an operand; None where it was not made in this computation."""
+        """Returns the first array of an operand; None if it is not defined in this computation."""
         made = self.among.get(self.one.operands[index]) if index < len(self.one.operands) else None
         return made.result[0] if made is not None and made.result else None
 
 
 def parse(text: str) -> HloModule:
-    """Parses the text of `compiled.as_text()`."""
+    """Parses the text of a compiled program.
+
+    Args:
+        text: The result of `compiled.as_text()`.
+
+    Returns:
+        The program.
+    """
     found: dict[str, Computation] = {}
     entry, now = "", ""
     for line in text.splitlines():
@@ -125,20 +148,20 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(behind, op.end() - 1)
     names = re.findall(r"%([\w.\-]+)", behind[op.end() : close])
-    # All arrays of the shape in order; of a tuple its elements.
+    # All arrays of the shape, in order; a tuple has several.
     shapes = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]", shape)
     numbers = lambda dims: tuple(int(n.strip("<= ")) for n in dims.split(",") if n)
     result = tuple(HloArray(kind, numbers(dims)) for kind, dims in shapes)
     rest = behind[close:]
     if op[1] == "custom-call" and "__cublas$" not in rest:
-        rest, _, program = rest.partition(", backend_config=")  # Mosaic's is a whole program in bytes
+        rest, _, program = rest.partition(", backend_config=")  # for Mosaic, it holds a whole program
         taken = re.search(r'"used_scoped_memory_configs":\[[^\]]*\]', program)
         rest += f", {taken[0]}" if taken else ""
     return Instruction(head[2], result, op[1], tuple(names), rest, head[1] is not None)
 
 
 def _closing(text: str, start: int) -> int:
-    """The index behind the bracket that closes the one at `start`."""
+    """Returns the index after the bracket that closes the one at `start`."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] == "(") - (text[at] == ")")
@@ -150,17 +173,17 @@ def _closing(text: str, start: int) -> int:
 def visits(
     module: HloModule, name: str | None = None, times: int = 1, looped: bool = False, fused: bool = False
 ) -> Iterator[Visit]:
-    """Every instruction that runs, in the order of the program, with how often it runs.
+    """Walks over all instructions that run, in program order, with the number of times that each runs.
 
     Args:
         module: The program.
-        name: The computation to begin with. Default: the whole program.
+        name: The computation to start with. Default: the entry computation.
         times: How often this computation runs.
-        looped: Whether it is in a loop of unknown length.
+        looped: Whether it is in a loop without a known trip count.
         fused: Whether it is inside a fusion.
 
     Yields:
-        The instructions of the computation, each followed by those of the computations that it calls.
+        The instructions of the computation; each is followed by those of the computations that it calls.
     """
     among = module.computations.get(module.entry if name is None else name, {})
     for one in among.values():
@@ -176,7 +199,7 @@ def visits(
 
 
 def _called(one: Instruction) -> list[str]:
-    """The computations an instruction runs; not those that a reduction applies to each element."""
+    """Lists the computations that an instruction calls."""
     keys = (
         r"(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)"
     )
@@ -185,11 +208,14 @@ def _called(one: Instruction) -> list[str]:
 
 
 def collectives(module: HloModule) -> dict[str, dict[str, int]]:
-    """Collectives of one run.
+    """Counts the collectives of one run of a program.
+
+    Args:
+        module: The program.
 
     Returns:
-        kind -> `count`; `bytes`, the larger of input and output on one device; `per_pass`, those in a loop of unknown
-        length, counted once each; `in_layers`, those that come from a layer of the model.
+        Figures by kind of collective: `count`; `bytes`, the larger of input and output on one device; `per_pass`, the
+        number in loops without a known trip count, each counted once; `in_layers`, the number in layers of the model.
     """
     seen: dict[Any, tuple[Visit, int]] = {}
     alike: dict[Any, list[str]] = {}
@@ -198,8 +224,9 @@ def collectives(module: HloModule) -> dict[str, dict[str, int]]:
         if one.op.removesuffix("-start") not in COLLECTIVES:
             continue
         channel = re.search(r"channel_id=(\d+)", one.rest)
-        # A fused collective appears in several computations (start, overlapped work, end) with one channel and one
-        # origin. Those of a shard_map share one channel; within a computation their names tell them apart.
+        # A fused collective appears in several computations (start, overlapped work, end) with the same channel and
+        # op_name, and must be counted once. The collectives of a shard_map share a channel as well; within one
+        # computation their names tell them apart.
         key = (channel[1], one.text("op_name")) if channel else one.name
         names = alike.setdefault((id(visit.among), key, one.op), [])
         if one.name not in names:
@@ -222,8 +249,14 @@ def collectives(module: HloModule) -> dict[str, dict[str, int]]:
 
 
 def products(module: HloModule) -> float:
-    """FLOP of all matrix products that XLA sees: 2 x results x contracted length; those of Pallas kernels are
-    hidden."""
+    """Counts the FLOP of the matrix products in HLO: 2 x elements of the result x contracted length.
+
+    Args:
+        module: The program.
+
+    Returns:
+        FLOP on one device. Products inside Pallas kernels are not visible in HLO and not counted.
+    """
     total = 0.0
     for visit in visits(module):
         one, left = visit.one, visit.operand(0)
@@ -241,7 +274,7 @@ def products(module: HloModule) -> float:
 
 
 def calls(module: HloModule) -> Counter[str]:
-    """Custom calls by target, such as libraries, Triton and Mosaic."""
+    """Counts custom calls by target, such as libraries, Triton and Mosaic."""
     found: Counter[str] = Counter()
     for visit in visits(module):
         if visit.one.op == "custom-call":
@@ -250,7 +283,14 @@ def calls(module: HloModule) -> Counter[str]:
 
 
 def tpu_kernels(module: HloModule) -> list[dict[str, Any]]:
-    """Pallas kernels for TPUs: name, count, and the most VMEM in bytes that one call uses, where the compiler says."""
+    """Lists the Pallas kernels of a TPU program.
+
+    Args:
+        module: The program.
+
+    Returns:
+        One record per kernel: `name`, `count`, and `vmem_bytes`, the largest VMEM of a call (0 if not reported).
+    """
     found: dict[str, dict[str, Any]] = {}
     for visit in visits(module):
         if visit.one.text("custom_call_target") != "tpu_custom_call":
@@ -259,23 +299,24 @@ def tpu_kernels(module: HloModule) -> list[dict[str, Any]]:
         name = called[1] if called else re.sub(r"\.\d+$", "", visit.one.name)
         row = found.setdefault(name, {"name": name, "count": 0, "vmem_bytes": 0})
         row["count"] += visit.times
-        # VMEM is memory space 1 of the memories that a call lists.
+        # A call lists its memories; VMEM is memory space 1.
         sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', visit.one.rest)
         row["vmem_bytes"] = max(row["vmem_bytes"], sum(map(int, sizes)))
     return list(found.values())
 
 
 def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
-    """The largest arrays that the program makes.
+    """Lists the largest arrays that a program allocates.
 
-    Each shape and origin is listed once, all layers as one; arrays that are updated in place are left out.
+    Arrays with the same shape and JAX operation are one entry, over all layers. Arrays that are updated in place are
+    left out.
 
     Args:
         module: The program.
-        most: How many are listed.
+        most: Largest number of entries.
 
     Returns:
-        Records with `shape`, `bytes`, `count`, `op` and `of`, the JAX operation; the largest first.
+        Records with `shape`, `bytes`, `count`, `op` and `of` (the JAX operation), the largest first.
     """
     update = ("dynamic-update-slice", "scatter")
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -298,8 +339,8 @@ def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
 
 # --- the report of ptxas
 
-# Environment variables by which Mosaic GPU prints the PTX, the report of ptxas, and the host code, which contains how
-# a kernel is launched.
+# These environment variables make Mosaic GPU print the PTX, the report of ptxas, and the host code, in which the launch
+# of a kernel names its dynamic shared memory.
 PTXAS_ENV = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
 _HEAD = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -311,15 +352,14 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)")
 
 
 def gpu_kernels(text: str) -> list[dict[str, Any]]:
-    """Kernels in what Mosaic GPU and ptxas print.
+    """Parses the output of Mosaic GPU and ptxas.
 
     Args:
         text: The output of a process that compiled with `PTXAS_ENV`.
 
     Returns:
-        A record for each kernel in the order of compilation: `name`, `arch`, `registers`, `spill_bytes`,
-        `stack_bytes`, `shared_bytes` (static, and dynamic as the launch asks for it), and `products`, the tensor-core
-        instructions in its PTX as kind -> count.
+        One record per kernel, in the order of compilation: `name`, `arch`, `registers`, `spill_bytes`, `stack_bytes`,
+        `shared_bytes` (static plus dynamic), and `products`, the number of tensor-core instructions in its PTX by kind.
     """
     found: list[dict[str, Any]] = []
     products: dict[str, Counter[str]] = {}

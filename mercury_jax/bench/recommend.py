@@ -1,12 +1,14 @@
-"""Which rule to use: the most tokens per forward pass among those that lose no accuracy that can be seen.
+"""Recommends a decoding rule: the most tokens per forward pass without a measurable loss of accuracy.
 
-A rule loses nothing on a set of questions if, of the paired 95% interval of its accuracy minus that of one token per
-step, the upper end is 0 or more (it is not significantly worse) and the lower end is above -2 points (a loss of 2
-points or more is ruled out). The first condition alone would accept every rule that was asked too few questions; the
-second is a test of non-inferiority. Both must hold on each task.
+The baseline is one token per step. A rule passes on a set of questions if the paired 95% interval of its difference in
+accuracy from the baseline meets two conditions:
 
-The rule is chosen on one half of the questions, and its figures are those of the other half: the best of many rules
-looks better on the questions that chose it than it is.
+- The upper end is at least 0: the rule is not significantly worse.
+- The lower end is above -2 points: a loss of 2 points or more is ruled out (a test of non-inferiority). Without this
+  condition, any rule would pass on a sufficiently small set of questions.
+
+Both must hold on every task. The rule is chosen on one half of the questions and reported on the other half, because
+the best of many rules looks better than it is on the questions that it was chosen on.
 """
 
 from __future__ import annotations
@@ -22,18 +24,23 @@ from mercury_jax.config import refuse
 from mercury_jax.evaluate.runner import Z, paired
 
 MARGIN = 2.0  # points of accuracy
-# With fewer questions not even equal answers rule out a loss of MARGIN.
+# The least number of questions at which a rule with the baseline's answers rules out a loss of MARGIN.
 LEAST = math.floor(100 * Z / MARGIN) + 1
 
 
 class RuleResult(NamedTuple):
-    """One rule on one task. Every rule has the same questions in the same order.
+    """The result of one rule on one task. All rules have the same questions in the same order.
 
     Attributes:
-        code: Python that makes the rule.
-        right, tokens, forwards: Of each question: whether the answer is right, its tokens, its forward passes.
-        made, seconds: Tokens and seconds of the timed batches.
-        speedup: Tokens/s over those of one token per step.
+        rule: Name of the rule, with its parameters.
+        code: Python expression that makes the rule.
+        task: Name of the task.
+        right: Whether the answer is right, for each question.
+        tokens: Number of tokens of each answer.
+        forwards: Number of forward passes of each answer.
+        made: Tokens of the timed batches.
+        seconds: Seconds of the timed batches.
+        speedup: Tokens/s relative to one token per step.
     """
 
     rule: str
@@ -48,16 +55,18 @@ class RuleResult(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A recommendation, with the figures of the second half of the questions.
+    """A recommendation, with figures from the second half of the questions.
 
     Attributes:
-        code: The rule as Python; None where none is recommended.
-        reason: Why this rule, or why none.
+        code: Python expression of the rule; None if no rule is recommended.
+        rule: Name of the rule.
+        reason: Why this rule is recommended, or why none is.
         tasks: Figures on each task.
-        tokens_per_second: Of all questions, as batches were not split.
-        speedup: Tokens/s over those of one token per step.
-        ruled_out: Whether the second half, too, rules out a loss of MARGIN points on every task.
-        considered: How many settings there were.
+        tokens_per_forward: Over all tasks.
+        tokens_per_second: On all questions, because batches are not split into halves.
+        speedup: Tokens/s relative to one token per step, the geometric mean over tasks.
+        ruled_out: Whether the second half rules out a loss of MARGIN points on every task as well.
+        considered: Number of settings that were compared.
     """
 
     code: str | None
@@ -72,18 +81,18 @@ class Advice(NamedTuple):
 
 
 def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: int = 0) -> Advice:
-    """Recommends a rule over all tasks.
+    """Recommends one rule for all tasks.
 
     Args:
-        base: One token per step, one result for each task.
-        others: The rules; those that miss a task are left out.
-        seed: Splits the questions into two halves.
+        base: The baseline, one token per step: one result per task.
+        others: Results of the rules. A rule without a result on every task is left out.
+        seed: Seed of the split of the questions into two halves.
 
     Returns:
         The recommendation, or the reason why there is none.
 
     Raises:
-        ValueError: There is no baseline, or a rule has another number of answers.
+        ValueError: There is no baseline, or a rule has another number of answers than the baseline.
     """
     if not base:
         raise refuse("base", base, "one result for each task")
@@ -94,7 +103,7 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
     if reason is not None:
         return Advice(None, None, reason, considered=len(rules))
     faster = [cases for cases in rules if per_forward(cases, first) > per_forward(base, first)]
-    # For each of these rules its difference from the baseline on each task.
+    # The difference of each faster rule from the baseline on each task.
     differences = [[points(*z) for z in zip(base, cases, first, strict=True)] for cases in faster]
     good = [cases for cases, found in zip(faster, differences) if all(map(loses_nothing, found))]
     if good:
@@ -103,7 +112,7 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
     if not faster:
         reason = f"none of {len(rules)} settings needs fewer forward passes per token than one token per step"
         return Advice(None, None, reason, considered=len(rules))
-    # Of the worst task of each rule, the one whose interval reaches down least.
+    # No rule passed. Name the one that came closest: the highest lower end on its worst task.
     worst = [
         min(zip(found, cases, first, strict=True), key=lambda one: one[0][1])
         for cases, found in zip(faster, differences)
@@ -118,8 +127,7 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
 
 
 def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[float, float, float]:
-    """(mean, low, high) of the paired difference in accuracy on the chosen questions, in points, with its 95%
-    interval.
+    """Computes the paired difference in accuracy on some of the questions, with its 95% interval.
 
     Args:
         before: The baseline.
@@ -127,22 +135,29 @@ def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[flo
         chosen: Indices of the questions.
 
     Returns:
-        (mean, low, high) in points.
+        (mean, low, high) of accuracy(now) - accuracy(before), in percentage points.
     """
     mean, low, high = paired([before.right[i] for i in chosen], [now.right[i] for i in chosen])
     return 100 * mean, 100 * low, 100 * high
 
 
 def loses_nothing(difference: tuple[float, float, float]) -> bool:
-    """Whether a difference of `points` is not significantly negative and rules out a loss of MARGIN points."""
+    """Says whether a difference is not significantly negative and rules out a loss of MARGIN points.
+
+    Args:
+        difference: (mean, low, high) from `points`.
+
+    Returns:
+        Whether both conditions hold.
+    """
     return difference[2] >= 0 and difference[1] > -MARGIN
 
 
 def per_forward(cases: Sequence[RuleResult], chosen: Sequence[np.ndarray]) -> float:
-    """Tokens per forward pass over the chosen questions of all tasks.
+    """Computes the tokens per forward pass over the chosen questions of all tasks.
 
     Args:
-        cases: Results of one rule, one for each task.
+        cases: Results of one rule, one per task.
         chosen: Indices of the questions of each task.
 
     Returns:
@@ -159,7 +174,7 @@ def _halves(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_rule(base: Sequence[RuleResult], others: Sequence[RuleResult]) -> list[list[RuleResult]]:
-    """For each rule that has all tasks its results, in the order of the baseline's tasks."""
+    """Groups results by rule, in the order of the baseline's tasks. Rules that miss a task are left out."""
     found: dict[str, dict[str, RuleResult]] = {}
     for case in others:
         found.setdefault(case.rule, {})[case.task] = case
@@ -173,7 +188,7 @@ def _by_rule(base: Sequence[RuleResult], others: Sequence[RuleResult]) -> list[l
 
 
 def _uninformative(base: Sequence[RuleResult], first: Sequence[np.ndarray]) -> str | None:
-    """Why these questions cannot tell a harmless rule from a harmful one; None where they can."""
+    """Explains why these questions cannot tell a harmless rule from a harmful one; None if they can."""
     for b, some in zip(base, first, strict=True):
         if len(some) < LEAST:
             return (
@@ -188,7 +203,7 @@ def _uninformative(base: Sequence[RuleResult], first: Sequence[np.ndarray]) -> s
 
 
 def _rate(cases: Sequence[RuleResult]) -> float | None:
-    """Tokens per second over all tasks; None where nothing was timed."""
+    """Computes tokens per second over all tasks; None if nothing was timed."""
     seconds = sum(c.seconds for c in cases)
     return sum(c.made for c in cases) / seconds if seconds > 0 else None
 
@@ -196,7 +211,7 @@ def _rate(cases: Sequence[RuleResult]) -> float | None:
 def _reported(
     base: Sequence[RuleResult], best: list[RuleResult], second: Sequence[np.ndarray], considered: int
 ) -> Advice:
-    """The chosen rule on the second half of the questions, which had no part in the choice."""
+    """Reports the chosen rule on the second half of the questions, which were not used to choose it."""
     tasks, differences = [], []
     for before, now, some in zip(base, best, second, strict=True):
         differences.append(points(before, now, some))

@@ -1,11 +1,11 @@
-"""A server under load: latencies, throughput of batching against one request at a time, agents that call tools.
+"""Measures a server under load: latencies, the throughput gain of batching, and agents that call tools.
 
-`measure` starts a server of its own (`serve_process`), `against` measures one that runs already; both send the requests
+`measure` starts a server in another process (`serve_process`); `against` measures a running one. Both send the requests
 of `serve_load`.
 
-`measure_bound` times the engine's device program alone, with one row and with many, and `explain` says what limits the
-throughput. A forward pass of B rows multiplies B times as many positions with the same matrices. Where one row already
-keeps the processor busy, B rows take B times as long, and no server around them can change that.
+`measure_bound` times the engine's device program without a server, with one row and with many, and `explain` reports
+what limits the throughput. A forward pass of B rows multiplies B times as many positions by the same matrices. If one
+row already saturates the arithmetic units, B rows take B times as long, and batching cannot gain anything.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.tasks import Task, draw_distinct
 from mercury_jax.types import LM
 
-PASSES = 12  # of one timed run of the device program
+PASSES = 12  # forward passes per timed run of the device program
 POSITIONS = 4096  # rows of the large matrix products that measure the FLOP/s of the machine
-GOAL = 4.0  # of the throughput with the most clients over that with the fewest
+GOAL = 4.0  # goal for the throughput with the most clients relative to the fewest
 
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
 _ARGUMENTS = {
@@ -56,16 +56,17 @@ class Load:
     """What is sent to the server.
 
     Attributes:
-        concurrency: Numbers of clients; each waits for its response before the next request. They alternate.
-        requests: Of each number of clients and turn.
-        turns: How often the numbers of clients alternate.
-        rate: Requests/s of an open loop; None runs none.
+        concurrency: Numbers of clients to measure, in alternation. A client waits for each response before it sends the
+            next request (closed loop).
+        requests: Requests per number of clients and turn.
+        turns: Number of turns, each of which measures all numbers of clients.
+        rate: Requests/s of an open loop; None: no open loop.
         tasks: The tasks whose questions are sent.
-        max_tokens: Most tokens of an answer.
+        max_tokens: Largest number of tokens of an answer.
         frames: Whether to stream the whole text after every step.
-        effort: Reasoning effort of the requests; None leaves the server's.
-        agent: Turns with tools of each agent; 0 runs none.
-        seed: Draws questions and arrivals.
+        effort: Reasoning effort of the requests; None: the server's default.
+        agent: Turns with tools of each agent; 0: no agents.
+        seed: Seed of the questions and of the arrivals.
     """
 
     concurrency: Sequence[int] = (1, 16)
@@ -90,7 +91,13 @@ class Load:
 
 
 class LoadTurn(NamedTuple):
-    """One turn of a number of clients: its results, its seconds, and what the server's metrics gained meanwhile."""
+    """One turn with a number of clients.
+
+    Attributes:
+        seen: The results of its requests.
+        seconds: Its wall-clock time.
+        counted: By how much each metric of the server increased.
+    """
 
     seen: list[RequestResult]
     seconds: float
@@ -103,17 +110,17 @@ class LoadTurn(NamedTuple):
 
 
 def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) -> Iterator[Json]:
-    """Measures a server of our own in another process.
+    """Starts a server in another process and measures it.
 
     Args:
-        lm: The model, for the device program alone.
-        folder: Where the server loads it from. Default: the embedded model.
-        load: What is sent.
-        settings: Of the engine; by default as many slots as clients.
+        lm: The model, to time its device program without a server.
+        folder: The folder from which the server loads the model. Default: the embedded model.
+        load: The requests to send.
+        settings: Fields of `EngineConfig`; by default as many slots as clients.
 
     Yields:
-        A JSON-ready record for each number of clients, for the open loop and the agents. The last one says what
-        batching gains beside the engine's device program alone, which is timed once the server has ended.
+        A JSON-ready record for each number of clients, for the open loop and for the agents. The last record compares
+        the gain of batching with that of the device program, which is timed after the server has ended.
     """
     widest = max(load.concurrency)
     settings = {"slots": widest, "queue": 4 * widest + load.requests} | settings
@@ -131,20 +138,20 @@ def against(
     keep: dict[int, list[LoadTurn]] | None = None,
     more: Json | None = None,
 ) -> Iterator[Json]:
-    """The same records for a server that is running.
+    """Measures a running server.
 
     Args:
         url: http://HOST:PORT.
-        load: What is sent.
+        load: The requests to send.
         key: API key.
-        keep: Filled with the turns of each number of clients.
-        more: Further fields of each record.
+        keep: Receives the turns of each number of clients.
+        more: Additional fields of each record.
 
     Yields:
         A JSON-ready record for each number of clients, for the open loop and for the agents.
 
     Raises:
-        ValueError: The URL has another form, or its /v1/models does not answer.
+        ValueError: The URL has another form, or its /v1/models does not return 200.
     """
     with asyncio.Runner() as loop:
         client = Client(url, key)
@@ -172,11 +179,11 @@ def against(
 
 
 def questions(model: str, load: Load) -> list[LoadRequest]:
-    """Requests with held-out questions of the tasks, one task after the other.
+    """Makes requests with held-out questions, alternating between the tasks.
 
     Args:
-        model: Name of the model at the server.
-        load: What is sent.
+        model: Name of the model on the server.
+        load: Tasks, number of requests and settings.
 
     Returns:
         `load.requests` requests.
@@ -194,7 +201,7 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
 async def alternate_loads(
     client: Client, asks: Sequence[LoadRequest], load: Load
 ) -> dict[int, list[LoadTurn]]:
-    """Every number of clients once a turn, in alternating order. A first turn warms up and is not kept.
+    """Measures every number of clients once per turn, in alternating order, after one turn to warm up.
 
     Args:
         client: Connections to the server.
@@ -202,7 +209,7 @@ async def alternate_loads(
         load: Numbers of clients and turns.
 
     Returns:
-        Number of clients -> its turns.
+        Turns by number of clients.
     """
     parts: dict[int, list[LoadTurn]] = {n: [] for n in sorted(set(load.concurrency))}
     for turn in range(load.turns + 1):
@@ -221,11 +228,11 @@ async def _counted(client: Client, load: Awaitable[tuple[list[RequestResult], fl
 
 
 def figures(parts: Sequence[LoadTurn], load: Load) -> Json:
-    """Latencies in seconds over all turns, and the median of the turns' rates. Only complete answers count.
+    """Summarises turns: percentiles of latencies in seconds over all complete answers, and medians of rates per turn.
 
     Args:
         parts: Turns of one number of clients.
-        load: What was sent.
+        load: The requests that were sent.
 
     Returns:
         Fields of a record.
@@ -248,7 +255,7 @@ def figures(parts: Sequence[LoadTurn], load: Load) -> Json:
 
 
 def _gain(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
-    """The throughput over that of the fewest clients, turn by turn."""
+    """Computes the throughput relative to the fewest clients, turn by turn."""
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(found, base, strict=True)]
     return {
         "throughput_ratio": statistics.median(ratios),
@@ -258,7 +265,7 @@ def _gain(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
 
 
 def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Json) -> Json:
-    """The throughput of the most clients over that of the fewest, and what limits it."""
+    """Makes the record on batching: the throughput of the most clients relative to the fewest, and what limits it."""
     few, many = min(parts), max(parts)
     gain = _gain(parts[many], parts[few])
     tokens = min(settings.get("context") or lm.model.config.context, 2 * load.max_tokens)
@@ -274,11 +281,11 @@ def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Js
 
 
 async def agents(client: Client, model: str, load: Load) -> Json:
-    """Agents one after the other, in alternation with the same conversations in free text.
+    """Runs agents one after another, in alternation with the same conversations in free text.
 
     Args:
         client: Connections to the server.
-        model: Name of the model at the server.
+        model: Name of the model on the server.
         load: Turns and questions.
 
     Returns:
@@ -306,7 +313,7 @@ async def agents(client: Client, model: str, load: Load) -> Json:
 
 
 def _task(name: str) -> Task:
-    """The generator of a task's questions. ValueError for a task that has none."""
+    """Finds the generator of a task's questions; refuses a task without questions."""
     found = find(name).task
     if found is None:
         raise refuse("task", name, "one with questions to answer")
@@ -320,12 +327,12 @@ class AgentRun(NamedTuple):
     """One conversation from the question to the answer.
 
     Attributes:
-        whole: Seconds in all.
+        whole: Total seconds.
         turns: Seconds of each request.
         tokens: Completion tokens.
-        calls: Tool calls.
-        valid: Tool calls whose arguments the tool accepted.
-        refused: The body of an error response; empty where the conversation was completed.
+        calls: Number of tool calls.
+        valid: Number of tool calls with arguments that the tool accepts.
+        refused: The body of an error response; "" if the conversation was completed.
     """
 
     whole: float
@@ -339,17 +346,17 @@ class AgentRun(NamedTuple):
 async def run_agent(
     client: Client, model: str, question: str, turns: int, max_tokens: int, tools: bool = True
 ) -> AgentRun:
-    """Asks a question, runs the tools that the model calls for `turns` turns, then has it answer.
+    """Asks a question, runs the tools that the model calls for `turns` turns, then requests the answer.
 
-    With `tools` false the conversation has as many turns in free text, without any constraint.
+    Without `tools`, the conversation has the same number of turns in free text, without a grammar.
 
     Args:
         client: Connections to the server.
-        model: Name of the model at the server.
+        model: Name of the model on the server.
         question: The first user message.
         turns: Turns with tools before the answer.
-        max_tokens: Most tokens of each response.
-        tools: Whether tools are offered.
+        max_tokens: Largest number of tokens of each response.
+        tools: Whether to offer tools.
 
     Returns:
         Times, tokens and calls of the conversation.
@@ -385,7 +392,14 @@ async def run_agent(
 
 
 def run_tool(function: Mapping[str, str]) -> int | None:
-    """The result of a tool call; None where the tool does not accept its arguments."""
+    """Runs a tool call.
+
+    Args:
+        function: `function` of the tool call: its name, and its arguments as JSON.
+
+    Returns:
+        The result; None if the tool or its arguments are not valid.
+    """
     try:
         arguments = json.loads(function["arguments"])
         return FUNCTIONS[function["name"]][1](int(arguments["a"]), int(arguments["b"]))
@@ -393,11 +407,11 @@ def run_tool(function: Mapping[str, str]) -> int | None:
         return None
 
 
-# --- the device program alone
+# --- the device program without a server
 
 
 class DeviceProgram(NamedTuple):
-    """The engine's program of a number of rows, all of them in the middle of long answers."""
+    """The engine's program for a number of rows, with a state in which all rows decode long answers."""
 
     rows: int
     width: int
@@ -408,13 +422,13 @@ class DeviceProgram(NamedTuple):
 
 
 class BatchingBound(NamedTuple):
-    """What batching can gain, and what part the arithmetic has in it.
+    """The largest gain that batching can have, and the share of the arithmetic in it.
 
     Attributes:
-        seconds: Rows -> median seconds of a forward pass.
-        gain: Rows times the pass of one row over the pass of all rows, a median.
-        rates: Rows -> GFLOP/s of the matrix products of a pass.
-        matmul: GFLOP/s of such products alone, in one large batch.
+        seconds: Median seconds of a forward pass, by number of rows.
+        gain: Median of rows x (seconds of a pass with one row) / (seconds of a pass with all rows).
+        rates: GFLOP/s of the matrix products in a pass, by number of rows.
+        matmul: GFLOP/s of matrix products of the same widths in one large batch.
     """
 
     seconds: dict[int, float]
@@ -429,8 +443,8 @@ def measure_bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> BatchingBou
     Args:
         lm: The model.
         rows: Rows of the larger batch.
-        tokens: Prompt and answer of a row.
-        turns: How often both are timed.
+        tokens: Tokens of a row, prompt and answer together.
+        turns: Number of timed pairs.
 
     Returns:
         Times and rates of both batches.
@@ -443,20 +457,20 @@ def measure_bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> BatchingBou
     timed_passes = {n: found[1:] for n, found in seconds.items()}
     middle = {n: statistics.median(found) for n, found in timed_passes.items()}
     gain = statistics.median(rows * a / b for a, b in zip(timed_passes[1], timed_passes[rows]))
-    # 2 FLOP for each parameter of a matrix and position; attention is left out.
+    # 2 FLOP per matrix parameter and position, without attention.
     work = 2.0 * sum(x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1) * few.width
     rates = {n: n * work / middle[n] / 1e9 for n in middle}
     return BatchingBound(middle, gain, rates, _matmul_rate(lm) / 1e9)
 
 
 def device_program(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None = None) -> DeviceProgram:
-    """The engine's program with rows that accept one token per step and never end.
+    """Makes the engine's program with rows that accept one token per step and never end.
 
     Args:
         lm: The model.
         rows: Rows of the batch.
-        tokens: Prompt and answer of a row.
-        rules: Rules that the program offers. Default: those of a server.
+        tokens: Tokens of a row, prompt and answer together.
+        rules: Rules that the program includes. Default: those of a server.
 
     Returns:
         The program with a state whose rows have their prompts and no answer yet.
@@ -476,7 +490,14 @@ def device_program(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None
 
 
 def seconds_per_pass(part: DeviceProgram) -> float:
-    """Mean seconds of a denoising pass; the pass that encodes the prompt is left out."""
+    """Times denoising passes.
+
+    Args:
+        part: The program, from `device_program`.
+
+    Returns:
+        Mean seconds per pass, without prefill and compilation.
+    """
     cancelled, one = np.zeros(part.rows, bool), np.int32(1)
     held = jax.device_put(part.row_params)
     step = lambda state: programs.run_passes(part.program, part.params, state, held, cancelled, one, 1).state
@@ -491,7 +512,7 @@ def seconds_per_pass(part: DeviceProgram) -> float:
 
 
 def _matmul_rate(lm: LM) -> float:
-    """FLOP/s of matrix products of the model's widths, each on the result of the one before."""
+    """Measures FLOP/s of matrix products with the model's widths; each uses the result of the one before."""
     config = lm.model.config
     width, hidden = config.width, getattr(config, "ffn", 4 * config.width)
     up, down = jnp.ones((width, hidden), jnp.float32) / width, jnp.ones((hidden, width), jnp.float32) / hidden
@@ -503,12 +524,12 @@ def _matmul_rate(lm: LM) -> float:
 
 
 def explain(speedup: float, found: BatchingBound, wanted: float) -> str:
-    """What limits the speedup of batching, in words.
+    """Explains in words what limits the speedup of batching.
 
     Args:
-        speedup: Measured, of the largest concurrency over the least.
-        found: Of `measure_bound`.
-        wanted: The speedup that is aimed at.
+        speedup: Measured throughput of the largest concurrency relative to the smallest.
+        found: The bound, from `measure_bound`.
+        wanted: The speedup that is the goal.
 
     Returns:
         A sentence with the figures.

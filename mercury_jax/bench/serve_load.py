@@ -1,8 +1,8 @@
-"""Load on a server: a small HTTP client, closed and open loops of requests, and what each request measured.
+"""Generates load on a server: a small HTTP client, and closed and open loops of requests.
 
-The client works on asyncio streams and supports kept connections, chunked bodies and server-sent events. It runs on the
-machine that it measures, so it uses little of it: one reader and one writer for each connection, and no thread.
-`closed_loop` and `open_loop` send the requests and return a `RequestResult` for each.
+`closed_loop` and `open_loop` send the requests and return a `RequestResult` for each. The client uses asyncio streams
+and supports persistent connections, chunked bodies and server-sent events. It runs on the machine that it measures, so
+it needs few resources: one reader and one writer per connection, and no threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from mercury_jax.config import refuse
 
 Json = dict[str, Any]
-LINE = 1 << 20  # bytes of the longest line of a head or of an event
+LINE = 1 << 20  # longest line of a head or an event, in bytes
 CHAT = "/v1/chat/completions"
 
 
@@ -42,19 +42,22 @@ class HttpResponse(NamedTuple):
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON."""
+        """Parses the body as JSON."""
         return json.loads(self.body)
 
 
 class StreamedResponse:
-    """A response whose head was read. Its body can be read once: with `read`, `pieces` or `events`."""
+    """A response after its head was read. The body can be read once, with `read`, `pieces` or `events`."""
 
     def __init__(self, status: int, headers: Mapping[str, str], connection: Connection):
         self.status, self.headers, self._connection = status, headers, connection
         self.complete = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives.
+        """Reads the body as it arrives.
+
+        Yields:
+            Bytes of the body.
 
         Raises:
             BrokenResponse: The body ends early.
@@ -74,11 +77,14 @@ class StreamedResponse:
         self.complete = True
 
     async def read(self) -> HttpResponse:
-        """The whole response."""
+        """Reads the whole response."""
         return HttpResponse(self.status, self.headers, b"".join([piece async for piece in self.pieces()]))
 
     async def events(self) -> AsyncIterator[str]:
-        """The data of each server-sent event; comments and other fields are skipped.
+        """Reads server-sent events; comments and other fields are skipped.
+
+        Yields:
+            The data of each event.
 
         Raises:
             BrokenResponse: The body ends early.
@@ -101,8 +107,18 @@ class Connection(NamedTuple):
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> StreamedResponse:
-        """Sends a request and reads the head of the response, as `read` does."""
-        # The server may have responded before it read the whole request, which it refuses, and closed its side.
+        """Sends a request and reads the head of the response.
+
+        Args:
+            data: The request.
+
+        Returns:
+            The response.
+
+        Raises:
+            BrokenResponse: The connection ends before a head was read.
+        """
+        # A server that refuses a request may respond and close the connection before it has read the whole request.
         with contextlib.suppress(OSError):
             self.writer.write(data)
             await self.writer.drain()
@@ -132,7 +148,7 @@ class Connection(NamedTuple):
         return StreamedResponse(status, {name.strip().lower(): x.strip() for name, _, x in pairs}, self)
 
     def drop(self) -> None:
-        """Closes at once, without waiting for anything."""
+        """Closes the connection immediately."""
         self.writer.transport.abort()
 
 
@@ -145,7 +161,7 @@ class Client:
         keep: Whether to keep connections open between requests.
 
     Raises:
-        ValueError: Another kind of URL.
+        ValueError: The URL has another form.
     """
 
     def __init__(self, url: str, key: str | None = None, keep: bool = True):
@@ -162,7 +178,7 @@ class Client:
         Args:
             method: Such as "POST".
             path: Such as "/v1/models".
-            value: Body: bytes as they are, anything else as JSON; None for none.
+            value: Body: bytes are sent unchanged, anything else as JSON; None: no body.
 
         Returns:
             Status, headers and body.
@@ -172,7 +188,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def open(self, method: str, path: str, value: Any = None) -> AsyncIterator[StreamedResponse]:
-        """Sends a request, for `async with`. The connection is kept only if the block has read the whole body.
+        """Sends a request; an async context manager. The connection is kept only if the block reads the whole body.
 
         Args:
             method: Such as "POST".
@@ -193,7 +209,7 @@ class Client:
                 response._connection.drop()
 
     def request(self, method: str, path: str, value: Any = None) -> bytes:
-        """The bytes of a request.
+        """Encodes a request.
 
         Args:
             method: Such as "POST".
@@ -211,7 +227,7 @@ class Client:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
     async def connect(self) -> Connection:
-        """A new connection."""
+        """Opens a new connection."""
         return Connection(*await asyncio.open_connection(self.host, self.port, limit=LINE))
 
     async def close(self) -> None:
@@ -230,7 +246,8 @@ class Client:
                 return await connection.send(data)
             except BaseException as error:
                 connection.drop()
-                # The server may close an idle connection while the request is on its way; a new one tells.
+                # The server may close an idle connection while the request is being sent: try again. On a new
+                # connection, the error is real.
                 if idle is None or not isinstance(error, BrokenResponse):
                     raise
 
@@ -239,25 +256,27 @@ class Client:
 
 
 class LoadRequest(NamedTuple):
-    """A request to send: its path, and its body, which asks for a stream."""
+    """A request to send: its path, and its JSON body, which must request a stream."""
 
     path: str
     body: Json
 
 
 class RequestResult(NamedTuple):
-    """One request as its client saw it. Times are seconds since it was due; None for what never came.
+    """The result of one request. Times are seconds since the request was due.
 
     Attributes:
-        status: Of HTTP; 0 where the connection broke.
-        whole: The end of the response.
-        first, last: The first and the last event with text.
+        status: HTTP status; 0 if the connection broke.
+        whole: Time of the end of the response.
+        first: Time of the first event with text; None if there was none.
+        last: Time of the last event with text; None if there was none.
         text: The answer without its thinking.
         finishes: The finish reasons of all choices.
-        dones: How often `[DONE]` came.
-        after: Events after the first `[DONE]`.
-        tokens: Completion tokens, as the usage says.
-        refused: The message of an error.
+        dones: Number of `[DONE]` events.
+        after: Number of other events after the first `[DONE]`.
+        tokens: Completion tokens, from `usage`.
+        refused: The body of an error response, or the broken connection in words.
+        retry_after: The header of a refused request.
     """
 
     status: int
@@ -274,20 +293,20 @@ class RequestResult(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether it is a complete answer with exactly one end."""
+        """Whether the answer is complete: one finish reason, one `[DONE]`, and no error."""
         ends = (len(self.finishes), self.dones, self.after, self.refused)
         return self.status == 200 and ends == (1, 1, 0, "")
 
 
 def chat(model: str, text: str, max_tokens: int, frames: bool = False, **more: Any) -> LoadRequest:
-    """A streamed chat completion.
+    """Makes a request for a streamed chat completion.
 
     Args:
-        model: Its name.
+        model: Name of the model on the server.
         text: The user's message.
-        max_tokens: Most tokens of the answer.
-        frames: Whether every event holds the whole text after a step, instead of what was added.
-        more: Further fields of the body.
+        max_tokens: Largest number of tokens of the answer.
+        frames: Whether every event holds the whole text after a step, instead of the added text.
+        more: Additional fields of the body.
 
     Returns:
         The request.
@@ -298,15 +317,15 @@ def chat(model: str, text: str, max_tokens: int, frames: bool = False, **more: A
 
 
 async def fetch(client: Client, request: LoadRequest, due: float | None = None) -> RequestResult:
-    """Sends a request once it is due, and reads its stream to the end.
+    """Sends a request when it is due, and reads its stream to the end.
 
     Args:
         client: Connections to the server.
-        request: What to send.
-        due: When to send it, on `time.perf_counter`; the times of the result count from then. Default: now.
+        request: The request.
+        due: Time to send it, on the clock `time.perf_counter`; times of the result are relative to it. Default: now.
 
     Returns:
-        What the client saw, also of errors and of connections that broke.
+        The result. Errors and broken connections are results as well.
     """
     due = time.perf_counter() if due is None else due
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
@@ -322,7 +341,7 @@ async def fetch(client: Client, request: LoadRequest, due: float | None = None) 
 
 
 async def _read_stream(response: StreamedResponse, due: float, frames: bool) -> RequestResult:
-    """Reads the events of a stream. `frames`: a text replaces the one before, instead of following it."""
+    """Reads the events of a stream. With `frames`, each text replaces the one before instead of extending it."""
     parts, finishes, seen = [], [], RequestResult(200, 0.0)
     async for data in response.events():
         now = time.perf_counter() - due
@@ -352,15 +371,15 @@ async def _read_stream(response: StreamedResponse, due: float, frames: bool) -> 
 async def closed_loop(
     client: Client, requests: Sequence[LoadRequest], concurrency: int
 ) -> tuple[list[RequestResult], float]:
-    """Sends requests by a number of clients, each of which waits for its response before the next request.
+    """Sends requests with a number of clients, each of which waits for its response before its next request.
 
     Args:
         client: Connections to the server.
-        requests: What to send.
+        requests: The requests.
         concurrency: Number of clients.
 
     Returns:
-        (the results in the order of the requests, seconds in all).
+        (results in the order of the requests, total seconds).
     """
     results: dict[int, RequestResult] = {}
     todo = iter(enumerate(requests))
@@ -380,16 +399,16 @@ async def open_loop(
 ) -> tuple[list[RequestResult], float]:
     """Sends requests as a Poisson process, whether or not the server keeps up.
 
-    The times of a request count from when it was due, so that a client that falls behind hides no delay.
+    The times of a request are relative to when it was due, so that delays in this client are not hidden.
 
     Args:
         client: Connections to the server.
-        requests: What to send, in order.
-        rate: Requests/s.
-        seed: Draws the arrivals.
+        requests: The requests, in order.
+        rate: Mean requests/s.
+        seed: Seed of the arrivals.
 
     Returns:
-        (the results in the order of the requests, seconds in all).
+        (results in the order of the requests, total seconds).
     """
     with no_garbage_collection():
         began = time.perf_counter()
@@ -400,7 +419,7 @@ async def open_loop(
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turns Python's garbage collector off: in a process with JAX it takes a quarter of a second at a time."""
+    """Disables Python's garbage collector, which pauses a process with JAX for a quarter of a second at a time."""
     gc.collect()
     gc.disable()
     try:
@@ -410,11 +429,11 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Seconds at which requests of a Poisson process arrive, without end.
+    """Draws the arrival times of a Poisson process, without end.
 
     Args:
         rate: Mean arrivals/s.
-        seed: Draws them.
+        seed: Seed of the arrivals.
 
     Yields:
         Seconds since the start, increasing.
@@ -429,13 +448,20 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
 
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float]:
-    """The 50th, 90th and 99th percentile of times, each a measured value. Skips None; NaN if no value is left."""
+    """Computes the 50th, 90th and 99th percentile of times, without interpolation.
+
+    Args:
+        values: Times; None is skipped.
+
+    Returns:
+        `p50`, `p90` and `p99`; NaN if there are no values.
+    """
     found = [x for x in values if x is not None] or [math.nan]
     return {f"p{p}": float(np.percentile(found, p, method="inverted_cdf")) for p in (50, 90, 99)}
 
 
 async def counters(client: Client) -> dict[str, float]:
-    """The metrics without labels of `/metrics` by name; empty for a server that has none."""
+    """Reads the metrics without labels from `/metrics`, by name; empty for a server without metrics."""
     response = await client.ask("GET", "/metrics")
     if response.status != 200:
         return {}

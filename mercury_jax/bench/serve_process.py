@@ -1,9 +1,9 @@
-"""A server of our own in a process of its own: `server` starts one, waits for it and ends it.
+"""Runs a server in another process: `server` starts one, waits until it is ready, and ends it.
 
-Run as `python -m mercury_jax.bench.serve_process REQUEST`, where REQUEST is JSON such as
-{"model": null, "settings": {"slots": 16}, "options": {}, "drain": 30}, it is what `mercury serve` runs, on a free port,
-with all settings of the engine. It prints one JSON line {"url"} when it listens and a second one {"ready"} when every
-program is compiled, and runs until it gets a signal.
+The process runs `python -m mercury_jax.bench.serve_process REQUEST`, where REQUEST is JSON such as
+{"model": null, "settings": {"slots": 16}, "options": {}, "drain": 30}. It is the server of `mercury serve`, on a free
+port and with all settings of the engine. It prints a JSON line {"url"} when it listens and a second one {"ready"} when
+all programs are compiled, and runs until it receives a signal.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ ROOT = str(Path(__file__).parents[2])
 
 
 class ServerProcess(NamedTuple):
-    """A server that listens, its process, and the file with its standard error."""
+    """A running server: its URL, its process, and the file with its standard error."""
 
     url: str
     process: subprocess.Popen[str]
     stderr: Path
 
     def end(self, seconds: float = 60.0) -> int:
-        """Sends SIGTERM and returns the exit code. subprocess.TimeoutExpired where it does not end in time."""
+        """Sends SIGTERM and waits for the process.
+
+        Args:
+            seconds: Longest time to wait.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: The process has not ended in time.
+        """
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
@@ -48,21 +58,21 @@ def server(
     within: float = 1800.0,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """Starts a server on a free port of the loopback; yields it once every program is compiled, and ends it.
+    """Starts a server on a free loopback port, yields it once all programs are compiled, and ends it.
 
     Args:
         model: A folder. Default: the embedded model.
-        settings: Of `serve.engine.request.EngineConfig`.
-        options: Of `serve.options.ServerOptions`.
-        drain: Seconds that running requests have when it ends.
-        within: Seconds for loading and compiling.
-        env: Added to the environment of this process.
+        settings: Fields of `serve.engine.request.EngineConfig`.
+        options: Fields of `serve.options.ServerOptions`.
+        drain: Seconds for which running requests may continue when the server ends.
+        within: Largest number of seconds for loading and compiling.
+        env: Variables that are added to the environment of this process.
 
     Yields:
         The running server.
 
     Raises:
-        RuntimeError: It ended before it was ready; with its last lines.
+        RuntimeError: The server ended before it was ready; the message has the last lines of its standard error.
     """
     request = {
         "model": model,
@@ -92,7 +102,7 @@ def server(
 
 
 def _next_line(process: subprocess.Popen[str], stderr: Path) -> dict[str, Any]:
-    """The next JSON line of the server."""
+    """Reads the next JSON line that the server prints."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -103,6 +113,12 @@ def _next_line(process: subprocess.Popen[str], stderr: Path) -> dict[str, Any]:
 
 def main(request: dict[str, Any]) -> int:
     """Runs the server in this process until a signal ends it.
+
+    Args:
+        request: REQUEST of the command line.
+
+    Returns:
+        The exit code, 0.
 
     Raises:
         Exception: The error that ended the engine.

@@ -1,8 +1,7 @@
-"""Timing without compilation: warm calls, two calls in alternation, and what the device can do at most.
+"""Timing without compilation: warm calls, two alternating calls, and the measured limits of a device.
 
-`steady` and `alternate` are what every measurement of this package times with. `measure_roofline` measures the memory
-bandwidth and the matmul rate that `mercury bench gpu` compares with. `endless` and `prompt_ids` give answers of fixed
-length behind prompts of fixed length.
+All benchmarks of this package use `steady` and `alternate`. `measure_roofline` measures the memory bandwidth and the
+matmul rate with which `mercury bench gpu` compares. `endless` and `prompt_ids` give answers and prompts a fixed length.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from mercury_jax.types import LM
 
 T = TypeVar("T")
 
-TRIES = 4  # equal calls, of which one must compile nothing
-REPEATS = 5  # loops of which the fastest counts
-PRODUCTS, COPIES = 4, 8  # of a loop
+TRIES = 4  # calls after which one must have compiled nothing
+REPEATS = 5  # timed loops, of which the fastest counts
+PRODUCTS, COPIES = 4, 8  # matrix products and array updates per timed loop
 TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
 
 
 @functools.cache
 def _compilation_counter() -> list[int]:
-    """One number that rises with every compiled program; JAX offers no way to remove a listener."""
+    """Registers a counter of compiled programs. Cached, because JAX cannot remove a listener."""
     count = [0]
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -41,25 +40,35 @@ def _compilation_counter() -> list[int]:
 
 
 def compilations() -> int:
-    """How many programs were compiled since the first call of this function."""
+    """Returns the number of programs that were compiled since the first call of this function."""
     return _compilation_counter()[0]
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """(result, seconds) of a call. The result must be on the host, or waited for inside the call."""
+    """Times a call.
+
+    Args:
+        call: The function. It must return a result on the host, or wait for the device itself.
+
+    Returns:
+        (result, seconds).
+    """
     began = time.perf_counter()
     result = call()
     return result, time.perf_counter() - began
 
 
 def steady(call: Callable[[], T]) -> tuple[T, float]:
-    """Times a call during which nothing is compiled, repeating it until that is so.
+    """Times a call without compilation: repeats it until a call compiles nothing.
+
+    Args:
+        call: The function, as in `timed`.
 
     Returns:
-        (result, seconds) of that call.
+        (result, seconds) of the call that compiled nothing.
 
     Raises:
-        RuntimeError: Each of `TRIES` calls compiled something, so that the time would be the compiler's.
+        RuntimeError: Each of `TRIES` calls compiled a program, so that the times would include the compiler.
     """
     for _ in range(TRIES):
         before = compilations()
@@ -72,16 +81,16 @@ def steady(call: Callable[[], T]) -> tuple[T, float]:
 def alternate(
     first: Callable[[], object], other: Callable[[], object], pairs: int
 ) -> list[tuple[float, float]]:
-    """Seconds of two calls, one after the other `pairs` times; which begins alternates.
+    """Times two calls in pairs, alternating which of them runs first.
 
-    On a shared machine both calls of a pair meet the same load, so their ratio is steadier than either time.
+    On a shared machine both calls of a pair see the same load, so their ratio varies less than either time.
 
     Args:
         first, other: Functions without arguments that wait for their results.
-        pairs: How often both are called.
+        pairs: Number of pairs.
 
     Returns:
-        (seconds of the first, seconds of the other) for each pair.
+        (seconds of `first`, seconds of `other`) for each pair.
     """
     found = []
     for i in range(pairs):
@@ -94,19 +103,19 @@ def alternate(
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Median of first / other."""
+    """Returns the median of first / other over the pairs of `alternate`."""
     return statistics.median(a / max(b, 1e-12) for a, b in pairs)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third quartile; of fewer than two values the value itself."""
+    """Returns the first and third quartile; a single value twice."""
     if len(values) < 2:
         return [*values, *values]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return [low, high]
 
 
-# --- what a device can do
+# --- measured limits of a device
 
 
 class Roofline(NamedTuple):
@@ -117,20 +126,22 @@ class Roofline(NamedTuple):
 
 
 def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
-    """Measures the first device: the fastest of several loops counts, as other work of the device only adds to it.
+    """Measures memory bandwidth and matmul rate of the first device.
+
+    The fastest of several loops counts, because other work on the device can only add to the time.
 
     Args:
-        megabytes: Size of an array to whose numbers 1 is added, so that each is read and written.
+        megabytes: Size of the array that is incremented, for the bandwidth: every byte is read and written.
         width: Rows and columns of the square bf16 matrices that are multiplied.
 
     Returns:
-        Its memory bandwidth and matmul rate.
+        Memory bandwidth and matmul rate.
     """
     multiply, flops = matmul_loop(width, jnp.bfloat16)
     size = megabytes << 20
-    # Not zeros: memory may be compressed.
+    # Values other than zeros, because a device may compress memory.
     x = jax.jit(lambda: (jnp.arange(size // 2, dtype=jnp.int32) % 251).astype(jnp.bfloat16))()
-    # Each sum takes the result of the one before, so that XLA can leave none of them out.
+    # Each update uses the result of the one before, so that none can be optimised away.
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     jax.block_until_ready(add(x + 0))  # compiles
     products, copies = [], []
@@ -146,17 +157,17 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
 
 
 def matmul_loop(width: int, dtype: DTypeLike) -> tuple[Callable[[], None], float]:
-    """Products of large square matrices, the most arithmetic that a device does in a second.
+    """Makes a loop of products of large square matrices, to measure the highest matmul rate of a device.
 
     Args:
-        width: Rows and columns.
-        dtype: Of the matrices.
+        width: Rows and columns of the matrices.
+        dtype: Dtype of the matrices.
 
     Returns:
-        A function, compiled already, that multiplies and waits, and the FLOPs of one call.
+        (a compiled function that multiplies and waits, FLOP per call).
     """
     w = jax.random.normal(jax.random.key(0), (width, width), dtype) * width**-0.5
-    # Each product takes the result of the one before, so that XLA can leave none of them out.
+    # Each product uses the result of the one before, so that XLA cannot remove any.
     multiply = jax.jit(lambda x: functools.reduce(lambda x, _: x @ w, range(PRODUCTS), x))
     jax.block_until_ready(multiply(w))
 
@@ -170,18 +181,18 @@ def matmul_loop(width: int, dtype: DTypeLike) -> tuple[Callable[[], None], float
 
 
 def endless(lm: LM) -> LM:
-    """The same model, which never emits the end of text, so that every answer has `max_tokens` tokens."""
+    """Returns the same model with `eos` forbidden, so that every answer has `max_tokens` tokens."""
     c = lm.corruption
     return dataclasses.replace(lm, corruption=c._replace(forbidden=(*c.forbidden, lm.model.config.eos)))
 
 
 def prompt_ids(lm: LM, batch: int, shorter: int = 0) -> list[list[int]]:
-    """Prompts of one block minus `shorter` tokens each, so that one forward pass encodes them.
+    """Makes equal prompts of up to one block, which a single forward pass encodes.
 
     Args:
         lm: The model.
-        batch: How many prompts.
-        shorter: Tokens by which they are shorter than a block.
+        batch: Number of prompts.
+        shorter: Number of tokens by which a prompt is shorter than a block.
 
     Returns:
         The same ids `batch` times.

@@ -1,7 +1,7 @@
 """Checkpoints of a run (`Saver`, `restore`) and folders of a saved model (`export`, `load_exported`).
 
-Both carry their configuration and a manifest of SHA-256 checksums that is verified before anything else is read. Damage
-raises `CheckpointError`, which names the file.
+Both contain the configuration and a manifest of SHA-256 checksums, which is verified before anything else is read. A
+damaged file raises `CheckpointError`, whose message names it.
 """
 
 from mercury_jax.checkpoint.export import Exported, export, load_exported

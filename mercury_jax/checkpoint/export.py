@@ -1,11 +1,12 @@
-"""A saved model as a plain folder: what training leaves, what `mercury convert` writes, and what `assets/nano` is.
+"""A saved model as a plain folder, written by training and `mercury convert`; `assets/nano` is one.
 
     config.json         the configuration, as the caller gave it
     params.safetensors  arrays by name (`block_0/attention/q/w`)
-    tokenizer.model     the tokenizer's bytes, where one was given
+    tokenizer.model     the tokenizer's bytes, if there is a tokenizer
     manifest.json       size and SHA-256 of every file
 
-It needs neither Orbax nor pickle; any reader of safetensors reads it. Arrays are written and read one at a time.
+The format needs neither Orbax nor pickle: any safetensors reader can open the arrays. They are written and read one at
+a time.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from mercury_jax.sharding import gather, path_name, spans_processes
 
 FORMAT = 1
 CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.model"
-MAX_ERROR = 500  # bytes of an error that process 0 reports to the others
+MAX_ERROR = 500  # bytes of the error message that process 0 sends to the others
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that `load_exported` opened; `read` reads its arrays.
+    """A folder opened by `load_exported`; `read` reads its arrays.
 
     Attributes:
         path: The folder.
         tensors: Dtype and shape of the stored arrays, by name.
         config: The configuration.
         tokenizer: The tokenizer's bytes, or None.
-        dtype: Floating-point arrays are returned in this dtype; None: as stored.
+        dtype: Dtype in which floating-point arrays are returned; None: as stored.
     """
 
     path: Path
@@ -57,11 +58,11 @@ class Exported:
         """Reads one array.
 
         Args:
-            name: Such as "block_0/attention/q/w".
+            name: Path of the parameter, such as "block_0/attention/q/w".
             rows: Only these rows of the first axis. Default: all.
 
         Returns:
-            The array; floating-point numbers in `dtype`.
+            The array; in `dtype` if it has floating-point numbers.
 
         Raises:
             CheckpointError: There is no such array, or the file is damaged.
@@ -74,7 +75,7 @@ class Exported:
 
     @property
     def params(self) -> dict[str, Any]:
-        """All arrays as a nested dict, by the parts of their names; each access reads them again."""
+        """All arrays as a nested dict, keyed by the parts of their paths. Each access reads the file again."""
         tree: dict[str, Any] = {}
         for name in self.tensors:
             *stems, last = name.split("/")
@@ -98,14 +99,14 @@ def export(
 ) -> Path:
     """Writes a nested dict of arrays and a JSON-ready config to a folder.
 
-    Arrays that are split over several processes are gathered one at a time, so every process must call this; process 0
-    writes, and the others return when the folder is complete.
+    Arrays that are sharded over several processes are gathered one at a time, so every process must call this. Process
+    0 writes, and the others return when the folder is complete.
 
     Args:
-        folder: Where to; its parents are made.
+        folder: The folder to write; missing parents are created.
         params: Nested dict of arrays.
-        config: Written as JSON.
-        dtype: Floating-point arrays are stored in this dtype. Default: theirs.
+        config: The configuration, JSON-ready.
+        dtype: Dtype in which floating-point arrays are stored. Default: unchanged.
         tokenizer: The tokenizer's bytes.
         overwrite: Replace an earlier export, once the new one is complete. Other folders are never replaced.
 
@@ -114,16 +115,16 @@ def export(
 
     Raises:
         ValueError: The folder is not empty, and not an export that may be replaced.
-        SaveFailed: The disk is full, or permission is missing; an earlier export is unchanged. With several processes
-            each of them raises, if process 0 cannot write.
+        SaveFailed: The disk is full, or permission is missing; an earlier export is unchanged. If process 0 cannot
+            write, all processes raise.
     """
     folder = Path(folder)
     ordered = tensors.in_order(_lazy_tensors(params, dtype))
     if not spans_processes(params):
         _write(folder, ordered, config, tokenizer, overwrite)
         return folder
-    # Gathering is a collective: where process 0 cannot write (a full disk), it takes part in gathering the rest all the
-    # same, and at the end all processes learn that it failed.
+    # Gathering is a collective: process 0 must take part even after it failed to write (a full disk), or the others
+    # would wait for it forever. At the end, all processes learn of the failure.
     left, error = deque(ordered), None
     if jax.process_index() == 0:
         try:
@@ -132,7 +133,7 @@ def export(
             error = found
     for tensor in left:
         tensor.make()
-    # The error as bytes of a fixed length: collectives need arrays of one shape.
+    # A collective needs arrays of the same shape on all processes, so the message is sent as bytes of a fixed length.
     text = f"{type(error).__name__}: {error}" if error else ""
     sent = np.frombuffer(text.encode()[:MAX_ERROR].ljust(MAX_ERROR), np.uint8)
     told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
@@ -144,7 +145,7 @@ def export(
 
 
 def _removing(tensor: LazyTensor, left: deque[LazyTensor]) -> LazyTensor:
-    """The first of the tensors that are left, which is taken from them when it is made."""
+    """Wraps the first tensor in `left` so that making it also removes it from `left`."""
 
     def make() -> object:
         left.popleft()
@@ -160,7 +161,7 @@ def _write(
     tokenizer: bytes | None,
     overwrite: bool,
 ) -> None:
-    """`export` of tensors that this process can make, in their order."""
+    """Writes the files of `export`, through a temporary folder."""
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise refuse("folder", str(folder), "a new or empty folder, or overwrite=True")
@@ -175,7 +176,7 @@ def _write(
         if tokenizer is not None:
             (work / TOKENIZER).write_bytes(tokenizer)
         manifest.write(work)
-        # An earlier export is moved aside first and removed last, so that one of the two is always complete.
+        # Move an earlier export aside first and remove it last, so that a complete one always exists.
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
@@ -190,15 +191,15 @@ def load_exported(folder: str | Path, dtype: DTypeLike | None = None, *, verify:
     """Verifies an exported folder and opens it.
 
     Args:
-        folder: What `export` wrote.
-        dtype: Floating-point arrays are returned in this dtype. Default: as stored.
+        folder: A folder written by `export`.
+        dtype: Dtype in which floating-point arrays are returned. Default: as stored.
         verify: Check the SHA-256 of every file first, which reads all of them.
 
     Returns:
-        The opened folder. The checksums have read every byte, but no array is in memory; `Exported.read` reads one.
+        The opened folder. No array is in memory yet; `Exported.read` reads one.
 
     Raises:
-        CheckpointError: Names the file that is missing, truncated or changed.
+        CheckpointError: A file is missing, truncated or changed; the message names it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -227,7 +228,7 @@ def _lazy_tensors(params: Any, dtype: DTypeLike | None) -> Iterator[LazyTensor]:
 
 
 def _to_host(leaf: Any, dtype: np.dtype) -> np.ndarray:
-    # A jax.Array caches its host value for as long as it lives. Copying first lets that memory go with the copy.
+    # A jax.Array caches its host value as long as it lives. Reading a temporary copy frees that memory with the copy.
     if not spans_processes(leaf) and isinstance(leaf, jax.Array):
         leaf = jnp.copy(leaf) if len(leaf.devices()) > 1 or jax.default_backend() != "cpu" else leaf
     return gather(leaf).astype(dtype, copy=False)

@@ -1,7 +1,7 @@
-"""The manifest of a folder: size and SHA-256 of every file. It is written last and verified first.
+"""The manifest of a folder: size and SHA-256 of every file, written last and verified first.
 
-A downloaded folder and its manifest may both come from an attacker, so a file name or a symbolic link that leads out
-of the folder is refused whatever the checksums say.
+A downloaded folder and its manifest may both come from an attacker. A file name or a symbolic link that leads out of
+the folder is therefore refused, even if the checksums match.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or a saved model is incomplete, damaged, or does not belong to the model that asks for it."""
+    """A checkpoint or a saved model is incomplete, damaged, or does not match the model that it is read into."""
 
 
 class SaveFailed(CheckpointError):
@@ -47,10 +47,10 @@ def verify(folder: str | Path, only: str | None = None) -> None:
 
     Args:
         folder: The folder.
-        only: Check the checksum of this file alone. Default: of all files.
+        only: Verify only this file. Default: all files of the manifest.
 
     Raises:
-        CheckpointError: Names the file that is missing, truncated, changed, or outside of the folder.
+        CheckpointError: A file is missing, truncated, changed, or outside of the folder; the message names it.
     """
     folder = Path(folder)
     path = folder / NAME
@@ -62,12 +62,13 @@ def verify(folder: str | Path, only: str | None = None) -> None:
         raise CheckpointError(
             f"{path}: format is {about.get('format')!r}; allowed: {FORMAT}, by this version"
         )
+    # Check where all names and links lead before any file is opened.
     roots = allowed_roots(folder.resolve())
     for name in (*files, *(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())):
         try:
             real = (folder / name).resolve()
         except (OSError, RuntimeError, ValueError) as error:
-            # A loop of links (a RuntimeError before Python 3.13), or a NUL byte.
+            # A cycle of links (a RuntimeError before Python 3.13), or a name with a NUL byte.
             raise CheckpointError(f"{folder}: {name[:200]!r} leads nowhere: {error}") from None
         if not any(real.is_relative_to(place) for place in roots):
             where = f"{folder}: {name[:200]!r} leads to {str(real)!r}"
@@ -90,14 +91,14 @@ def verify(folder: str | Path, only: str | None = None) -> None:
 
 
 def allowed_roots(root: Path) -> list[Path]:
-    """The folders in which the files of a checkpoint folder may lie.
+    """Lists the folders in which the files of a checkpoint folder may lie.
 
     Args:
-        root: The checkpoint folder, resolved.
+        root: The checkpoint folder, with symbolic links resolved.
 
     Returns:
-        The folder itself. Of a snapshot in the cache of `huggingface_hub` (`models--org--name/snapshots/x`, or a
-        folder in it) also the repository's `blobs`, to which its links lead.
+        The folder itself. For a snapshot in the cache of `huggingface_hub` (`models--org--name/snapshots/x`, or a
+        folder in it) also `blobs` of the repository, because the files of a snapshot are links into it.
     """
     for place in (root, *root.parents):
         repository = place.parent.parent
@@ -134,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: Mapping[str, Any]) -> None:
-    """Writes a JSON object as `write_synced` does.
+    """Writes a JSON object and flushes it to the disk.
 
     Args:
         path: The file.
@@ -144,7 +145,7 @@ def write_json(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and flushes it to the disk, so that no later rename can overtake its contents.
+    """Writes a file and flushes it to the disk, so that a later rename cannot become durable before the contents.
 
     Args:
         path: The file.
@@ -157,7 +158,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file through a `.tmp` beside it: whenever the process is killed, the old file or the new one is whole.
+    """Replaces a file atomically, through a `.tmp` beside it: a killed process leaves either the old or the new file.
 
     Args:
         path: The file.

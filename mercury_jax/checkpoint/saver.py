@@ -1,14 +1,14 @@
-"""Saving and restoring the steps of a run: any pytree beside its configuration, with a checksum of every byte.
+"""Saves and restores the steps of a run: any pytree with its configuration, with checksums of all files.
 
-A step is a folder that appears complete or not at all:
+Each step is a folder, which appears only when it is complete:
 
     00000100/state/           the arrays, written by Orbax
              checkpoint.json  format, step, configuration, small state, names and shapes of the arrays
              manifest.json    size and SHA-256 of every file, written last, checked first
 
-Orbax restores flipped bits as wrong numbers without an error; the manifest detects them. A step is written under
-`00000100.tmp` and renamed when its manifest is complete, so a process that is killed leaves at most a folder that
-`clean` removes. `restore` checks the checksums first, and then reads the arrays into the structure of a target.
+The manifest is needed because Orbax restores flipped bits as wrong numbers without an error. A step is written as
+`00000100.tmp` and renamed when its manifest is complete; a killed process leaves at most a `.tmp` folder, which `clean`
+removes. `restore` verifies the checksums first, and then reads the arrays into the structure of a target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mercury_jax.sharding import path_name
 
 FORMAT = 1
 STATE, ABOUT = "state", "checkpoint.json"
-# How Orbax and the system say that the disk is full.
+# Texts in the errors of Orbax and of the system for a full disk.
 DISK_FULL = ("RESOURCE_EXHAUSTED", "OUT_OF_RANGE", "No space", "File too large")
 
 
@@ -68,9 +68,9 @@ def path_of(folder: str | Path, step: int) -> Path:
 
 
 def clean(folder: str | Path) -> list[str]:
-    """Removes what interrupted saves and removals left behind.
+    """Removes the temporary folders of interrupted saves and removals.
 
-    Only for a run that has started and not yet saved: a save that is being written would be removed, too.
+    Call it when a run starts, before its first save: it would also remove a save in progress.
 
     Args:
         folder: The folder of the run; it need not exist.
@@ -91,11 +91,11 @@ def clean(folder: str | Path) -> list[str]:
 class Saver:
     """Saves the steps of one run in the background, one at a time.
 
-    An error of the background work is raised as `SaveFailed` by the next `save`, `check` or `wait`.
+    An error in the background is raised as `SaveFailed` by the next `save`, `check` or `wait`.
 
     Attributes:
         folder: The folder of the run.
-        keep: How many of the newest steps remain.
+        keep: Number of newest steps that are kept.
     """
 
     folder: Path
@@ -112,10 +112,12 @@ class Saver:
     def save(
         self, step: int, tree: Any, config: Mapping[str, Any], extra: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts to save a step. Returns when the arrays are copied off the devices; they may be donated then.
+        """Starts to save a step, after waiting for the one before.
+
+        Returns when the arrays are copied off the devices; from then on they may be donated.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             tree: Pytree of arrays and typed PRNG keys.
             config: JSON-ready configuration.
             extra: JSON-ready small state, such as the position in the data.
@@ -138,7 +140,7 @@ class Saver:
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir(parents=True)
                 manifest.write_json(work / ABOUT, about)
-            # Orbax synchronises all processes with process 0 before any of them writes.
+            # The folder exists on process 0 only; Orbax synchronises all processes before any of them writes.
             self._orbax.save(work / STATE, args=ocp.args.PyTreeSave(dict(arrays)))
         except Exception as error:
             raise self._failed(step, error) from error
@@ -148,7 +150,7 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Reports an error of the background work; never waits.
+        """Raises an error of the background work, if there is one. Does not wait.
 
         Raises:
             SaveFailed: A save has failed since the last call.
@@ -158,7 +160,11 @@ class Saver:
             raise error
 
     def wait(self) -> None:
-        """Returns when no process is saving any more; raises as `check`. All processes must call it."""
+        """Waits until no process is saving any more. All processes must call it.
+
+        Raises:
+            SaveFailed: As in `check`.
+        """
         if self._thread is not None:
             self.join()
             self._thread = None
@@ -167,16 +173,17 @@ class Saver:
         self.check()
 
     def join(self) -> None:
-        """Returns when this process is not saving any more, whatever the others do; for the way out after an error.
+        """Waits until this process is not saving any more, without the others. For cleaning up after an error.
 
         Raises:
-            SaveFailed: As `check`.
+            SaveFailed: As in `check`.
         """
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def _finish(self, step: int, work: Path) -> None:
+        """The thread: waits for the arrays, writes the manifest, publishes the step, and removes old ones."""
         try:
             self._orbax.wait_until_finished()  # on process 0 this waits for the writes of all processes
             if jax.process_index() == 0:
@@ -192,6 +199,7 @@ class Saver:
             self._error.__cause__ = error
 
     def _failed(self, step: int, error: Exception) -> SaveFailed:
+        """Makes the error that the user sees, with the earlier steps that can still be used."""
         earlier = steps(self.folder)
         full = any(words in str(error) for words in DISK_FULL)
         return SaveFailed(
@@ -203,7 +211,7 @@ class Saver:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a step; it is renamed first, so that a process that is killed leaves nothing that looks complete."""
+    """Deletes a step. It is renamed first, so that a killed process leaves no partly deleted step under its name."""
     if path.exists():
         doomed = path.with_name(path.name + ".old.tmp")
         os.rename(path, doomed)
@@ -215,10 +223,10 @@ class Restored:
     """A step that was read.
 
     Attributes:
-        step: Its number.
-        tree: Its arrays, in the structure of the target.
-        config: The configuration that was saved beside them.
-        extra: The small state that was saved beside them.
+        step: Number of the step.
+        tree: The arrays, in the structure of the target.
+        config: The configuration that was saved with them.
+        extra: The small state that was saved with them.
     """
 
     step: int
@@ -230,7 +238,7 @@ class Restored:
 def restore(folder: str | Path, target: Any, step: int | None = None) -> Restored:
     """Reads a step into the structure, dtypes and shardings of `target`.
 
-    Every file is checked against the manifest before Orbax opens any.
+    Every file is verified against the manifest before Orbax opens any of them.
 
     Args:
         folder: The folder of the run.
@@ -245,7 +253,7 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
             saved with another dtype or shape.
     """
     path, about = inspect(folder, step)
-    # Process 0 alone verifies the checksums, because all processes see the same files.
+    # All processes see the same files, so only process 0 verifies the checksums, and broadcasts the result.
     error = None
     if jax.process_index() == 0:
         try:
@@ -275,7 +283,7 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
     for place, leaf in leaves:
         array = arrays[path_name(place)]
         if _is_key(leaf):
-            # A ShapeDtypeStruct does not know the implementation of its keys: the default one then.
+            # A ShapeDtypeStruct does not have the implementation of its keys; assume the default one.
             kind = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
             array = jax.random.wrap_key_data(array, impl=kind)
         restored.append(array)
@@ -283,7 +291,7 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
 
 
 def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
-    """Reads the checkpoint.json of a step; no array is read.
+    """Reads the checkpoint.json of a step, without its arrays.
 
     Args:
         folder: The folder of the run.
@@ -293,7 +301,7 @@ def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str
         (path of the step, contents of its checkpoint.json).
 
     Raises:
-        CheckpointError: There is no such step, its checkpoint.json is damaged, or its format is another version's.
+        CheckpointError: There is no such step, its checkpoint.json is damaged, or another version wrote it.
     """
     have = steps(folder)
     step = max(have, default=None) if step is None else step
@@ -301,7 +309,7 @@ def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str
         allowed = f"one of {have} in {folder}" if have else f"none: {folder} has no checkpoint"
         raise CheckpointError(str(refuse("step", step, allowed)))
     path = path_of(folder, step)
-    # This file alone first: its contents are used before the arrays are verified.
+    # Verify this file first, because its contents are used before the arrays are verified.
     manifest.verify(path, only=ABOUT)
     about = manifest.read_json(path / ABOUT)
     if about.get("format") != FORMAT:
@@ -327,7 +335,7 @@ def _flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
     """Flattens a pytree into arrays by name, such as "params/block_0/attention/q/w".
 
     Args:
-        tree: Pytree of arrays. A typed PRNG key is replaced by its key data, which every version of JAX can read.
+        tree: Pytree of arrays. Typed PRNG keys become their key data, which does not depend on the version of JAX.
         abstract: Return `jax.ShapeDtypeStruct`s with the leaves' shardings instead of arrays.
 
     Returns:
@@ -347,7 +355,7 @@ def _flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys."""
+    """Says whether a leaf is an array of typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

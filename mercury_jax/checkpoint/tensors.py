@@ -4,11 +4,12 @@
     n bytes   JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}, padded with spaces
     the rest  the tensors, little-endian, row-major, without gaps between them
 
-The `safetensors` package parses and checks every header. Three things remain here because the package does not do them:
+The `safetensors` package parses and checks every header. This module does what the package does not:
 
-- A bound on the header's length. The package allows 100 MB and then needs up to 20 times as much memory.
-- Reading the bytes. Its numpy interface has no fp8, and a memory-mapped file would count as memory of this process.
-- Writing. The package wants all tensors of a file in memory at the same time.
+- It limits the length of the header. The package allows 100 MB and then needs up to 20 times as much memory.
+- It reads the bytes. The package's numpy interface has no fp8, and it maps the file into memory, which then counts as
+  memory of this process.
+- It writes one tensor at a time. The package needs all tensors of a file in memory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class TensorEntry(NamedTuple):
 
 
 class LazyTensor(NamedTuple):
-    """A tensor to write. `make` returns the array of this shape and dtype; it is called when the tensor is written."""
+    """A tensor to write. `make` is called when it is written, and returns an array of this shape and dtype."""
 
     name: str
     shape: Sequence[int]
@@ -69,17 +70,17 @@ class LazyTensor(NamedTuple):
 
 
 def header(path: str | Path) -> dict[str, TensorEntry]:
-    """Reads and checks the header of a safetensors file; no tensor is read.
+    """Reads and checks the header of a safetensors file, without its tensors.
 
     Args:
         path: The file.
 
     Returns:
-        The tensors by name, in the order of their bytes.
+        The tensors by name, in the order of their positions in the file.
 
     Raises:
-        CheckpointError: The file is missing, is a Git LFS pointer, has a malformed header, or a dtype or shape that
-            numpy does not have. The message begins with the path.
+        CheckpointError: The file is missing, is a Git LFS pointer, has a malformed header, or has a dtype or shape that
+            numpy does not support. The message starts with the path.
     """
     with _open(path) as file:
         start = file.read(8)
@@ -100,7 +101,7 @@ def header(path: str | Path) -> dict[str, TensorEntry]:
                 dtype, shape = about.get_dtype(), about.get_shape()
                 if dtype not in DTYPES:
                     raise CheckpointError(f"{where}: {refuse('dtype', dtype, ', '.join(DTYPES))}")
-                # An axis of size 0 makes an array empty, but numpy still refuses other axes with too large a product.
+                # numpy limits the product of the axes without zeros, even for an array that an axis of size 0 empties.
                 if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
                     allowed = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
                     raise CheckpointError(f"{where}: shape is {str(shape)[:200]}; allowed: {allowed}")
@@ -123,7 +124,7 @@ def read(path: str | Path, entry: TensorEntry, rows: slice | None = None) -> np.
         The array, of shape `entry.shape` or with `stop - start` rows.
 
     Raises:
-        CheckpointError: The file ends early, a byte of a BOOL tensor is neither 0 nor 1, or memory does not suffice.
+        CheckpointError: The file is truncated, a byte of a BOOL tensor is neither 0 nor 1, or memory is exhausted.
         ValueError: `rows` is out of range or has a step.
     """
     shape, start = entry.shape, entry.start
@@ -154,15 +155,15 @@ def read(path: str | Path, entry: TensorEntry, rows: slice | None = None) -> np.
 def write(path: str | Path, tensors: Iterable[LazyTensor], metadata: Mapping[str, str] | None = None) -> None:
     """Writes a safetensors file with one tensor in memory at a time.
 
-    The file appears when it is complete; an error leaves an earlier file of that name as it was.
+    The file is renamed into place when it is complete; after an error, an earlier file of that name is unchanged.
 
     Args:
         path: The file.
-        tensors: Written in the order of `in_order`, so that each starts at a multiple of its item size.
-        metadata: Texts by name for the header.
+        tensors: The tensors. They are written in the order of `in_order`, so that each is aligned to its item size.
+        metadata: Strings by name for the header.
 
     Raises:
-        ValueError: A name occurs twice, a dtype is not in the format, or `make` returns another shape or dtype than
+        ValueError: A name occurs twice, the format does not have a dtype, or `make` returns another shape or dtype than
             announced. The message names the tensor.
     """
     path, ordered = Path(path), in_order(tensors)
@@ -187,7 +188,7 @@ def write(path: str | Path, tensors: Iterable[LazyTensor], metadata: Mapping[str
                 _write_tensor(file, tensor)
             file.flush()
             os.fsync(file.fileno())
-        header(work)  # never keep a file that could not be read again
+        header(work)  # never keep a file that cannot be read again
         work.replace(path)
     except BaseException:
         work.unlink(missing_ok=True)
@@ -195,7 +196,14 @@ def write(path: str | Path, tensors: Iterable[LazyTensor], metadata: Mapping[str
 
 
 def in_order(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
-    """The tensors in the order in which `write` makes them: widest dtypes first, otherwise as given."""
+    """Sorts tensors in the order in which `write` writes them: by falling item size, otherwise as given.
+
+    Args:
+        tensors: The tensors.
+
+    Returns:
+        The sorted tensors. The header has a multiple of 8 bytes, so each tensor is aligned to its item size.
+    """
     return sorted(tensors, key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
 
 
@@ -212,7 +220,7 @@ def _write_tensor(file: BinaryIO, tensor: LazyTensor) -> None:
 
 
 def _open(path: str | Path) -> BinaryIO:
-    if not Path(path).is_file():  # reading a pipe would block, and a device such as /dev/zero never ends
+    if not Path(path).is_file():  # a pipe would block, and /dev/zero never ends
         raise CheckpointError(f"{path} is missing or not a file")
     try:
         return Path(path).open("rb")

@@ -1,9 +1,9 @@
-"""The card of a model: what it was trained on, what it reaches, and the command that remakes each figure.
+"""Writes the card of a model: its training data, its results, and the command that reproduces each figure.
 
     python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out DIR/README.md
 
-Every task with questions is answered one token per step and by the model's own rule, which `mj.sample` uses where
-none is named; the summaries go to `evaluation.json` beside the card.
+Every task with questions is decoded twice, with one token per step and with the model's default rule. The summaries are
+also written to `evaluation.json` beside the card.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mercury_jax.config import at_least, refuse
 from mercury_jax.evaluate.runner import ONE_A_STEP, Summary, compare, line, run, table
 from mercury_jax.types import LM
 
-MAX_SHARE, MAX_POINTS = 1 / 3, 2.0  # of the forwards, and of accuracy lost: what is asked of a parallel rule
+MAX_SHARE, MAX_POINTS = 1 / 3, 2.0  # goals of a parallel rule: share of the forwards, loss of points
 
 
 class Measurement(NamedTuple):
-    """One line of the suite.
+    """One entry of the suite.
 
     Attributes:
         task: Name of the task.
-        file: A file of the planning folder; None: the held-out questions.
-        limit: Most questions; None: the task's own number, or the whole file.
+        file: A file in the planning folder; None: the held-out questions.
+        limit: Largest number of questions; None: the task's default, or the whole file.
     """
 
     task: str
@@ -41,10 +41,16 @@ class Measurement(NamedTuple):
     limit: int | None = None
 
     def path(self, planning: str | Path | None) -> Path | None:
-        """The file in the planning folder; None without one.
+        """Finds the file in the planning folder.
+
+        Args:
+            planning: The planning folder.
+
+        Returns:
+            The path; None without a file or a folder.
 
         Raises:
-            ValueError: The folder does not have it.
+            ValueError: The folder does not have the file.
         """
         if self.file is None or planning is None:
             return None
@@ -86,14 +92,14 @@ def measure(
     say: Callable[[str], None] = print,
     learnt: Collection[str] | None = None,
 ) -> list[Summary]:
-    """Measures everything in `SUITE`; without a planning folder, without its files.
+    """Measures the entries of `SUITE`; without a planning folder, those with a file are left out.
 
     Args:
         lm: The model.
-        planning: Folder of the public test files.
-        limit: The most questions of each task.
-        say: Called with a line for each result.
-        learnt: Tasks to ask, from `learnt_tasks`; None for all.
+        planning: Folder with the public test files.
+        limit: Largest number of questions per task.
+        say: Called with one line per result.
+        learnt: Tasks to measure, from `learnt_tasks`; None for all.
 
     Returns:
         Summaries in the order of `SUITE`.
@@ -101,7 +107,7 @@ def measure(
     suite = [item for item in SUITE if learnt is None or item.task in learnt]
     if limit is not None:
         at_least(1, limit=limit)
-    # A missing file is refused now, not after minutes.
+    # Refuse a missing file now, not after minutes of evaluation.
     files = {item: item.path(planning) for item in suite if planning is not None or item.file is None}
     found: list[Summary] = []
     for item, file in files.items():
@@ -111,7 +117,7 @@ def measure(
             new = [run(lm, item.task, **options).summary]
         else:
             new = compare(lm, item.task, **options)
-        # The limit of the call: what the command needs, where a file has fewer lines.
+        # Keep the limit that was passed, for `command`: a file may have fewer questions than that.
         new = [{**summary, "limit": options["limit"]} for summary in new]
         for summary in new:
             say(line(summary))
@@ -120,7 +126,14 @@ def measure(
 
 
 def learnt_tasks(recipe: Mapping[str, Any]) -> set[str] | None:
-    """The tasks whose problems the data of a resolved recipe hold; None without a recipe."""
+    """Finds the tasks that a model was trained on.
+
+    Args:
+        recipe: The resolved recipe, `config.json` of a run; {} without one.
+
+    Returns:
+        Names of tasks whose problems occur in the training data; None without a recipe.
+    """
     if "data" not in recipe:
         return None
     sources = [source for source, _ in recipe["data"]["sources"]]
@@ -137,15 +150,15 @@ def card(
     trained_on: str = "",
     evaluated_on: str = "",
 ) -> str:
-    """Writes the card.
+    """Writes the model card.
 
     Args:
         lm: The model.
-        summaries: What `measure` returns.
-        recipe: `config.json` of a run.
-        trained: What `read_run` reads of the run.
-        trained_on: The hardware in words; "" for not recorded.
-        evaluated_on: The hardware in words.
+        summaries: Summaries from `measure`.
+        recipe: The recipe from `read_run`.
+        trained: The totals of the run from `read_run`.
+        trained_on: Hardware of the training, in words; "" if it was not recorded.
+        evaluated_on: Hardware of the evaluation, in words.
 
     Returns:
         Markdown.
@@ -178,7 +191,7 @@ def card(
 def _training_lines(
     about: Mapping[str, Any], recipe: Mapping[str, Any], trained: Mapping[str, Any], hardware: str
 ) -> list[str]:
-    """From the model's own card (recipe, seed) and from the run's folder."""
+    """Lists facts of the training, from `LM.card` (recipe, seed) and from the folder of the run."""
     lines = []
     if "recipe" in about:
         name = about["recipe"]
@@ -212,7 +225,14 @@ def _comparison(s: Mapping[str, Any]) -> str:
 
 
 def command(s: Mapping[str, Any]) -> str:
-    """The command line that gives this summary again."""
+    """Makes the command line that reproduces a summary.
+
+    Args:
+        s: A summary from `measure`.
+
+    Returns:
+        The command.
+    """
     words = ["mercury eval", s["task"]]
     words += [f"--file {s['data']}"] if s["data"].endswith(".jsonl") else []
     words += [f"--limit {s['limit']}"] if s.get("limit") else []
@@ -221,10 +241,16 @@ def command(s: Mapping[str, Any]) -> str:
 
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a training run's folder as (resolved recipe, {"step", "tokens", "seconds"}).
+    """Reads the folder of a training run.
+
+    Args:
+        folder: A folder with config.json and metrics.jsonl.
+
+    Returns:
+        (resolved recipe, {"step", "tokens", "seconds"}); the second is {} if nothing was logged.
 
     Raises:
-        ValueError: It is no such folder.
+        ValueError: The folder is not that of a training run.
     """
     try:
         recipe = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -236,14 +262,14 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     rows = [r for r in rows if r.get("kind") == "train"]
     if not rows:
         return recipe, {}
-    # A row's speed is that of the steps since the row before it; evaluation is not in it.
+    # A row logs the tokens per second of the steps since the row before, without the time of evaluations.
     tokens = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *rows], rows)]
     seconds = sum(n / r["tokens_per_second"] for n, r in zip(tokens, rows) if r.get("tokens_per_second"))
     return recipe, {"step": rows[-1]["step"], "tokens": rows[-1]["tokens"], "seconds": seconds}
 
 
 def hardware() -> str:
-    """This machine in words, without its name."""
+    """Describes the devices and CPU of this machine in words, without its host name."""
     device = jax.devices()[0]
     cores = f"{os.cpu_count()} cores of a {platform.machine()} CPU"
     return cores if device.platform == "cpu" else f"{len(jax.devices())} x {device.device_kind}, {cores}"

@@ -1,4 +1,8 @@
-"""The code tasks, on held-out files of Python's standard library: a bound on the bits per byte, and infilling."""
+"""The code tasks, on held-out files of Python's standard library: a bound on the bits per byte, and infilling.
+
+`bits_per_byte` estimates the likelihood bound (NELBO) on random chunks of the files; `infill_lines` hides parts of
+lines and counts how often the model restores them exactly. Importing this file adds both to `runner.TASKS`.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +31,28 @@ NO_FILES = "an interpreter that comes with its library's source"
 
 # --- bits per byte
 
-CHUNKS = 768  # of an evaluation, unless another number is given
-ROW = 6  # positions of a laid-out chunk, in blocks: 192 for a block of 32, as our recipes train
-CAUSAL_ROW = 96  # of an autoregressive model: as many tokens of text as fit 192 positions with blocks of 32
-MAX_ROWS = 32  # chunks of one pass: more logits at once only cost memory
+CHUNKS = 768  # default number of chunks of an evaluation
+ROW = 6  # positions of a laid-out chunk, in blocks: 192 for a block of 32, as in our training recipes
+CAUSAL_ROW = 96  # for autoregressive models: the text tokens that 192 positions hold for a block of 32
+MAX_ROWS = 32  # chunks per forward pass: more would only need more memory for logits
 GOLDEN = 0.6180339887498949
 
 
 def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
-    """An upper bound on the bits that a byte of held-out code costs, with its standard error.
+    """Estimates an upper bound on the bits per byte of held-out code, with its standard error.
 
-    A sample of chunks, cut and laid out as training cuts them: up to `6 block` positions, clean tokens and canvases
-    together, beginning anywhere in a file. The first 0 to block - 1 tokens of a chunk are given and not scored. Every
-    canvas behind them is scored whole, conditional on what stands before it in its chunk and on nothing else; so the
-    context is some hundred tokens for a block of 32, and a model that could use more of the file gets no credit for it.
-    End-of-text tokens that fill the last canvas of a file are paid for, and count no bytes.
+    Chunks are drawn at random and laid out as in training: up to `6 block` positions, clean tokens and canvases
+    together, starting anywhere in a file. The first 0 to block - 1 tokens of a chunk are given and not scored. Each
+    following canvas is scored completely, conditional only on the tokens before it in the chunk. For a block of 32 the
+    context is therefore about a hundred tokens, and a model that could use more of the file gains nothing. End-of-text
+    tokens that fill the last canvas of a file add to the cost but not to the number of bytes.
 
-    Of a canvas with m tokens, k are masked, k uniform in 1..m and spread evenly over all canvases, and their
-    cross-entropies are summed with weight m / k: the any-order form of the NELBO (LLaDA, arXiv 2502.09992, eq. 6),
-    unbiased. Ids that the model may never emit have no probability. The standard error is over chunks, so it has both
-    the masks and the choice of chunks in it, not the choice of files.
+    In a canvas of m tokens, k tokens are masked, with k uniform in 1..m. The sum of their cross-entropies times m / k
+    is an unbiased estimate of the any-order NELBO (LLaDA, arXiv 2502.09992, eq. 6). Low-discrepancy draws of k reduce
+    its variance. Ids that the model never emits get probability 0. The standard error is computed over chunks: it
+    covers the draws of masks and of chunks, but not the choice of files.
 
-    An autoregressive model is scored exactly: chunks of 96 tokens, each token behind the first.
+    An autoregressive model is scored exactly, on all tokens but the first of chunks of 96 tokens.
 
     Args:
         lm: The model.
@@ -58,7 +62,7 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
         The bound with its interval, and one row per chunk.
 
     Raises:
-        ValueError: A diffusion model that was not trained on masks.
+        ValueError: A diffusion model without masks (uniform noise).
     """
     causal = lm.model.config.autoregressive
     if lm.corruption.mask is None and not causal:
@@ -96,11 +100,11 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
 
 
 def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
-    """Draws chunks of the held-out files: a random part of one pass over them all.
+    """Draws chunks of the held-out files: the first chunks of a shuffled pass over all of them.
 
     Args:
-        lm: Its tokenizer and layout.
-        limit: Most chunks.
+        lm: The model, for its tokenizer and layout.
+        limit: Largest number of chunks.
         seed: Equal seeds give equal chunks.
 
     Returns:
@@ -109,7 +113,7 @@ def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
     Raises:
         ValueError: The interpreter has no source files.
     """
-    # An autoregressive model's tokens stand in a row once, as clean ones.
+    # A row of an autoregressive model has each token once, as a clean token; there are no canvases.
     layout = functools.partial(lm.model.layout, all_clean=None if lm.model.config.autoregressive else False)
     settings = packing.StreamSettings(lm.tokenizer, layout, _row(lm), (seed,), "test")
     stream = sources.stdlib().open(settings)
@@ -119,12 +123,12 @@ def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
 
 
 def _row(lm: LM) -> int:
-    """Positions of a laid-out chunk."""
+    """Returns the number of positions of a laid-out chunk."""
     return CAUSAL_ROW if lm.model.config.autoregressive else ROW * lm.model.config.block
 
 
 def _chunk_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings) -> Float[np.ndarray, "N"]:
-    """The bound for every chunk, in passes of one fixed shape."""
+    """Computes the bound of every chunk in nats, in forward passes of one fixed shape."""
     rng = np.random.default_rng((settings.seed, 1))
     rows, row = min(MAX_ROWS, settings.batch, len(laid)), _row(lm)
     start, nats = rng.random(), []
@@ -133,7 +137,7 @@ def _chunk_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings)
         empty = [packing.PackedRow()] * (rows - len(part))
         batch = packing.pack(part + empty, row, lm.tokenizer.pad)
         masked, weight, start = draw_masks(batch, start, rng)
-        # In float64: thousands of weighted terms are summed.
+        # [B, T]; summed in float64, because thousands of weighted terms are added.
         times = canvas_times(np.asarray(batch.canvas), weight) if lm.model.config.timed else None
         ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, masked, times), np.float64)
         nats.append((ce * weight * masked).sum(axis=1)[: len(part)])
@@ -144,18 +148,18 @@ def _chunk_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings)
 def draw_masks(
     batch: Batch, start: float, rng: np.random.Generator
 ) -> tuple[Bool[np.ndarray, "B T"], Float[np.ndarray, "B T"], float]:
-    """Draws for each canvas how many of its m tokens are masked, k, and which.
+    """Draws the number k of masked tokens of each canvas, and which of its m tokens are masked.
 
-    k = 1 + floor(m frac(start + i * golden ratio)) over the canvases i: each k is uniform in 1..m, and any run of
-    canvases has them spread evenly.
+    For canvas i, k = 1 + floor(m frac(start + i * golden ratio)). Each k is uniform in 1..m, and the values of any run
+    of consecutive canvases are spread evenly.
 
     Args:
         batch: Packed rows.
-        start: Where in the sequence of k to begin.
-        rng: Draws which tokens.
+        start: Current value of the sequence, in [0, 1).
+        rng: Draws the masked tokens.
 
     Returns:
-        Positions to mask, their weights m / k, and where the sequence continues.
+        Positions to mask, the weight m / k of each position, and the value from which the sequence continues.
     """
     masked, weight = np.zeros(batch.tokens.shape, bool), np.zeros(batch.tokens.shape)
     for b, canvas in enumerate(np.where(batch.editable, batch.canvas, -1)):
@@ -182,42 +186,43 @@ def _cross_entropy(
     logits = model.head(params, model.apply(params, PackedPass(xt, batch.positions, batch.ranges, time=time)))
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
-    # Where nothing is masked the token may be one that is never emitted (padding): 0, not 1e30.
+    # An unmasked position may hold an id that is never emitted (padding), with a cross-entropy of 1e30; use 0 there.
     return jnp.where(masked, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0)
 
 
 def ratio(cost: Float[np.ndarray, "N"], size: Int[np.ndarray, "N"]) -> tuple[float, float]:
-    """Divides two sums over the same N chunks.
+    """Estimates a ratio of two sums over the same N chunks, with its standard error.
 
     Args:
-        cost: The numerators.
-        size: The denominators.
+        cost: Cost of each chunk.
+        size: Size of each chunk.
 
     Returns:
-        (sum(cost) / sum(size), its standard error); the error is infinite for one chunk.
+        (sum(cost) / sum(size), its standard error). The error is infinite for a single chunk.
     """
     n, r = len(cost), float(cost.sum() / size.sum())
     if n < 2:
         return r, math.inf
+    # Delta method: the error of the ratio is that of the residuals cost - r size, divided by the total size.
     rest = cost - r * size
     return r, math.sqrt(n / (n - 1) * float((rest**2).sum())) / float(size.sum())
 
 
 # --- infilling
 
-HOLES = 64  # of an evaluation, unless another number is given
+HOLES = 64  # default number of holes of an evaluation
 
 
 class HiddenText(NamedTuple):
-    """A part of a line of a file, or a whole line, with the text on either side.
+    """A hidden line, or part of a line, with the text around it.
 
     Attributes:
         path: The file.
-        before: Two blocks of tokens before the hole.
-        target: What is hidden.
-        after: The text behind it, one block together with the hole.
-        tokens: Tokens of the target.
-        whole: It is a whole line.
+        before: The text before the hole, two blocks of tokens.
+        target: The hidden text.
+        after: The text after the hole; hole and `after` together have one block of tokens.
+        tokens: Number of tokens of `target`.
+        whole: Whether `target` is a whole line.
     """
 
     path: str
@@ -229,14 +234,14 @@ class HiddenText(NamedTuple):
 
 
 def infill_lines(lm: LM, settings: EvalSettings) -> EvalReport:
-    """How often a hidden part of a line is restored exactly, its number of tokens given.
+    """Measures how often a hidden line, or part of a line, is restored exactly, given its number of tokens.
 
-    Half of the holes are whole lines, half are spans within a line. The model sees two blocks of text before the hole
-    and one block of hole and text behind it together, as a causal encoder was trained to.
+    Half of the holes are whole lines, half are spans within a line. The context is two blocks of text before the hole,
+    and the rest of the hole's block after it, which is the form of context that a causal encoder is trained on.
 
     Args:
         lm: The model.
-        settings: Number of holes, seed, and how they are decoded.
+        settings: Number of holes, seed, sampler and plan.
 
     Returns:
         Accuracy and cost, with one row per hole.
@@ -280,7 +285,7 @@ def draw_holes(lm: LM, n: int, seed: int) -> list[HiddenText]:
     """Draws holes in the held-out files, whole lines and spans in turn.
 
     Args:
-        lm: Its tokenizer and block.
+        lm: The model, for its tokenizer and block size.
         n: Number of holes.
         seed: Equal seeds and tokenizers give equal holes.
 
@@ -288,7 +293,7 @@ def draw_holes(lm: LM, n: int, seed: int) -> list[HiddenText]:
         `n` holes.
 
     Raises:
-        ValueError: The files have no such holes for this tokenizer.
+        ValueError: The files do not have enough holes for this tokenizer.
     """
     rng, block = np.random.default_rng((seed, 2)), lm.model.config.block
     docs = [(path, lm.tokenizer.encode(text)) for path, text in sources.stdlib_files("test")]
@@ -307,11 +312,11 @@ def draw_holes(lm: LM, n: int, seed: int) -> list[HiddenText]:
 
 
 def _draw_hole(lm: LM, path: str, ids: list[int], whole: bool, rng: np.random.Generator) -> HiddenText | None:
-    """A hole near a random place; None where no line there fits, or where cutting changes the tokens."""
+    """Draws a hole near a random position; None if no line there fits, or if cutting the text changes its tokens."""
     block, tok = lm.model.config.block, lm.tokenizer
     at = int(rng.integers(2 * block, len(ids) - block))
     ends = [at + i for i, token in enumerate(ids[at : at + 2 * block]) if b"\n" in tok.pieces[token]]
-    # Lines that begin after `at`, without their line ends, of two tokens up to half a block.
+    # Lines after `at`, without their line ends, that have 2 to block / 2 tokens.
     lines = (
         (end + 1, stop)
         for end, stop in pairwise(ends)
@@ -326,7 +331,7 @@ def _draw_hole(lm: LM, path: str, ids: list[int], whole: bool, rng: np.random.Ge
         stop = start + n
     cut = [ids[start - 2 * block : start], ids[start:stop], ids[stop : start + block]]
     before, target, after = map(tok.decode, cut)
-    # Cut inside a character or a merge, the pieces have other tokens than the file: leave those out.
+    # A cut inside a character or a merge changes the tokens: the three texts must encode to the tokens of the file.
     if not target.strip() or [tok.encode(x) for x in (before, target, after)] != cut:
         return None
     return HiddenText(path, before, target, after, stop - start, whole)

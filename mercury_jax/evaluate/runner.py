@@ -1,6 +1,7 @@
-"""The tasks by name; `run` asks a task's questions, `compare` asks the same questions by several rules.
+"""Evaluation of a model on tasks: `run` evaluates one task, `compare` evaluates it with several decoding rules.
 
-Below them stand the statistics of a summary, and tables and plots for people. `code` adds its tasks to `TASKS`.
+`TASKS` holds the tasks by name; `code.py` adds the code tasks. This file also has the statistics of a summary (Wilson
+and paired intervals), and writes summaries as sentences, tables and plots.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from mercury_jax.decode.sampler import SamplerLike
 from mercury_jax.tasks import Split, Task
 from mercury_jax.types import LM
 
-Z = 1.959963984540054  # of a two-sided 95% interval
+Z = 1.959963984540054  # normal quantile of a two-sided 95% interval
 
 Summary = dict[str, Any]  # one JSON object
-# What a parallel rule is compared with: the most confident token first, one per step, each the argmax.
+# The baseline of every comparison: accept the argmax of the most confident position, one token per step.
 ONE_A_STEP = "one token a step"
-HELD_OUT = {"test": "held-out", "validation": "validation"}  # `summary["data"]` where no file was given
+HELD_OUT = {"test": "held-out", "validation": "validation"}  # `summary["data"]` without a file
 
 
 class EvalSettings(NamedTuple):
     """The arguments of `run`, checked.
 
     Attributes:
-        file: Questions instead of the held-out ones.
-        split: "test" for figures, "validation" for choosing settings.
-        limit: Most questions; None: the task's own number, or a whole file.
-        sampler: A rule or a sampler; None: the model's own.
-        plan: How blocks are decoded; None: the default.
+        file: A file with questions, instead of the held-out ones.
+        split: "test" to report figures, "validation" to choose settings.
+        limit: Largest number of questions; None: the task's default, or the whole file.
+        sampler: A rule or a sampler; None: the model's default.
+        plan: Block size and steps; None: the default.
         batch: Rows that are decoded together.
-        seed: Draws the questions, and the tokens where the sampler is random.
-        max_tokens: Most tokens of an answer; None: the task's own.
-        progress: progress(done, of), called after every batch.
+        seed: Seed of the questions, and of the sampled tokens.
+        max_tokens: Largest number of tokens of an answer; None: the task's default.
+        progress: Called after every batch as progress(done, total).
     """
 
     file: Path | None
@@ -63,7 +64,7 @@ class EvalReport:
 
     Attributes:
         summary: One JSON object.
-        rows: One for each question, in the order of the questions.
+        rows: One record per question, in the order of the questions.
     """
 
     summary: Summary
@@ -74,7 +75,7 @@ class EvalReport:
 
 
 def rule_name(lm: LM, sampler: SamplerLike) -> str:
-    """Names a rule with its parameters: `threshold(p=0.9)`; parameters that are arrays are left out.
+    """Names a rule with its parameters, such as `threshold(p=0.9)`. Parameters that are arrays are left out.
 
     Args:
         lm: The model that is decoded.
@@ -93,10 +94,10 @@ class Evaluation(NamedTuple):
 
     Attributes:
         name: The name in `TASKS`.
-        about: One line for people.
+        about: Description in one line.
         run: Evaluates a model.
         task: Draws the questions and checks the answers; None for the code tasks.
-        unused: Settings that the task does not use, which are refused.
+        unused: Settings that the task does not use, and that are therefore refused.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Evaluation(NamedTuple):
 
 
 def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
-    """Asks every question as a user's turn, and checks the answer after any thinking.
+    """Asks every question as a user turn, and checks the answer without its thinking.
 
     Args:
         task: Draws the questions and checks the answers.
@@ -124,8 +125,8 @@ def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
     most = settings.max_tokens or task.max_tokens
     sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
     named = rule_name(lm, sampler)
-    # By length, so that rows of a batch are alike and their shapes few: each new shape is a compilation. The last batch
-    # is filled up by repeating its last question.
+    # Sort the questions by length, so that the rows of a batch have similar lengths and few shapes are compiled. The
+    # last batch is filled up by repeating its last question.
     size = min(settings.batch, len(asked))
     order = sorted(range(len(asked)), key=lambda i: len(asked[i].input))
     rows: list[dict[str, Any]] = [{} for _ in asked]
@@ -167,8 +168,14 @@ TASKS: dict[str, Evaluation] = {
 def find(name: str) -> Evaluation:
     """Finds a task by name.
 
+    Args:
+        name: A name in `TASKS`.
+
+    Returns:
+        The task.
+
     Raises:
-        ValueError: There is no such task; names the nearest one.
+        ValueError: There is no such task; the message suggests the nearest name.
     """
     if name not in TASKS:
         raise refuse("task", name, nearest(str(name), list(TASKS)))
@@ -189,26 +196,26 @@ def run(
     max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
-    """Evaluates a model on one task. The same arguments give the same answers; only the seconds differ.
+    """Evaluates a model on one task. Equal arguments give equal answers; only the measured times differ.
 
     Args:
         lm: The model.
         task: A name in `TASKS`.
-        file: Lines of {"input", "output"} instead of the held-out questions.
-        split: "test" for figures, or "validation" for choosing settings.
-        limit: Most questions; None: the task's own number, or the whole file.
-        sampler: As in `mj.sample`; None: the model's own.
+        file: A JSON Lines file of {"input", "output"}, instead of the held-out questions.
+        split: "test" to report figures, or "validation" to choose settings.
+        limit: Largest number of questions; None: the task's default, or the whole file.
+        sampler: As in `mj.sample`; None: the model's default.
         plan: As in `mj.sample`; None: the default.
         batch: Rows that are decoded together.
-        seed: Draws the questions, and the tokens where the sampler is random.
-        max_tokens: Most tokens of an answer with its thinking; None: the task's own.
-        progress: progress(done, of), called after every batch.
+        seed: Seed of the questions, and of the sampled tokens.
+        max_tokens: Largest number of tokens of an answer with its thinking; None: the task's default.
+        progress: Called after every batch as progress(done, total).
 
     Returns:
         The report.
 
     Raises:
-        ValueError: Before any compute, for what does not fit.
+        ValueError: An argument is not allowed; raised before any compute.
     """
     found = find(task)
     if split not in HELD_OUT:
@@ -236,18 +243,18 @@ def compare(
     samplers: Mapping[str, tuple[SamplerLike | None, Plan | None]] | None = None,
     **settings: Any,
 ) -> list[Summary]:
-    """Asks the same questions by several rules.
+    """Evaluates several decoding rules on the same questions.
 
     Args:
         lm: The model.
         task: A name in `TASKS`.
-        samplers: (sampler, plan) by name; None: one token per step, and what `mj.sample` uses without a sampler.
-        **settings: Further arguments of `run`.
+        samplers: (sampler, plan) by name. None: one token per step, and the model's default.
+        **settings: Other arguments of `run`.
 
     Returns:
-        Summaries in the order of `samplers`. From the second on a summary also has `forwards_share`, its forwards over
-        the first's, and `points` with `points_low` and `points_high`: by how many points of accuracy it is better, with
-        a paired 95% interval.
+        Summaries in the order of `samplers`. All but the first also have `forwards_share`, the forward passes relative
+        to the first, and `points` with `points_low` and `points_high`, the difference in accuracy from the first in
+        percentage points with its paired 95% interval.
 
     Raises:
         ValueError: There is no sampler, or the task has no right and wrong answers.
@@ -264,16 +271,16 @@ def compare(
 
 
 def compared(first: Summary, before: Sequence[bool], summary: Summary, now: Sequence[bool]) -> Summary:
-    """Adds to a summary how it compares with the first one, as `compare` returns it.
+    """Adds the comparison with the first rule to a summary; see `compare`.
 
     Args:
         first: The summary of the first rule.
-        before: Whether each of its answers is right.
-        summary: Another summary on the same questions.
-        now: Whether each of its answers is right.
+        before: Whether each answer of the first rule is right.
+        summary: The summary of another rule on the same questions.
+        now: Whether each answer of the other rule is right.
 
     Returns:
-        The other summary with `forwards_share` and `points`.
+        `summary` with `forwards_share`, `points`, `points_low` and `points_high`.
 
     Raises:
         ValueError: The task has no right and wrong answers.
@@ -289,13 +296,13 @@ def compared(first: Summary, before: Sequence[bool], summary: Summary, now: Sequ
 
 
 def wilson(correct: int, n: int) -> tuple[float, float]:
-    """The 95% score interval of a share (Wilson 1927).
+    """Computes the 95% score interval of a proportion (Wilson 1927).
 
-    Unlike p +- z se it stays within 0..1 and does not collapse at 0 or n right answers.
+    Unlike p +- z se, it stays within [0, 1] and does not shrink to a point at 0 or n right answers.
 
     Args:
-        correct: Right answers.
-        n: All answers.
+        correct: Number of right answers.
+        n: Number of answers.
 
     Returns:
         (low, high).
@@ -314,20 +321,20 @@ def wilson(correct: int, n: int) -> tuple[float, float]:
 
 
 def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, float]:
-    """The difference of two accuracies on the same questions, with its 95% interval.
+    """Computes the difference of two accuracies on the same questions, with its 95% interval.
 
-    From the differences question by question: much narrower than two separate intervals suggest. The 0.5 that is added
-    to both kinds of change keeps the interval open where no answer changed.
+    Only questions whose answer changed contribute to the variance, so the interval is much narrower than two separate
+    intervals suggest. Adding 0.5 to the numbers of gained and lost answers keeps its width above 0 if none changed.
 
     Args:
-        first: Whether each answer is right.
-        other: The same for the other answers.
+        first: Whether each answer of the first rule is right.
+        other: Whether each answer of the other rule is right, in the same order.
 
     Returns:
         (mean, low, high) of accuracy(other) - accuracy(first).
 
     Raises:
-        ValueError: There are no answers, or not equally many.
+        ValueError: There are no answers, or the numbers of answers differ.
     """
     n = len(first)
     if not n or n != len(other):
@@ -335,6 +342,7 @@ def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, 
     won = sum(b and not a for a, b in zip(first, other))
     lost = sum(a and not b for a, b in zip(first, other))
     mean = (won - lost) / n
+    # Normal approximation of the mean of values in {-1, 0, 1}: the sum has variance up + down - (up - down)^2 / n.
     up, down = won + 0.5, lost + 0.5
     half = Z * math.sqrt(max(up + down - (up - down) ** 2 / n, 0.0)) / n
     return mean, mean - half, mean + half
@@ -343,16 +351,17 @@ def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, 
 def summarise(
     rows: Sequence[Mapping[str, Any]], timed: Sequence[tuple[int, int, float]], seconds: float
 ) -> Summary:
-    """Sums up answered questions.
+    """Summarises answered questions.
 
     Args:
-        rows: One for each question, with `correct`, `forwards` and `tokens`.
+        rows: One record per question, with `correct`, `forwards` and `tokens`.
         timed: (rows, tokens, seconds) of each batch.
-        seconds: All of the time.
+        seconds: Total time.
 
     Returns:
-        Accuracy with its interval. forwards and tokens are means per answer; passes that encode prompts do not count as
-        forwards. tokens_per_second leaves out the first batch if there are others, as that one compiles.
+        Accuracy with its interval, and costs. `forwards` and `tokens` are means per answer; passes that encode prompts
+        do not count as forwards. `tokens_per_second` leaves out the first batch, which includes compilation, if there
+        are others.
     """
     n, correct = len(rows), sum(row["correct"] for row in rows)
     forwards, tokens = (sum(row[name] for row in rows) for name in ("forwards", "tokens"))
@@ -372,11 +381,11 @@ def summarise(
     }
 
 
-# --- for people
+# --- sentences, tables and plots
 
 
 def line(summary: Mapping[str, Any]) -> str:
-    """A summary as one sentence."""
+    """Writes a summary as one sentence."""
     s = summary
     if "bits_per_byte" in s:
         interval = f"95% {s['low']:.3f}..{s['high']:.3f}"
@@ -387,7 +396,7 @@ def line(summary: Mapping[str, Any]) -> str:
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table: one line for each summary of a task with right and wrong answers."""
+    """Writes a Markdown table with one line per summary that has an accuracy."""
     head = "| task | questions | rule | right | of | accuracy | 95% interval | forwards | tokens | tokens/forward |"
     lines = [head, "|" + "---|" * 10]
     for s in summaries:
@@ -406,8 +415,8 @@ def plot(summaries: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     """Plots accuracy against forwards per answer, with intervals; one line per task and source of questions.
 
     Args:
-        summaries: Those without an accuracy are left out.
-        path: The image.
+        summaries: The summaries; those without an accuracy are left out.
+        path: The image file.
 
     Returns:
         `path`.
@@ -425,12 +434,12 @@ def plot(summaries: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
         allowed = f"any, once matplotlib is installed: {install.command('plot')}"
         raise refuse("plot", str(path), allowed) from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: it would choose a window system
+    FigureCanvasAgg(figure)  # not pyplot, which would look for a window system
     axes = figure.add_subplot()
     for task, data in dict.fromkeys((s["task"], s["data"]) for s in shown):
         points = [s for s in shown if (s["task"], s["data"]) == (task, data)]
         points.sort(key=lambda s: s["forwards"])
-        # A Wilson interval is not centred; at 0 and n rounding may put the share just outside of it.
+        # A Wilson interval is not centred. At 0 or n right answers, rounding may put the accuracy just outside of it.
         low = [max(s["accuracy"] - s["low"], 0.0) for s in points]
         high = [max(s["high"] - s["accuracy"], 0.0) for s in points]
         x, y = [s["forwards"] for s in points], [s["accuracy"] for s in points]

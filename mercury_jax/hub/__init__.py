@@ -1,16 +1,17 @@
-"""Models on disk and on the Hugging Face hub: load, describe, convert and save them. Nothing in a file is executed.
+"""Loads, describes, converts and saves models, on disk and on the Hugging Face hub. No code in a file is executed.
 
     load.py              `load`, `config_of`, `info`; opening a checkpoint
-    function.py          `from_function`: a denoiser of one's own as a model, with parameters in memory
+    function.py          `from_function`: the user's own denoiser as an `LM`, with parameters in memory
     export.py            `convert`, `save`, `save_hf`
     adapters.py          LoRA adapters in PEFT's file format
-    folder.py            files of a checkpoint folder in Hugging Face's layout, and downloading one
-    params.py            parameters: their memory, and their way from tensors onto devices
-    family.py            what a checkpoint family is, and `register`; families/ has one file each
-    tokenizer.py         tokenizers of checkpoints, from the files that tokenizer_files.py reads
+    folder.py            downloads a checkpoint folder in Hugging Face's layout, and reads its headers
+    params.py            parameters: layout conversion, placement on devices, memory estimates
+    family.py            `Family` and `register`; families/ has one file per architecture
+    generation.py        published sampling settings, and generation_config.json
+    tokenizer.py         tokenizers of checkpoints, built from the files that tokenizer_files.py reads
     chat_template.py     chat templates, in the sandbox of template_sandbox.py
 
-A new family is one file in families/, which passes its `Family` to `register`.
+To add a family, write one file in families/ that passes a `Family` to `register`.
 """
 
 from mercury_jax.hub import families as _families  # noqa: F401  every family registers itself

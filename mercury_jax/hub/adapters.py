@@ -1,16 +1,20 @@
-"""LoRA adapters in the file format of PEFT: written by `save_adapter`, merged into their base by `load(adapter=)`.
+"""LoRA adapters (arXiv 2106.09685) in PEFT's file format: `save_adapter` writes, and `load(adapter=)` merges them.
 
     adapter_config.json        rank, alpha and the targeted modules, as PEFT writes them
     adapter_model.safetensors  base_model.model.MODULE.lora_A.weight [rank, in] and lora_B.weight [out, rank]
     mercury.json               our config of the trained model, its noise, and the checksum of the tensors
 
-MODULE is named as in the checkpoints of the model's family, so transformers and PEFT load the adapter onto the base in
-Hugging Face's layout. A model that no family can hold gets our own names (block_0.attention.q), which only we read.
-An adapter that PEFT wrote has no mercury.json: then the base's config stands.
+MODULE has the name of the module in the checkpoints of the model's family, so that transformers and PEFT can load the
+adapter onto the base model in Hugging Face's layout. A model that no family can hold gets our own names
+(block_0.attention.q), which only `load` reads. An adapter written by PEFT has no mercury.json; then the config of the
+base model applies.
 
-Stacked experts are one parameter [E, out, in] of a module. PEFT stores A as [E rank, in] and B as [out, rank E], and
-where two parameters of a module are targeted, the first under MODULE.base_layer. Where our matrices are rows of a
-fused one (LLaDA2's queries, keys and values), their factors are one adapter of a larger rank, B in diagonal blocks.
+Two cases need more than one pair of matrices per module:
+
+    stacked experts  one parameter [E, out, in]; PEFT stores A as [E rank, in] and B as [out, rank E]. If two
+                     parameters of a module are targeted, PEFT names the first one MODULE.base_layer.
+    fused matrices   q, k and v of LLaDA2 are rows of one matrix. Their factors become one adapter with the sum of the
+                     ranks: the A are stacked, and B is block diagonal.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "mercury.json"
 PREFIX = "base_model.model."
 FORMAT = 1
-# Keys of adapter_config.json that change the arithmetic, and the values under which it is the one above.
+# Keys of adapter_config.json that change the arithmetic -> the values that are supported.
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False, None), "use_dora": (False, None),
     "use_rslora": (False, None), "lora_bias": (False, None), "modules_to_save": (None, []),
@@ -54,13 +58,15 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 class Factors(NamedTuple):
-    """One adapter of PEFT: the change of a tensor is scale * b @ a, of each expert with its own part.
+    """The two factors of one LoRA adapter, in PEFT's layout: the tensor changes by scale * b @ a.
+
+    With E stacked experts, each expert has its own slice of both factors.
 
     Attributes:
-        a: [E rank, in], or [rank, in] without experts.
-        b: [out, rank E].
+        a: [E rank, in], or [rank, in] without experts; the expert varies slowest.
+        b: [out, rank E], or [out, rank]; the expert varies fastest.
         scale: alpha / rank.
-        rank: Of each expert.
+        rank: Rank per expert.
     """
 
     a: np.ndarray
@@ -69,7 +75,14 @@ class Factors(NamedTuple):
     rank: int
 
     def product(self, experts: int) -> np.ndarray:
-        """The change in fp32: [out, in], or [E, out, in] for a stack of `experts`."""
+        """Computes the change of the weight.
+
+        Args:
+            experts: Number of stacked experts; 0 for a plain matrix.
+
+        Returns:
+            [out, in] in fp32, or [E, out, in] for stacked experts.
+        """
         a, b = self.a.astype(np.float32), self.b.astype(np.float32)
         if not experts:
             return np.float32(self.scale) * (b @ a)
@@ -81,19 +94,26 @@ class Factors(NamedTuple):
 
 
 def module_of(tensor: str) -> tuple[str, str]:
-    """(module, parameter) of a tensor's name: a Linear's weight, or a parameter of its own."""
+    """Splits the name of a tensor at its last dot.
+
+    Args:
+        tensor: Name of the tensor.
+
+    Returns:
+        (module, parameter). The parameter of a torch Linear is "weight"; stacked experts have other names.
+    """
     module, _, parameter = tensor.rpartition(".")
     return module, parameter
 
 
 def own_names(model_shapes: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Names for a model that no family can hold: our paths with dots, matrices [out, in].
+    """Makes tensor names for a model that no family can hold: our paths with dots, and matrices as [out, in].
 
     Args:
-        model_shapes: Of the parameters, by path.
+        model_shapes: Shapes of the parameters by path.
 
     Returns:
-        Where each matrix is, by path.
+        The source of each matrix, by path.
     """
     found = {}
     for path, like in model_shapes.items():
@@ -105,14 +125,14 @@ def own_names(model_shapes: Mapping[str, Any]) -> dict[str, TensorSource]:
 
 
 def family_for(config: ModelConfig, own: object) -> Family | None:
-    """The family whose names an adapter gets.
+    """Chooses the family that names the modules of an adapter.
 
     Args:
-        config: Of the trained model.
-        own: Name of the family that the base was loaded from, if it was.
+        config: Config of the trained model.
+        own: Name of the family that the base model was loaded from, or None.
 
     Returns:
-        That family, or the first that can hold the model; None if there is none.
+        The family `own`, otherwise the first that can hold the model; None if there is none.
     """
     if isinstance(own, str):
         return named_family(own)
@@ -126,7 +146,7 @@ def _sources(family: Family | None, config: ModelConfig) -> Mapping[str, TensorS
 
 
 def _keys(sources: Mapping[str, TensorSource], targets: set[str]) -> dict[str, str]:
-    """Tensor of the checkpoint -> MODULE as the adapter's keys have it, for all targeted parameters."""
+    """Maps the tensors of all targeted parameters to MODULE, the name in the adapter's keys."""
     found: dict[str, str] = {}
     inside: dict[str, list[str]] = {}  # stacked parameters of a module, in the order of the model
     for path, source in sources.items():
@@ -137,6 +157,7 @@ def _keys(sources: Mapping[str, TensorSource], targets: set[str]) -> dict[str, s
                     found[tensor] = module
                 else:
                     inside.setdefault(module, []).append(tensor)
+    # PEFT wraps a module once per targeted parameter, so the parameter that was wrapped first is the innermost.
     for module, stacked in inside.items():
         for i, tensor in enumerate(stacked):
             found[tensor] = module + ".base_layer" * (len(stacked) - 1 - i)
@@ -149,20 +170,20 @@ def _keys(sources: Mapping[str, TensorSource], targets: set[str]) -> dict[str, s
 def save_adapter(
     folder: str | Path, lm: LM, noise_config: NoiseConfig | None, base: str, *, overwrite: bool = True
 ) -> Path:
-    """Writes the adapters of a model.
+    """Writes the LoRA adapters of a model in PEFT's format. All processes must call this.
 
     Args:
-        folder: Where to.
-        lm: The model; targeted matrices are `LoraWeight`s. All processes must call this.
-        noise_config: The noise that it was trained with.
-        base: The checkpoint that the adapters belong to, as `load` takes it.
+        folder: The folder to write.
+        lm: The model, whose targeted matrices are `LoraWeight`s.
+        noise_config: The noise that it was trained with; None for an autoregressive model.
+        base: The base model of the adapters, as a `source` of `load`.
         overwrite: Replace an earlier adapter in that folder.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: The model has no adapters, or the folder holds something else.
+        ValueError: The model has no adapters, or the folder holds other files.
     """
     folder, config = Path(folder), lm.model.config
     flat: dict[str, Any] = flatten_dict(lm.params, sep="/")
@@ -199,7 +220,10 @@ def _on_host(w: LoraWeight) -> LoraWeight:
 
 
 def _factors(sources: Mapping[str, TensorSource], weights: Mapping[str, LoraWeight]) -> dict[str, Factors]:
-    """The adapters by tensor of the checkpoint."""
+    """Converts the adapters of our parameters to PEFT's layout, by tensor of the checkpoint.
+
+    Our a is [E, *in, rank] and our b is [E, rank, *out], without E for a plain matrix.
+    """
     found: dict[str, Factors] = {}
     fused: dict[str, list[tuple[tuple[int, int, int], Factors]]] = {}
     for path, w in weights.items():
@@ -220,6 +244,7 @@ def _factors(sources: Mapping[str, TensorSource], weights: Mapping[str, LoraWeig
                 found[source.names[i]] = one
             else:
                 fused.setdefault(source.names[i], []).append((source.rows, one))
+    # Fused matrices: stack the A as [sum of ranks, in], and write each B into its own rows and columns of [out, ranks].
     for name, parts in fused.items():
         rank = sum(f.rank for _, f in parts)
         b, at = np.zeros((parts[0][0][2], rank), parts[0][1].b.dtype), 0
@@ -231,7 +256,7 @@ def _factors(sources: Mapping[str, TensorSource], weights: Mapping[str, LoraWeig
 
 
 def _peft_config(found: Mapping[str, Factors], modules: Mapping[str, str], base: str) -> dict[str, Any]:
-    """adapter_config.json. Modules have their full names, so that nothing else of the model is targeted."""
+    """Makes adapter_config.json. It lists full names of modules; PEFT would match a short name in every layer."""
     linear = [tensor for tensor in found if module_of(tensor)[1] == "weight"]
     ranks = [f.rank for f in found.values()]
     rank = min(ranks)
@@ -249,6 +274,7 @@ def _peft_config(found: Mapping[str, Factors], modules: Mapping[str, str], base:
 
 
 def _record(lm: LM, noise_config: NoiseConfig | None, base: str, family: Family | None) -> dict[str, Any]:
+    """Makes mercury.json, except for the checksum: what `Adapter.config_for` needs to rebuild the trained model."""
     config = lm.model.config
     return {
         "format": FORMAT, "base": base, "names": None if family is None else family.name, "name": lm.name,
@@ -261,7 +287,7 @@ def _record(lm: LM, noise_config: NoiseConfig | None, base: str, family: Family 
 def _write(
     folder: Path, about: Mapping[str, Any], arrays: list[LazyTensor], record: Mapping[str, Any]
 ) -> None:
-    """The three files; an earlier adapter is replaced when they are complete."""
+    """Writes the three files to a temporary folder, which replaces an earlier adapter once it is complete."""
     work = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -277,13 +303,13 @@ def _write(
 
 
 class Adapter(NamedTuple):
-    """An adapter that was opened; no tensor is read yet.
+    """An opened adapter, before any tensor is read.
 
     Attributes:
         path: The folder.
-        about: adapter_config.json.
-        entries: Its tensors.
-        record: mercury.json; None for an adapter that PEFT wrote.
+        about: Contents of adapter_config.json.
+        entries: Headers of its tensors, by name.
+        record: Contents of mercury.json; None for an adapter written by PEFT.
     """
 
     path: Path
@@ -292,17 +318,17 @@ class Adapter(NamedTuple):
     record: Mapping[str, Any] | None
 
     def config_for(self, opened: Opened, dtype: str | None) -> Opened:
-        """The base as the adapter was trained: its config, noise and decoding, where the adapter says them.
+        """Replaces config, noise and sampling settings of the base model by those of the adapter's training.
 
         Args:
-            opened: The base.
-            dtype: Of the arithmetic, where the caller names one.
+            opened: The base model.
+            dtype: Dtype of the computation. Default: the adapter's.
 
         Returns:
-            The base with the adapter's config.
+            The base model with the adapter's config; unchanged for an adapter without mercury.json.
 
         Raises:
-            ValueError: The adapter belongs to a model of other parameters.
+            ValueError: The adapter belongs to a model with other parameters.
         """
         r = self.record
         if r is None:
@@ -324,21 +350,22 @@ class Adapter(NamedTuple):
 
     @property
     def forbidden(self) -> tuple[int, ...] | None:
-        """Ids that the trained model never emits; None where the adapter does not say."""
+        """Ids that the trained model never emits; None for an adapter without mercury.json."""
         return None if self.record is None else tuple(self.record["forbidden"])
 
     def merged(self, opened: Opened, read: Callable[[str], np.ndarray]) -> Callable[[str], np.ndarray]:
-        """Adds the adapter to what is read of the base.
+        """Wraps the reader of the base model's parameters so that it returns merged parameters.
 
         Args:
-            opened: The base, with the adapter's config.
-            read: Returns a parameter of the base by its path.
+            opened: The base model, from `config_for`.
+            read: Returns a parameter of the base model by its path.
 
         Returns:
-            The same, with scale * a b added to targeted matrices, in fp32 and rounded to the dtype of the base.
+            A reader that adds the adapter to targeted matrices. The sum is computed in fp32 and rounded to the dtype
+            of the base model.
 
         Raises:
-            CheckpointError: The adapter has tensors that belong to no parameter of the base.
+            CheckpointError: A tensor of the adapter belongs to no parameter of the base model.
         """
         family = opened.family
         if self.record is not None:
@@ -353,6 +380,8 @@ class Adapter(NamedTuple):
             source = sources.get(path)
             if source is None or not any(name in modules for name in source.names):
                 return host
+            # Compute the change in the layout of the checkpoint, then convert it exactly as the weight itself. Parts
+            # without an adapter (only gate of gate_up, say) change by 0.
             stacked = 0 if source.per_expert else source.experts
             theirs = source.shapes(shapes[path].shape)
             change = lambda name: (
@@ -366,7 +395,7 @@ class Adapter(NamedTuple):
         return merge
 
     def _modules(self, sources: Mapping[str, TensorSource], family: Family | None) -> dict[str, str]:
-        """Tensor of the checkpoint -> module of the adapter; every tensor of the adapter has one."""
+        """Maps tensors of the checkpoint to modules of the adapter; refuses adapter tensors without a target."""
         parameters = set(self.about.get("target_parameters") or ())
         targeted = {
             path
@@ -395,7 +424,7 @@ class Adapter(NamedTuple):
         return found
 
     def _check_equal(self, copies: list[str]) -> None:
-        """Modules that share a weight in the reference have one adapter here."""
+        """Checks that modules which share a weight have equal adapters, because our model has that weight once."""
         for part in "AB" if len(copies) > 1 else "":
             first, *others = (self._tensor(f"{PREFIX}{name}.lora_{part}.weight") for name in copies)
             if any(not np.array_equal(first, other) for other in others):
@@ -419,7 +448,7 @@ class Adapter(NamedTuple):
         return Factors(a, b, alpha / rank, rank)
 
     def _pattern(self, table: str, module: str, default: float) -> Any:
-        """PEFT's exceptions: the first expression that is the end of the module's name."""
+        """Looks up the rank or alpha of a module: the first pattern that matches the end of its name, as in PEFT."""
         for pattern, value in (self.about.get(table) or {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return value
@@ -427,17 +456,17 @@ class Adapter(NamedTuple):
 
 
 def open_adapter(folder: str | Path) -> Adapter:
-    """Opens an adapter: reads its configuration and the header of its tensors.
+    """Opens a LoRA adapter: reads its config and the headers of its tensors, and verifies the checksum.
 
     Args:
-        folder: With adapter_config.json and adapter_model.safetensors.
+        folder: A folder with adapter_config.json and adapter_model.safetensors.
 
     Returns:
         The adapter.
 
     Raises:
         CheckpointError: A file is missing or damaged.
-        ValueError: It is of a kind that we do not merge (DoRA, biases, layers of their own).
+        ValueError: The adapter has features that cannot be merged here (DoRA, biases, saved modules).
     """
     path = Path(folder)
     for name in (CONFIG, WEIGHTS):

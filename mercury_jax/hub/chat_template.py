@@ -1,10 +1,10 @@
-"""Chat templates of checkpoints: messages -> text.
+"""Chat templates of checkpoints: renders messages to text.
 
-`ChatTemplate` renders a jinja2 template as transformers' `apply_chat_template` does
-(https://huggingface.co/docs/transformers/chat_templating), in the sandbox of `template_sandbox.py`. The text that it
-returns knows which characters the template wrote (`TracedText`); `tokenizer.HFTokenizer` encodes it. Whatever a
-template does wrong is a ValueError that says what. This module needs jinja2; the tokenizer imports it when it first
-renders.
+`ChatTemplate` renders a jinja2 template like transformers' `apply_chat_template`
+(https://huggingface.co/docs/transformers/chat_templating), in the sandbox of `template_sandbox.py`. The result is a
+`TracedText`, which records which characters the template wrote; `tokenizer.HFTokenizer` encodes it. Any failure of a
+template becomes a ValueError with an explanation. This module needs jinja2, so the tokenizer imports it only when it
+renders for the first time.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mercury_jax.tokenizer import Messages, valid
 
 T = TypeVar("T")
 
-MAX_DEPTH = 48  # lists within lists in the data that a template is given
-# Names under which a message may have its thinking.
+MAX_DEPTH = 48  # nesting depth of the data that a template receives
+# Keys under which a message may have its thinking.
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenderLimits:
-    """What rendering a template may take.
+    """Limits of the size of a template, and of the resources of one rendering.
 
     Attributes:
-        source: Characters of the template; the longest known ones have 20,000.
+        source: Characters of the template; the longest known templates have 20,000.
         data: Characters and items of the messages.
         output: Characters of the rendered text.
-        steps: Turns of loops and operations.
-        units: Characters, and bytes of lists, that it makes on its way.
-        seconds: Time.
+        steps: Iterations of loops plus operations.
+        units: Characters, and bytes of lists, of all intermediate values together.
+        seconds: Wall-clock time.
     """
 
     source: int = 100_000
@@ -54,10 +54,10 @@ class ChatTemplate:
 
     Attributes:
         source: The jinja2 template.
-        limits: What rendering it may take.
+        limits: Limits of a rendering.
 
     Raises:
-        ValueError: The source is not a text, too long, not jinja2, or uses statements that are not allowed.
+        ValueError: The source is not a string, too long, not valid jinja2, or uses statements that are not allowed.
     """
 
     source: str
@@ -81,15 +81,16 @@ class ChatTemplate:
         """Renders a conversation.
 
         Args:
-            messages: The conversation. Roles count as text of the template, all else as text of the user.
-            names: Texts of special tokens that the template knows by name (`bos_token`); they count as the template's.
-            **variables: What else it may read, plain data (`tools`, `add_generation_prompt`).
+            messages: The conversation. Roles are marked as the template's text, everything else as user text.
+            names: Texts of special tokens by name (`bos_token`), as variables of the template. They are marked as the
+                template's text.
+            **variables: Other variables of the template, JSON-like data (`tools`, `add_generation_prompt`).
 
         Returns:
-            The text, which knows which of its characters the template wrote.
+            The text, with a mask of the characters that the template wrote.
 
         Raises:
-            ValueError: A message is malformed, or the template failed, left its sandbox, or exceeded its limits.
+            ValueError: A message is malformed, or the template failed, tried to leave its sandbox, or exceeded a limit.
         """
         if isinstance(messages, str | Mapping) or not messages:
             raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
@@ -99,7 +100,7 @@ class ChatTemplate:
         for message in copied["messages"]:
             message["role"] = own(message["role"])
             thinking = next((message[k] for k in THINKING_KEYS if message.get(k) is not None), None)
-            if thinking is not None:  # as transformers does: templates differ in the name that they read
+            if thinking is not None:  # as in transformers: templates differ in the key they read
                 message |= {"thinking": thinking} | message | {"reasoning_content": thinking}
         copied |= {name: own(value) for name, value in (names or {}).items()}
 
@@ -131,7 +132,7 @@ _EXPLANATIONS = {
 
 
 def _explained(run: Callable[[], T]) -> T:
-    """Returns `run()`, or raises a ValueError that says what the template did; foreign code may raise anything."""
+    """Returns `run()`; converts any exception, which a template can cause, to a ValueError with an explanation."""
     try:
         return run()
     except Exception as error:
@@ -143,10 +144,17 @@ def _explained(run: Callable[[], T]) -> T:
 
 
 def _plain(data: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Copies JSON-like data for a template; nothing but these copies reaches it.
+    """Copies JSON-like data, so that a template receives no other object.
 
-    A ValueError names the part that is something else, too deep, or with which the whole is larger than `limit`
-    characters and items.
+    Args:
+        data: The variables of the template.
+        limit: Largest number of characters and items.
+
+    Returns:
+        The copy, made of dicts, lists and scalars of exactly these types.
+
+    Raises:
+        ValueError: A part is of another type, nested too deeply, or exceeds `limit`; the message names it.
     """
     total = 0
 

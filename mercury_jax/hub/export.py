@@ -1,7 +1,7 @@
-"""Writing a model: as a folder of ours (`save`), or as a checkpoint for transformers, vLLM and SGLang (`save_hf`).
+"""Writes a model in our own layout (`save`), or as a checkpoint for transformers, vLLM and SGLang (`save_hf`).
 
-`convert` loads one layout and writes the other. `write_folder` writes the files of Hugging Face's layout that
-`folder.py` reads, one tensor in memory at a time.
+`convert` loads a model in either layout and writes it in the one that is asked for. `write_folder` writes Hugging
+Face's layout, which `folder.py` reads, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ EXPORTABLE = (
     "with a mask (SDAR; recipe nano_sdar), bidirectional (tiny-A2D; recipe nano_bidirectional). Without a mask: "
     "block_causal with block 1 and predicts_next (Qwen3, or without qk_norm Llama; recipe twin_nano)"
 )
-SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
-# Files of a checkpoint that are copied when it is written again.
+SHARD = 5_000_000_000  # bytes of tensors in one file, the default of transformers
+# Files that are copied when a checkpoint is converted to its own family.
 BESIDE = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "README.md")
 
 
@@ -55,27 +55,29 @@ def convert(
     adapter: str | Path | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """Writes a model in the other layout.
+    """Converts a saved model to our own layout or to Hugging Face's.
 
-    From "hf" to "hf" of the same family, tensors that our model does not read (a vision tower) are copied one at a
-    time, as they are stored, with the checkpoint's own config.json and generation_config.json. A folder of ours and
-    another family have no place for them.
+    If a checkpoint in Hugging Face's layout is written as the same family again, tensors that our model does not read
+    (a vision tower) are copied unchanged, and so are config.json and generation_config.json. Our own layout and other
+    families cannot hold such tensors, so they are dropped.
 
     Args:
         source: A folder, or an id on the Hugging Face hub.
-        out: A new folder.
-        to: "ours" (verified by checksums) or "hf" (for transformers, vLLM, SGLang).
-        family: With "hf", the family to write. Default: the source's own, or the first that can hold the model.
-        dtype: Of the stored parameters. Default: as they are.
-        mask: The mask id, where the checkpoint does not name it.
+        out: The new folder.
+        to: "ours" (with checksums) or "hf" (for transformers, vLLM, SGLang).
+        family: With "hf", the family to write. Default: the family of the source, otherwise the first that can hold the
+            model.
+        dtype: Dtype of the stored parameters. Default: unchanged.
+        mask: The mask id, for a checkpoint that does not name it.
         adapter: A folder with a LoRA adapter of this model, which is merged.
-        progress: Called with the number of bytes of each parameter that was loaded.
+        progress: Called after each parameter that was loaded, with its number of bytes.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: No family can hold the model, or an argument is not as above.
+        ValueError: No family can hold the model, or an argument is not allowed.
+        CheckpointError: A file of the source is missing or damaged.
     """
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
@@ -100,20 +102,20 @@ def save(
     dtype: DTypeLike | None = None,
     overwrite: bool = True,
 ) -> Path:
-    """Writes a model as a folder that `load` reads.
+    """Writes a model in our own layout, which `load` reads.
 
     Args:
-        folder: Where to.
+        folder: The folder to write.
         lm: The model.
         noise_config: The noise that it was trained with; None for an autoregressive model.
-        dtype: Of the stored arrays. Default: theirs.
+        dtype: Dtype of the stored parameters. Default: unchanged.
         overwrite: Replace an earlier model in that folder.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: The parameters are quantised, or the folder has other files.
+        ValueError: The parameters are quantised, or the folder holds other files.
     """
     check_not_quantised(lm.params)
     config = lm.model.config
@@ -139,17 +141,17 @@ def save_hf(
     dtype: DTypeLike | None = None,
     shard: int = SHARD,
 ) -> Path:
-    """Writes a model as a checkpoint of a family that can hold it.
+    """Writes a model in Hugging Face's layout, as a checkpoint of a family that can hold it.
 
-    A model of our own build is written with its norms' 1 + scale and its embedding's factor multiplied out, which
-    changes no logit.
+    Our own architecture has norms that multiply by 1 + scale, and scaled embeddings. Both factors are multiplied into
+    the written parameters, which leaves the logits unchanged.
 
     Args:
-        folder: A new folder.
+        folder: The new folder.
         lm: The model.
-        family: Its name. Default: the one that it was loaded from, or the first that holds it exactly.
-        dtype: Of the stored parameters. Default: theirs.
-        shard: Most bytes in a file.
+        family: Name of the family. Default: the family that it was loaded from, otherwise the first that can hold it.
+        dtype: Dtype of the stored parameters. Default: unchanged.
+        shard: Largest number of bytes of tensors in one file.
 
     Returns:
         The folder.
@@ -166,14 +168,15 @@ def save_hf(
 
 
 def _save_again(out: str | Path, lm: LM, opened: Opened, dtype: str | None) -> Path:
-    """Writes a model as the checkpoint that it was loaded from, with everything that the model does not read.
+    """Writes a model as its original checkpoint, including the tensors that the model does not read.
 
-    config.json stays as it is; unread tensors are copied one at a time, in the dtype in which they are stored.
+    config.json is kept except for the mask id and the dtype; unread tensors are copied in the dtype they are stored in.
     """
     folder, family = opened.folder, opened.family
     assert isinstance(folder, Folder) and family is not None
     arrays = lazy_tensors(family.names(opened.config), lm.params, dtype)
-    # Under a tied head a copy of the embedding is redundant, and in another dtype it would no longer be equal.
+    # A stored copy of a tied head is left out: unread tensors keep their dtype, so with another `dtype` it would differ
+    # from the embedding, and readers would take it for a head of its own.
     skip = {tensor.name for tensor in arrays} | ({HEAD} if opened.config.tied else set())
     arrays += [
         LazyTensor(name, entry.shape, entry.dtype, functools.partial(folder.read, name))
@@ -183,9 +186,9 @@ def _save_again(out: str | Path, lm: LM, opened: Opened, dtype: str | None) -> P
     beside = {name: find(folder.path, name) for name in BESIDE}
     extra = {name: path.read_bytes() for name, path in beside.items() if path is not None}
     about = read_json(folder.path, CONFIG)
-    if (mask := folder.config.get("mask_token_id")) is not None:  # which may have been an argument
+    if (mask := folder.config.get("mask_token_id")) is not None:  # it may come from the argument `mask`
         about["mask_token_id"] = mask
-    if dtype is not None:  # under either name of the key, also in the config of a text model
+    if dtype is not None:  # the key has two names, and may also be in text_config
         for part in (about, about.get("text_config")):
             if isinstance(part, dict):
                 part |= {key: np.dtype(dtype).name for key in ("dtype", "torch_dtype") if key in part}
@@ -198,7 +201,7 @@ def _tokenizer_files(lm: LM) -> dict[str, bytes]:
 
 
 def _chosen_family(config: ModelConfig, wanted: str | None, own: str | None) -> Family:
-    """The family that is wanted, else that of the model's card if it can hold the model, else the first that can."""
+    """Chooses the wanted family, else the one the model was loaded from, else the first that can hold the model."""
     able = writers(config)
     if wanted is not None:
         found = named_family(wanted)
@@ -216,11 +219,12 @@ def _chosen_family(config: ModelConfig, wanted: str | None, own: str | None) -> 
 
 
 def _multiplied_out(config: ModelConfig, params: Params) -> Params:
-    """The parameters for `plain_build`."""
+    """Converts parameters to the architecture of `plain_build`."""
     if plain_build(config) == config:
         return params
     flat: dict[str, Any] = flatten_dict(params, sep="/")
     if config.scale_embed:
+        # The factor applies to the input embedding only, so a tied head becomes a parameter of its own.
         if config.tied:
             flat["head"] = flat["embed"].T
         flat["embed"] = flat["embed"] * config.width**0.5
@@ -232,25 +236,25 @@ def _multiplied_out(config: ModelConfig, params: Params) -> Params:
 def lazy_tensors(
     names: Mapping[str, TensorSource], params: Params, dtype: DTypeLike | None = None
 ) -> list[LazyTensor]:
-    """Lists the tensors of a checkpoint; each is made from our parameters when it is written.
+    """Lists the tensors of a checkpoint. Each is made from our parameters only when it is written.
 
     Args:
-        names: Where each parameter is, by path: `Family.names`.
+        names: The source of each parameter by path, from `Family.names`.
         params: Our parameters.
-        dtype: Of the tensors. Default: that of the parameters.
+        dtype: Dtype of the tensors. Default: the dtype of the parameters.
 
     Returns:
         The tensors.
     """
     flat: dict[str, Any] = flatten_dict(params, sep="/")
-    paths: dict[str, list[str]] = {}  # of our parameters, for each tensor; several if they are rows of it
+    paths: dict[str, list[str]] = {}  # tensor -> our parameters; several if they are rows of a fused tensor
     shapes: dict[str, tuple[int, ...]] = {}
     for path, source in names.items():
         for name, shape in source.shapes(flat[path].shape).items():
             paths.setdefault(name, []).append(path)
             shapes[name] = shape
 
-    @functools.lru_cache(maxsize=1)  # the tensors of one parameter are written one after the other
+    @functools.lru_cache(maxsize=1)  # a parameter's tensors follow each other: copy it from the device once
     def host(path: str) -> np.ndarray:
         array = np.asarray(jax.device_get(flat[path]))
         return array if dtype is None else array.astype(dtype, copy=False)
@@ -274,20 +278,20 @@ def write_folder(
 ) -> Path:
     """Writes a checkpoint that transformers reads, with one tensor in memory at a time.
 
-    The folder appears when it is complete.
+    The files are written to a temporary folder, which is renamed when it is complete.
 
     Args:
         folder: A new or empty folder.
-        config: config.json.
+        config: Contents of config.json.
         arrays: The tensors.
-        shard: Most bytes of tensors in one file; a larger tensor has a file of its own.
+        shard: Largest number of bytes of tensors in one file; a larger tensor gets a file of its own.
         extra: Contents of other files by name, such as the tokenizer's.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: The folder has files, or a tensor is not as announced.
+        ValueError: The folder is not empty, a name occurs twice, or a tensor differs from its announced shape or dtype.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -307,7 +311,7 @@ def write_folder(
     files = (
         [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
     )
-    # JSON as transformers writes it, down to the order of the keys.
+    # The format of JSON that transformers writes, including the order of the keys.
     write = lambda value: (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
     contents = {CONFIG: write(config), **(extra or {})}
     if count > 1:
@@ -322,7 +326,7 @@ def write_folder(
     work.mkdir(parents=True)
     try:
         for file, part in zip(files, shards, strict=True):
-            tensors.write(work / file, part, {"format": "pt"})  # transformers wants to see this
+            tensors.write(work / file, part, {"format": "pt"})  # transformers requires this entry
         for name, data in contents.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             manifest.write_synced(work / name, data)

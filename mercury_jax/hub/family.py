@@ -1,15 +1,14 @@
-"""What a checkpoint family is, the registry of families, and the conversion that most of them share.
+"""Checkpoint families: the `Family` record, the registry, and the conversion that Llama-like families share.
 
-A family is one file in `families/`. It describes the checkpoints in a `Family` and passes that to `register`; `load`,
-`info`, `convert` and the documentation find it there. Code outside of this package can register its own in the same
-way.
+A family is one file in `families/`. It describes its checkpoints in a `Family` and passes that to `register`; `load`,
+`info`, `convert` and the documentation use the registry. Code outside of this package can register families too.
 
-Reading config.json fails closed: a key that nobody reads may change the arithmetic (YaRN's `mscale` moves logits by
-more than 1). So every family has a table of keys (`ConfigKeys`), and whatever is in config.json and not in the table
-is refused by name. Values must have the types that transformers 5 asks for; the string "false" would otherwise be true.
+Every family has a table of the config.json keys that it understands (`ConfigKeys`), and any other key is refused by
+name: an ignored key could change the arithmetic (YaRN's `mscale` moves logits by more than 1). Values must have the
+types that transformers 5 requires; the string "false", for example, would otherwise count as true.
 
-`decoder_config` and `tensor_names` convert checkpoints built as Llama and Qwen are, from which many diffusion models
-are made; `families/qwen_llama.py` writes such a config.json.
+`decoder_config` and `tensor_names` convert Llama-like and Qwen-like checkpoints, from which many diffusion models are
+initialised. The opposite direction, writing config.json, is `families/qwen_llama.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, R
 from mercury_jax.hub.params import TensorSource
 
 Json = Mapping[str, Any]
-# Types of values in JSON as the tables name them, and in words.
+# Names of JSON types in the tables of `ConfigKeys`: their Python types, and words for messages.
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"),
     "number": ((int, float), "a number"),
@@ -41,14 +40,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class ConfigKeys:
     """The keys that may occur in one object of a config.json.
 
-    In each of the four tables one entry may name several keys, with spaces between them.
+    An entry of the tables may name several keys, separated by spaces; `__post_init__` splits them.
 
     Attributes:
-        used: Keys that our config is made from, and the types of their values: int, number, bool, text, list and
-            null, with spaces between them.
-        only: Keys that would change the arithmetic, and the values under which it is the one that we build.
-        unused: Keys that change no logit, whatever their value, and why.
-        nested: Keys whose value is an object or null: the table of that object, or a function of the object to it.
+        used: Keys that are converted to our config -> types of their values (int, number, bool, text, list, null),
+            separated by spaces.
+        only: Keys that could change the arithmetic -> the values that our models implement.
+        unused: Keys that change no logit, whatever their value -> the reason.
+        nested: Keys whose value is an object or null -> the table of that object, or a function from the object to its
+            table.
+
+    Example:
+        >>> ConfigKeys(used={"vocab_size n_heads": "int"}, only={"rope": (True,)}, unused={"dropout": "training only"})
     """
 
     used: Mapping[str, str] = field(default_factory=dict)
@@ -63,16 +66,17 @@ class ConfigKeys:
             object.__setattr__(self, table.name, each)
 
     def plus(self, *others: ConfigKeys, **tables: Mapping[str, Any]) -> ConfigKeys:
-        """Merges tables; where they disagree about a key, the last one counts.
+        """Merges with other keys; a later entry for a key replaces the earlier one.
 
         Args:
-            *others: Further tables.
-            **tables: The tables of one more, by the names of the attributes.
+            *others: Keys to add.
+            **tables: More keys to add, as the constructor's arguments.
 
         Returns:
-            All of them as one.
+            The merged keys.
         """
         merged = vars(self)
+        # A key may move between tables (from `used` to `only`, say), so it is removed from all tables first.
         for other in (*others, ConfigKeys(**tables)):
             known = {name for table in vars(other).values() for name in table}
             earlier = {
@@ -82,12 +86,12 @@ class ConfigKeys:
         return ConfigKeys(**merged)
 
     def check(self, config: Json, file: str, path: str = "") -> None:
-        """Refuses the first key of a config.json that the table does not allow.
+        """Refuses the first key of a config.json that is unknown or has a value that is not allowed.
 
         Args:
-            config: The object that was read.
-            file: Its name, for the message.
-            path: Keys that lead to the object, each followed by a dot.
+            config: The object to check.
+            file: The file's name, for the message.
+            path: Keys that lead to a nested object, each followed by a dot.
 
         Raises:
             ValueError: Names the file, the key with its path, the value, and what is supported.
@@ -105,7 +109,7 @@ class ConfigKeys:
             elif key in self.used:
                 names = self.used[key].split()
                 types = tuple(kind for name in names for kind in _TYPES[name][0])
-                # True is an int in Python, but not in a config.json.
+                # In Python, True is an instance of int; in JSON it is not a number.
                 if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
                     words = [_TYPES[name][1] for name in names if name != "null"]
                     null = ", or null" if "null" in names else ""
@@ -123,10 +127,17 @@ class ConfigKeys:
 
 
 def need(config: Json, *keys: str) -> Any:
-    """Returns the value of the first of `keys` that config.json has.
+    """Returns the value of the first of `keys` that is present and not null.
+
+    Args:
+        config: config.json, or an object in it.
+        *keys: Names of the key, in order of preference.
+
+    Returns:
+        The value.
 
     Raises:
-        ValueError: It has none of them.
+        ValueError: None of the keys has a value.
     """
     for key in keys:
         if config.get(key) is not None:
@@ -135,10 +146,16 @@ def need(config: Json, *keys: str) -> Any:
 
 
 def listed_ids(value: Any) -> list[int]:
-    """Returns `eos_token_id` as a list: it is one id, several, or none.
+    """Returns an `eos_token_id` as a list.
+
+    Args:
+        value: One id, a list of ids, or None.
+
+    Returns:
+        The ids; empty for None.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
     found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(isinstance(x, int) for x in found):
@@ -147,16 +164,17 @@ def listed_ids(value: Any) -> list[int]:
 
 
 def common_fields(config: Json) -> dict[str, Any]:
-    """Converts what every config.json has: special ids and the dtype, under either name of its key.
+    """Converts what every config.json has: the special ids, and the dtype (`dtype`, formerly `torch_dtype`).
 
     Args:
         config: config.json.
 
     Returns:
-        mask, pad, eos and ends (without a padding id, `eos` pads), and dtype.
+        Fields of `ModelConfig`: mask, pad, eos, ends (further ids that end an answer) and dtype. A missing or negative
+        padding id becomes `eos`.
 
     Raises:
-        ValueError: We cannot compute in this dtype, or an id is no integer.
+        ValueError: The dtype is not supported, or an id is not an integer.
     """
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in get_args(ComputeType):
@@ -167,7 +185,7 @@ def common_fields(config: Json) -> dict[str, Any]:
     return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]), dtype=dtype)
 
 
-# Keys that transformers writes into the config.json of any model, and keys that others are known to add.
+# Keys that transformers writes into the config.json of every model, and keys that other tools are known to add.
 COMMON = ConfigKeys(
     used={
         "architectures": "list", "eos_token_id": "int list null", "pad_token_id mask_token_id": "int null",
@@ -204,9 +222,9 @@ COMMON = ConfigKeys(
 )  # fmt: skip
 
 
-# --- checkpoints built as Llama and Qwen are: keys of config.json
+# --- Llama-like checkpoints: keys of config.json
 
-# No parameters: rotary frequencies follow from the config, and a tied head repeats the embedding.
+# Tensors that are not parameters: rotary frequencies are computed from the config, and a tied head is the embedding.
 IGNORED = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
 # rope_parameters (rope_scaling before transformers 5) by type
 _ROPE = ConfigKeys(
@@ -234,7 +252,7 @@ ROPES: dict[str, ConfigKeys] = {
 
 
 def _rope_keys(found: Json) -> ConfigKeys:
-    """The table of `rope_parameters`, which depends on its type."""
+    """Selects the table of keys of `rope_parameters` by its type."""
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ROPES:
         raise refuse("config.json: rope_scaling", kind, ", ".join(ROPES))
@@ -315,7 +333,7 @@ def decoder_config(config: Json, *, default_mask: int | None = None, **ours: Any
 
 
 def _window_fields(config: Json) -> dict[str, Any]:
-    """Layers with a sliding window: those of `layer_types`, or without it all from `max_window_layers` on."""
+    """Converts the sliding window: its layers are listed in `layer_types`, or start at `max_window_layers`."""
     layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     if kinds is None:
@@ -333,11 +351,11 @@ def check_layer_types(kinds: list[str], layers: int) -> None:
     """Checks `layer_types`.
 
     Args:
-        kinds: One kind of attention a layer.
+        kinds: The kind of attention of each layer.
         layers: The number of layers.
 
     Raises:
-        ValueError: The list has another length, or a kind that we do not build.
+        ValueError: The list has the wrong length, or names a kind that is not supported.
     """
     if len(kinds) != layers:
         raise refuse("config.json: layer_types", f"{len(kinds)} entries", f"{layers}, one a layer")
@@ -347,7 +365,11 @@ def check_layer_types(kinds: list[str], layers: int) -> None:
 
 
 def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling` before transformers 5."""
+    """Converts `rope_parameters`, or `rope_theta` and `rope_scaling` from before transformers 5.
+
+    Returns:
+        (theta, scaling); scaling is None for plain rotary embeddings.
+    """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("rope_parameters") and config.get("rope_scaling"):
         raise refuse("config.json: rope_scaling", config["rope_scaling"], "null beside rope_parameters")
@@ -363,7 +385,7 @@ def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
         return theta, RopeScaling(kind=kind, factor=factor)
     if kind == "dynamic":
         return theta, RopeScaling(kind=kind, factor=factor, original=need(config, "max_position_embeddings"))
-    # A length beside rope_parameters, as in Phi 3, overrides the one within.
+    # As in transformers, a length at the top level of config.json (Phi 3) overrides the one in rope_parameters.
     original = config.get("original_max_position_embeddings")
     original = found.get("original_max_position_embeddings", longest) if original is None else original
     if original < 2:
@@ -373,7 +395,8 @@ def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
         return theta, RopeScaling(kind=kind, factor=factor, original=original, low=low, high=high)
     attention = found.get("attention_factor")
     if kind == "yarn":
-        if attention is None:  # DeepSeek's ratio of two scales, or YaRN's 0.1 ln(factor) + 1
+        # YaRN scales queries and keys by 0.1 ln(factor) + 1 (arXiv 2309.00071); DeepSeek by a ratio of two such terms.
+        if attention is None:
             scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
             top, bottom = found.get("mscale"), found.get("mscale_all_dim")
             attention = scale(top) / scale(bottom) if top and bottom else scale(1.0)
@@ -381,6 +404,7 @@ def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
             kind=kind, factor=factor, original=original, fast=float(found.get("beta_fast") or 32),
             slow=float(found.get("beta_slow") or 1), attention=float(attention), truncate=found.get("truncate", True),
         )  # fmt: skip
+    # longrope: one factor per rotary frequency, for contexts up to `original` and beyond it.
     short, long = (tuple(map(float, need(found, f"{name}_factor"))) for name in ("short", "long"))
     if attention is None:
         stretch = longest / original if found.get("factor") is None else found["factor"]
@@ -394,7 +418,14 @@ def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
 
 
 def tensor_names(c: ModelConfig) -> dict[str, TensorSource]:
-    """Returns where each parameter is, by its path."""
+    """Maps the parameters of a Llama-like model to the tensors of its checkpoint.
+
+    Args:
+        c: Our config.
+
+    Returns:
+        Sources by path of the parameter, such as "block_0/attention/q/w".
+    """
     sources = {
         "embed": TensorSource("model.embed_tokens.weight"),
         "norm/scale": TensorSource("model.norm.weight"),
@@ -423,12 +454,12 @@ def tensor_names(c: ModelConfig) -> dict[str, TensorSource]:
 
 
 def mlp_names(ours: str, theirs: str, bias: bool = False) -> dict[str, TensorSource]:
-    """Returns where gate, up and down of a dense layer are.
+    """Maps gate, up and down of a dense MLP to the tensors of a checkpoint.
 
     Args:
-        ours: Precedes the names of our parameters.
-        theirs: Precedes the names of the file's tensors.
-        bias: Whether they have biases.
+        ours: Prefix of the parameters' paths.
+        theirs: Prefix of the tensors' names.
+        bias: Whether the projections have biases.
 
     Returns:
         Sources by path.
@@ -439,12 +470,14 @@ def mlp_names(ours: str, theirs: str, bias: bool = False) -> dict[str, TensorSou
 
 
 def expert_names(e: Experts, ours: str, theirs: str) -> dict[str, TensorSource]:
-    """Returns where the router and gate, up and down of each expert are.
+    """Maps the router and the experts' gate, up and down to the tensors of a checkpoint.
+
+    The checkpoint has one tensor per expert; our parameters stack them, with gate and up concatenated.
 
     Args:
         e: The experts.
-        ours: Precedes the names of our parameters.
-        theirs: Precedes the names of the file's tensors.
+        ours: Prefix of the parameters' paths.
+        theirs: Prefix of the tensors' names.
 
     Returns:
         Sources by path.
@@ -464,25 +497,28 @@ class Family(NamedTuple):
     """One family of checkpoints.
 
     Attributes:
-        name: As users see it.
-        architectures: Entries of config.json's list that it takes, if `fits` says yes to the rest.
-        checkpoints: Ids on the Hugging Face hub.
-        keys: What may occur in their config.json; a function of it where its classes differ.
-        config: Their config.json -> our config; ValueError for what we do not build. `read` also checks keys.
-        noise: How it was trained, or a function of config.json; None for an autoregressive model.
-        names: Our config -> where each parameter is, by its path ("block_0/attention/q/w").
-        block: Block sizes of its published models, for tables.
+        name: The name that users see.
+        architectures: Values of `architectures` in config.json that may belong to this family; `fits` decides.
+        checkpoints: Ids of published models on the Hugging Face hub.
+        keys: The keys that config.json may have, or a function from config.json to them.
+        config: config.json -> our config; ValueError if it is not supported. Call `read`, which checks the keys first.
+        noise: The noise that the models were trained with, or a function from config.json to it; None for
+            autoregressive models.
+        names: Our config -> the tensors of each parameter, by path ("block_0/attention/q/w").
+        block: Block sizes of the published models, for tables.
         about: One line, for tables.
-        ignored: Regular expressions of tensors that are not read, or a function of our config.
-        fits: Whether the rest of a config.json belongs to this family.
-        export: Our config -> their config.json; None where we cannot write the family.
-        licence: Of its published models.
-        decoding: How its authors sample, by the keys of `hub.generation`; generation_config.json overrides it. A
-            function of (config.json, generation_config.json) reads that file itself.
-        aliases: Names of other modules that share the weight of one in the reference's classes; an adapter of the
-            weight is an adapter of each of them.
-        rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
-            architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
+        ignored: Regular expressions of tensors that are not read, or a function from our config to them.
+        fits: config.json with a known architecture -> whether it belongs to this family. For architectures that
+            several families have.
+        export: Our config -> config.json; None if the family cannot be written.
+        licence: Licence of the published models.
+        decoding: Published sampling settings, with the keys of `hub.generation`; generation_config.json overrides
+            them. Or a function (config.json, generation_config.json) -> settings.
+        aliases: Module -> other modules that share its weight in the reference implementation. LoRA adapters are
+            written for each of them.
+        rank: Order in which families are tried, for reading and for writing. 0: diffusion models with an architecture
+            of their own. 1: diffusion models that share an architecture or layout with a family of rank 0 or 2. 2:
+            autoregressive models.
     """
 
     name: str
@@ -503,10 +539,10 @@ class Family(NamedTuple):
     rank: int = 0
 
     def read(self, config: Json, file: str = "config.json") -> ModelConfig:
-        """Converts a config.json to our config.
+        """Checks the keys of a config.json and converts it to our config.
 
         Args:
-            config: The object in config.json.
+            config: The contents of config.json.
             file: Its path, for messages.
 
         Returns:
@@ -520,14 +556,14 @@ class Family(NamedTuple):
         return self.config(config)
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
-        """Says whether a tensor should be read.
+        """Says whether a tensor of a checkpoint must be a parameter of the model.
 
         Args:
             tensor: Its name in the file.
             config: Our config.
 
         Returns:
-            False if the family ignores it.
+            False if the family ignores the tensor.
         """
         patterns = self.ignored(config) if callable(self.ignored) else self.ignored
         return not any(re.search(pattern, tensor) for pattern in patterns)
@@ -539,13 +575,13 @@ _REGISTERED: list[Family] = []
 
 
 def register(*found: Family) -> None:
-    """Adds families; those of this package are added when `mercury_jax.hub` is imported.
+    """Adds families to the registry. Importing `mercury_jax.hub` registers those of this package.
 
     Args:
         *found: The families.
 
     Raises:
-        ValueError: Another family has the name.
+        ValueError: Another family has the same name.
 
     Example:
         >>> hub.register(DREAM._replace(name="Mine", architectures=("MyModel",), checkpoints=()))
@@ -563,15 +599,15 @@ def families() -> tuple[Family, ...]:
 
 
 def family_of(config: Json) -> tuple[Family, list[str]]:
-    """Finds the family of a config.json.
+    """Finds the family of a config.json, by `architectures` and `Family.fits`.
 
-    `architectures` decides, with what else the config contains: `model_type` alone is wrong (LLaDA-MoE says llada).
+    `model_type` is not used: LLaDA-MoE has the model type of LLaDA.
 
     Args:
         config: config.json.
 
     Returns:
-        (the family, notes about other families that the same config.json would fit if it named a mask).
+        (the family, notes for the user). A note names another family that would fit if config.json named a mask id.
 
     Raises:
         ValueError: No family has the architecture.
@@ -592,7 +628,13 @@ def family_of(config: Json) -> tuple[Family, list[str]]:
 
 
 def named_family(name: str) -> Family:
-    """Finds a family by its name or an architecture, whatever the capitals, spaces and dashes.
+    """Finds a family by its name or one of its architectures.
+
+    Args:
+        name: The name; case, spaces and punctuation are ignored.
+
+    Returns:
+        The family.
 
     Raises:
         ValueError: There is no such family; the message lists all.
@@ -605,9 +647,17 @@ def named_family(name: str) -> Family:
 
 
 def writers(config: ModelConfig) -> list[Family]:
-    """Returns the families whose config.json can say all that our config does."""
+    """Finds the families that can hold a model: writing and reading config.json gives back the same config.
+
+    Args:
+        config: Our config.
+
+    Returns:
+        The families, in order of rank.
+    """
     able = []
-    # The block size of a bidirectional model is not part of its config.json, nor is whether an encoder was trained.
+    # Fields that config.json does not have and that change no logit: a bidirectional model can be decoded with any
+    # block size, and `predicts_next` only says whether a causal encoder was trained to predict, too.
     named = {"bidirectional": ("block",), "causal_encoder": ("predicts_next",)}.get(config.pattern, ())
     free = {name: getattr(config, name) for name in named}
     for family in families():
@@ -621,13 +671,16 @@ def writers(config: ModelConfig) -> list[Family]:
 
 
 def plain_build(config: ModelConfig) -> ModelConfig:
-    """Our own build as other libraries have it: norms scale by `scale`, embeddings by 1.
+    """Converts the config of our own architecture to plain RMSNorm and unscaled embeddings, as other libraries have.
+
+    Our norms multiply by 1 + scale (`zero_centred`) and our embeddings are multiplied by sqrt(width) (`scale_embed`).
 
     Args:
-        config: Of a model.
+        config: Config of a model.
 
     Returns:
-        The config of a model with the same logits; its parameters are those with the two factors multiplied out.
+        The config of a model with the same logits, once both factors are multiplied into the parameters
+        (`export._multiplied_out`). A tied head is untied if the embedding is scaled. Other configs are unchanged.
     """
     if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
         return config

@@ -1,12 +1,12 @@
-"""Checkpoint folders in Hugging Face's layout: downloading them, finding their files, reading their headers.
+"""Checkpoint folders in Hugging Face's layout: downloads them, finds their files, and reads their headers.
 
     config.json
     model.safetensors                   or, in several files:
     model.safetensors.index.json        {"weight_map": {"name of a tensor": "name of a file"}}
     model-00001-of-00002.safetensors    ...
 
-A folder comes from the internet. Nothing in it is executed, and nothing outside of it is read, whatever an index or a
-symbolic link says. Every header is checked before its tensors are listed.
+A folder may come from an untrusted source. No code in it is executed, and no file outside of it is read, even if an
+index or a symbolic link points there. Every header is checked before its tensors are listed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_JSON = 32_000_000  # bytes of a JSON file; an index of 100,000 tensors has about 10 million
 _BARE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,200}\.safetensors")
-# What a model needs, and nothing that could run: no pickle, no code.
+# The files that are downloaded: weights and JSON, but neither pickles nor code.
 _DOWNLOADED = [
     "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md", "additional_chat_templates/*"
 ]  # fmt: skip
 
 
 class Folder(NamedTuple):
-    """A checkpoint folder whose config.json and headers were read; no tensor is read yet.
+    """A checkpoint folder with its config.json and headers, before any tensor is read.
 
     Attributes:
         path: The folder.
-        config: config.json.
-        tensors: Dtype and shape of its tensors, by name.
+        config: Contents of config.json.
+        tensors: Dtype, shape and position of each tensor, by name.
         files: The file of each tensor, by name.
-        notes: What was ignored, for the user.
+        notes: Messages for the user about what was ignored.
     """
 
     path: Path
@@ -56,11 +56,11 @@ class Folder(NamedTuple):
         """Reads one tensor.
 
         Args:
-            name: Its name.
+            name: Name of the tensor.
             rows: Only these rows of the first axis. Default: all.
 
         Returns:
-            The array, in memory of its own.
+            The array, in newly allocated memory.
 
         Raises:
             CheckpointError: There is no such tensor, or its file is damaged.
@@ -110,7 +110,7 @@ def scan(folder: str | Path) -> Folder:
         Its contents.
 
     Raises:
-        CheckpointError: Names the file, and the tensor if there is one, that is missing or damaged.
+        CheckpointError: A file or tensor is missing or damaged; the message names it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -124,20 +124,19 @@ def scan(folder: str | Path) -> Folder:
 
 
 def find(folder: str | Path, name: str) -> Path | None:
-    """Finds a file of a folder.
+    """Finds a file of a folder, and refuses a symbolic link to a file elsewhere.
 
-    A symbolic link may lead to a file of the same folder or, in a snapshot of the cache of `huggingface_hub`, to a
-    blob of the same repository.
+    Allowed targets are files of the same folder and, in the cache of `huggingface_hub`, blobs of the same repository.
 
     Args:
         folder: The folder.
         name: The file's name in it.
 
     Returns:
-        The file, without symbolic links; None if there is none.
+        The path with symbolic links resolved; None if there is no such file.
 
     Raises:
-        CheckpointError: It is a link that leads elsewhere or nowhere, or not a file.
+        CheckpointError: The file is a link to elsewhere, a broken link, or not a regular file.
     """
     folder = Path(folder)
     path = folder / name
@@ -157,12 +156,12 @@ def find(folder: str | Path, name: str) -> Path | None:
 
 
 def read_json(folder: str | Path, name: str, *, optional: bool = False) -> dict[str, Any]:
-    """Reads a JSON object strictly: no key twice, no NaN, no lone surrogate.
+    """Reads a JSON object, and refuses duplicate keys, NaN, infinities and lone surrogates.
 
     Args:
         folder: The folder.
         name: The file's name in it.
-        optional: Return {} where the file does not exist.
+        optional: Return {} if the file does not exist.
 
     Returns:
         The object.
@@ -214,7 +213,7 @@ def _wrong(where: Path, field: str, value: object, allowed: str) -> CheckpointEr
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, Path]]:
-    """The tensors and the file of each; an index must agree with the headers of the files that it names."""
+    """Lists the tensors and the file of each. The index must agree with the headers of the files that it names."""
     if single := find(folder, SINGLE):
         entries = tensors.header(single)
         return entries, dict.fromkeys(entries, single)

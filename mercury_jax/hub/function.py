@@ -1,9 +1,9 @@
-"""from_function(): a denoiser of one's own as an `LM`, for sampling, infilling, editing and scoring.
+"""`from_function` makes an `LM` from the user's own denoiser, for sampling, infilling, editing and scoring.
 
-The denoiser is any pure function of parameters and a canvas, `apply(params, tokens [B, L]) -> logits [B, L, V]`: a
-Flax Linen or NNX module, an Equinox module, or plain JAX. It sees the whole canvas in every pass and keeps no KV
-cache, so it becomes a `types.Model` with the pattern "bidirectional" whose cache is empty. `check_function` runs it on
-a small canvas and refuses what would give wrong text silently: padding that it sees, causal attention, randomness.
+The denoiser is any pure function `apply(params, tokens [B, L]) -> logits [B, L, V]`: a Flax Linen or NNX module, an
+Equinox module, or plain JAX. Every forward pass runs over the whole canvas without a KV cache, so the function becomes
+a `types.Model` with bidirectional attention and an empty cache. `check_function` runs it on a small canvas and refuses
+functions that would give wrong text without an error: visible padding, causal attention, randomness.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from mercury_jax.models import masks
 from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.types import LM, Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
 
-OPTIONAL = ("lengths", "attention_mask", "positions", "time")  # further arguments that `apply` may take
-PROBE = 8  # positions of the canvas of `check_function`
-MOST = 1_000_000_000  # of vocab and context
+OPTIONAL = ("lengths", "attention_mask", "positions", "time")  # optional arguments of `apply`
+PROBE = 8  # positions of the canvas in `check_function`
+MOST = 1_000_000_000  # upper bound of `vocab` and `context`
 
-# What JAX raises where a function needs the value of an array that is only traced.
+# What JAX raises if a function needs the value of a traced array, and what the message says about it.
 _NOT_JITTABLE = {
     jax.errors.TracerBoolConversionError: "decides by the value of an array in Python (if, while, and, or, not)",
     jax.errors.TracerIntegerConversionError: "uses an array as a Python int",
@@ -45,23 +45,23 @@ _NOT_JITTABLE = {
 
 @runtime_checkable
 class TextTokenizer(Protocol):
-    """The least that a tokenizer must do: text to ids and back."""
+    """The methods that `from_function` needs of a user's tokenizer."""
 
     def encode(self, text: str) -> Any:
-        """The ids of a text: a list, an array, or an object whose `ids` they are."""
+        """Encodes a text. Returns ids as a list, as an array, or as the attribute `ids` of an object."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Decodes ids to text."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionConfig(ModelConfig):
-    """What decoding needs to know of a function. Sizes that it does not state, such as `width`, are unused.
+    """Config of a function as a model. Fields that describe an architecture, such as `width`, are unused.
 
     Attributes:
-        takes: Which arguments of `OPTIONAL` the function takes.
+        takes: The arguments of `OPTIONAL` that the function takes.
     """
 
     pattern: Pattern = "bidirectional"
@@ -84,40 +84,40 @@ def from_function(
     name: str = "own model",
     check: bool = True,
 ) -> LM:
-    """Makes an `LM` of a denoiser of one's own, which all public calls then take.
+    """Makes an `LM` from the user's own denoiser.
 
     Args:
-        apply: A pure function `apply(params, tokens) -> logits`: ids int32 [B, L] to logits [B, L, V] of the token at
-            each position. Every position attends to all others. L varies from call to call. Where it has parameters of
-            these names it is also given
-                lengths         int32 [B]: each row's first `lengths` positions hold tokens, the rest is padding;
+        apply: A pure function `apply(params, tokens) -> logits`, from ids int32 [B, L] to logits [B, L, V] of the token
+            at each position, with bidirectional attention. L varies between calls. If it has parameters with these
+            names, it also receives
+                lengths         int32 [B]: the first `lengths` positions of a row hold tokens, the rest is padding;
                 attention_mask  bool [B, L, L]: whether query i may attend to key j;
-                positions       int32 [B, L], beside `attention_mask`: of each token, for rules that add masks to
-                                the sequence which nothing attends to (`wino`, `blind_editing`);
-                time            float32 [B] in 0..1: the time of each row's noise, 1 for all noise.
-            Without `lengths` and `attention_mask` it cannot tell padding from tokens: then it never sees any, the rows
-            of a batch must have one length, and each length compiles its own program.
-        params: Its parameters, a pytree of arrays.
-        vocab: V, number of logits of a position.
-        context: Most positions of a canvas, prompt and answer together.
-        mask: The id of the mask, for absorbing and hybrid noise.
-        noise: "absorbing", "uniform", "hybrid", or a `NoiseConfig` with the schedule that it was trained with. None:
-            absorbing, which needs `mask`.
-        eos: The id that ends an answer, or several; None: no id does, and answers have `max_tokens` tokens.
-        forbidden: Ids that are never emitted, beside the mask.
-        tokenizer: With `encode(text)` and `decode(ids)`, such as `mj.Tokenizer` or one of the package tokenizers. None:
-            prompts are ids, and texts are ids as decimal numbers.
-        alignment: "shifted" if the logits at position i - 1 predict position i, as those of a model that was made from
-            an autoregressive one.
-        block: Positions of an active block where the plan names none; None: the whole answer.
-        name: For messages and reports.
-        check: Run `check_function` (five passes over a small canvas). False: only trace the function.
+                positions       int32 [B, L], only with `attention_mask`: the position of each token, for rules that
+                                append masks which no token attends to (`wino`, `blind_editing`);
+                time            float32 [B] in [0, 1]: the noise level of each row; 1 is all noise.
+            Without `lengths` and `attention_mask` a function cannot tell padding from tokens. It is then called without
+            padding: all rows of a batch must have the same length, and each length is compiled separately.
+        params: Parameters of the function, a pytree of arrays.
+        vocab: Size V of the vocabulary.
+        context: Largest number of positions of a canvas, prompt and answer together.
+        mask: The mask id, for absorbing and hybrid noise.
+        noise: "absorbing", "uniform", "hybrid", or a `NoiseConfig` with the schedule of the training. None: absorbing,
+            which needs `mask`.
+        eos: The id or ids that end an answer. None: no id does, and every answer has `max_tokens` tokens.
+        forbidden: Ids that are never emitted, besides the mask.
+        tokenizer: An object with `encode(text)` and `decode(ids)`, such as `mj.Tokenizer` or a tokenizer of the
+            `tokenizers` package. None: prompts are given as ids, and texts are ids as decimal numbers.
+        alignment: "shifted" if the logits at position i - 1 predict position i, as in models initialised from an
+            autoregressive one.
+        block: Block size if the plan has none. Default: the whole answer is one block.
+        name: The model's name in messages and reports.
+        check: Run `check_function` (up to five passes over a small canvas). False: only trace the function.
 
     Returns:
         The model. Equal arguments give equal models, which share compiled programs.
 
     Raises:
-        ValueError: Names the argument that does not fit, or what the function does wrong.
+        ValueError: An argument is not allowed, or the function fails a check; the message says which.
 
     Example:
         >>> net = Denoiser()  # a Flax module
@@ -147,13 +147,13 @@ def from_function(
         alignment=alignment, timed="time" in takes, takes=takes,
     )  # fmt: skip
     own = _own_tokenizer(tokenizer, config)
-    # Of ours, special tokens are known; of another tokenizer no id is special, not even 0.
+    # Our tokenizers have special tokens, which are never emitted. For other tokenizers no id counts as special.
     special = () if isinstance(own, IdTokenizer) else noises.specials(own, vocab)
     never = tuple(i for i in dict.fromkeys((*never, *special)) if i not in (mask, *ends))
     corruption = _corruption(noise_config, vocab, mask, never)
     try:
         hash(apply)
-    except TypeError:  # such as the method of a module with a list in a field
+    except TypeError:  # for example a method of a module that has a list as a field
         function = apply
         apply = lambda params, tokens, **given: function(params, tokens, **given)
     example = _example(config, jnp.zeros((2, min(PROBE, context)), jnp.int32))
@@ -165,7 +165,8 @@ def from_function(
     return lm
 
 
-# They are compared by identity, and a program belongs to them: equal arguments must give the same.
+# jit compares these objects by identity, as static arguments: equal arguments must give the same object, or every call
+# of `from_function` would compile its programs again.
 _corruption = functools.lru_cache(maxsize=64)(noises.build)
 _id_tokenizer = functools.lru_cache(maxsize=64)(IdTokenizer)
 
@@ -174,7 +175,7 @@ _id_tokenizer = functools.lru_cache(maxsize=64)(IdTokenizer)
 
 
 def _optional_arguments(apply: Any) -> tuple[str, ...]:
-    """Which arguments of `OPTIONAL` a function takes; refuses one that cannot be called with (params, tokens)."""
+    """Finds the arguments of `OPTIONAL` that a function takes; refuses one that (params, tokens) cannot call."""
     allowed = "a function apply(params, tokens) -> logits"
     if isinstance(apply, type) or not callable(apply):
         hint = "; of a Flax module its method: module.apply" if hasattr(apply, "apply") else ""
@@ -216,7 +217,7 @@ def _signature(function: Any) -> str:
 
 
 def _noise_config(noise: Any, mask: Any) -> NoiseConfig:
-    """The noise as a config; refuses one that does not go with the mask."""
+    """Converts the argument `noise` to a config; refuses noise that contradicts `mask`."""
     if noise is None:
         if mask is None:
             raise refuse(
@@ -249,7 +250,7 @@ def _id(name: str, value: Any, vocab: int) -> int:
 
 
 def _ids(name: str, values: Any, vocab: int) -> list[int]:
-    """A list of ids."""
+    """Checks a sequence of ids."""
     if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
         raise refuse(name, values, f"ids in 0..{vocab - 1}")
     return [_id(name, i, vocab) for i in values]
@@ -259,11 +260,11 @@ def check_arrays(name: str, params: Any) -> None:
     """Checks that parameters are a pytree of arrays.
 
     Args:
-        name: What errors call it.
-        params: Arrays, or their shapes.
+        name: Name of the argument, for the message.
+        params: A pytree of arrays, or of `jax.ShapeDtypeStruct`s.
 
     Raises:
-        ValueError: Names the leaf that is something else.
+        ValueError: A leaf is something else; the message names it.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -278,26 +279,26 @@ def check_arrays(name: str, params: Any) -> None:
 
 @dataclass(frozen=True)
 class PlainTokenizer(IdTokenizer):
-    """A tokenizer of one's own as decoding takes it: texts, without special tokens and conversations.
+    """Adapts a user's tokenizer to our protocol. It has no special tokens and no chat template.
 
     Attributes:
-        text: Has `encode` and `decode`.
+        text: The user's tokenizer, with `encode` and `decode`.
     """
 
     text: Any = None
 
     def encode(self, *texts: Any, **options: object) -> list[int]:
-        """Encodes a text; tokenizers that put special tokens around it are told not to.
+        """Encodes a text without special tokens (`add_special_tokens=False` where the tokenizer has that option).
 
         Args:
             *texts: One text.
-            **options: None.
+            **options: Not used.
 
         Returns:
             Ids.
 
         Raises:
-            ValueError: The user's tokenizer returns something else than ids of the vocabulary.
+            ValueError: The user's tokenizer does not return ids of the vocabulary.
         """
         found = _encode(self.text)(texts[0])
         ids = np.asarray(getattr(found, "ids", found))
@@ -313,13 +314,13 @@ class PlainTokenizer(IdTokenizer):
 
         Args:
             ids: Any iterable of integers.
-            skip_special: Leave the mask and the ids that end an answer out.
+            skip_special: Leave out the mask and the ids that end an answer.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: The user's tokenizer fails, or returns something else than a text.
+            ValueError: The user's tokenizer fails, or does not return a string.
         """
         hidden = {self.mask, *self.ends} if skip_special else set()
         shown = [i for i in map(int, ids) if i not in hidden]
@@ -333,11 +334,11 @@ class PlainTokenizer(IdTokenizer):
         return found
 
     def render(self, *messages: object, **options: object) -> NoReturn:
-        """Raises ValueError, as do `follow` and `example`: there is no chat template.
+        """Raises ValueError, because there is no chat template. `follow` and `example` are the same function.
 
         Args:
             *messages: A conversation.
-            **options: Of the other tokenizers.
+            **options: Options of the other tokenizers.
 
         Raises:
             ValueError: Always.
@@ -357,7 +358,7 @@ def _encode(tokenizer: Any) -> Callable[[str], Any]:
 
 
 def _own_tokenizer(tokenizer: Any, config: FunctionConfig) -> Any:
-    """The tokenizer with all that decoding relies on; ids as decimal numbers where there is none."""
+    """Adapts the argument `tokenizer` to our protocol; an `IdTokenizer` for None."""
     ends = (config.eos, *config.ends)
     if tokenizer is None:
         return _id_tokenizer(config.vocab, config.mask, config.pad, ends)
@@ -375,7 +376,7 @@ def _own_tokenizer(tokenizer: Any, config: FunctionConfig) -> Any:
 
 
 class Canvas(NamedTuple):
-    """All that a function may ask of a pass; see `from_function`."""
+    """The arguments that a function may take in a forward pass; see `from_function`."""
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, "B"]
@@ -387,7 +388,7 @@ class Canvas(NamedTuple):
 def _example(
     config: FunctionConfig, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None
 ) -> Canvas:
-    """A canvas of these tokens, at time 0.5."""
+    """Makes a canvas of these tokens at time 0.5, for tracing."""
     rows, size = tokens.shape
     lengths = jnp.full((rows,), size) if lengths is None else lengths
     at = jnp.broadcast_to(jnp.arange(size), tokens.shape)
@@ -398,7 +399,7 @@ def _example(
 def _logits(
     apply: Callable[..., Any], config: FunctionConfig, params: Params, canvas: Canvas
 ) -> Float[Array, "B T V"]:
-    """Calls the function while tracing, checks what it returns, and aligns the logits with the canvas."""
+    """Calls the function under tracing, checks the result, and aligns the logits with the tokens they predict."""
     given = {name: getattr(canvas, name) for name in config.takes}
     rows, size = canvas.tokens.shape
     call = f"apply(params, tokens int32[{rows}, {size}])"
@@ -420,18 +421,19 @@ def _logits(
         allowed = f"floating-point logits [{rows}, {size}, {config.vocab}]: [B, L, vocab]"
         raise refuse(f"what {call} returned", f"{kind}{list(shape)}", allowed)
     found = jnp.asarray(found)
-    if config.alignment == "shifted":  # the first position has nothing before it, and keeps its own
+    if config.alignment == "shifted":  # position 0 has no predecessor and keeps its own logits
         found = jnp.concatenate([found[:, :1], found[:, :-1]], axis=1)
     return found.astype(accumulation_dtype(kind))
 
 
 @functools.lru_cache(maxsize=64)
 def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
-    """The function as a model; equal arguments give the same one, so that programs are shared."""
+    """Wraps the function as a `Model`. Cached, so that equal arguments share compiled programs."""
     masked = "attention_mask" in config.takes
 
     def padded(params: Params, canvas: Canvas) -> Float[Array, "B T V"]:
-        # A bucket may be wider than the context, where a table of positions ends; nothing is used there.
+        # A bucket may be wider than the context, for which the function may have no position embeddings. Positions
+        # beyond the context are never used: the function runs without them, and their logits are zeros.
         size = canvas.tokens.shape[1]
         if size <= config.context:
             return _logits(apply, config, params, canvas)
@@ -449,7 +451,7 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
         params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
     ) -> tuple[Array, Cache]:
         rows, size = given.tokens.shape
-        # A frozen row uses nothing; it gets no padding, so that no softmax runs over nothing.
+        # A frozen row contributes no tokens. Treat its canvas as full, so that no softmax has an empty set of keys.
         lengths = jnp.where(given.used > 0, given.used, size)
         if not masked:
             at = jnp.broadcast_to(jnp.arange(size), given.tokens.shape)
@@ -480,7 +482,7 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
         slots = jnp.broadcast_to(jnp.arange(size), given.tokens.shape)
         attends = _attends(ranges, slots, size, lengths) if masked else None
         positions = jnp.broadcast_to(given.positions, given.tokens.shape)
-        # A clean token has time 0: that of the row is the time of its canvas.
+        # Clean tokens have time 0, so the maximum is the time of the row's canvas. [B, T] -> [B]
         time = given.time if given.time is None or given.time.ndim == 1 else given.time.max(axis=1)
         return padded(params, Canvas(given.tokens, lengths, attends, positions, time))
 
@@ -507,10 +509,19 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
 def _attends(
     ranges: Int[Array, "B T R 2"], slots: Int[Array, "B T"], capacity: int, lengths: Int[Array, "B"]
 ) -> Bool[Array, "B T T"]:
-    """Key ranges over cache slots as a mask over the tokens of the pass.
+    """Converts key ranges over cache slots to an attention mask over the tokens of the pass.
 
-    A query without keys (padding) attends to the row's tokens instead: a softmax over nothing is NaN in some
-    implementations, and NaN values spread through the next layer however small their weight is.
+    A query without keys (padding) attends to all tokens of its row: some implementations return NaN for a softmax over
+    no keys, and a NaN value spreads through the next layer even with attention weight 0.
+
+    Args:
+        ranges: R key ranges [start, stop) of each query, in cache slots.
+        slots: The cache slot of each token.
+        capacity: Number of slots; tokens at or beyond it are never keys.
+        lengths: Number of tokens of each row.
+
+    Returns:
+        Whether query i may attend to key j.
     """
     key = slots[:, None, :, None]  # [B, 1, T, 1]
     inside = (key >= ranges[:, :, None, :, 0]) & (key < ranges[:, :, None, :, 1])  # [B, T, T, R]
@@ -519,23 +530,26 @@ def _attends(
     return jnp.where(attends.any(axis=-1, keepdims=True), attends, row)
 
 
-# --- what a function may do wrong
+# --- checks of the function
 
 
 def check_function(lm: LM) -> None:
-    """Runs the function of an `LM` on a small canvas and refuses what would give wrong text without an error.
+    """Runs the function of an `LM` on a small canvas, and refuses it if it would give wrong text without an error.
 
-    Two rows of random ids go through the model as decoding calls it. Compared bit for bit, in one compiled program:
-    another token in the second row must not change the first one; another last token must change logits before it, or
-    the function is causal (a function without attention passes); and, where the function takes `lengths` or
-    `attention_mask`, other ids in the padding must change nothing. It is traced twice, to find constants that differ
-    (numpy's random numbers, a counter).
+    The model runs as in decoding on two rows of random ids, and the logits are compared bit for bit:
+
+    - Purity: two traces must give the same program. They differ if the function uses numpy's random numbers or a
+      counter.
+    - Independent rows: a changed token in the second row must not change the logits of the first.
+    - Bidirectional attention: a changed last token must change earlier logits, if a changed first token changes later
+      ones. (A function without attention passes.)
+    - Padding: other ids in the padding must change no logits, if the function takes `lengths` or `attention_mask`.
 
     Args:
         lm: From `from_function`.
 
     Raises:
-        ValueError: Says what the function does.
+        ValueError: A check failed; the message says which.
     """
     model, config = lm.model, lm.model.config
     size = min(PROBE, config.context)
@@ -556,7 +570,7 @@ def check_function(lm: LM) -> None:
     logits = lambda tokens, used=whole: np.asarray(run(lm.params, tokens, used))
 
     def changed(row: int, at: int) -> np.ndarray:
-        """Ids with another token at one place."""
+        """Returns the ids with one token replaced."""
         other = ids.copy()
         other[row, at] = (other[row, at] + 1) % config.vocab
         return other

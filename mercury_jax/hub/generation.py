@@ -1,20 +1,20 @@
-"""How a family's authors sample from it, as data, and what a checkpoint's generation_config.json changes in that.
+"""Published sampling settings of checkpoint families, and their overrides in generation_config.json.
 
-A `Family` holds its published settings as `decoding`, which becomes `LM.decoding`; `decode.defaults` makes a sampler
-and a plan of them. The keys, all optional:
+`Family.decoding` holds the settings that the authors of a family publish. They become `LM.decoding`, from which
+`decode.defaults` makes a sampler and a plan. The keys, all optional:
 
     rule         name of a registered rule, such as "confidence"; "autoregressive" for next-token models
     params       parameters of the rule
-    temperature  at which tokens are drawn; 0 takes the argmax
-    processors   {name: parameters} of logits processors, in their order
-    cooling, steady   parameters of the processor and of the stopping criterion of these names
-    block        tokens of a block; "answer": the whole answer is one block
-    steps        denoising steps of a block; absent: as many as it has tokens
+    temperature  sampling temperature; 0 takes the argmax
+    processors   {name: parameters} of logits processors, in the order in which they are applied
+    cooling, steady   parameters of the logits processor and of the stopping criterion with these names
+    block        block size in tokens; "answer": the whole answer is one block
+    steps        denoising steps per block; absent: one per token
     source       where the settings are published
 
-A temperature in two places: `processors: {"temperature": {"t": 0.2}}` with `temperature: 1.0` divides the logits before
-the confidence is read from them, as Dream, SDAR and transformers' own `generate` do; `temperature: 0.2` alone only
-draws with it, as LLaDA does. The argument `temperature=` of `mj.sample` replaces the one that the family uses.
+The temperature can be applied in two ways. `processors: {"temperature": {"t": 0.2}}` with `temperature: 1.0` divides
+the logits before a rule computes its confidence, as in Dream, SDAR and transformers' `generate`. `temperature: 0.2`
+alone changes only how tokens are sampled, as in LLaDA. `mj.sample(temperature=)` replaces the one that the family uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mercury_jax.config import refuse
 
 WHOLE_ANSWER = "answer"
 FILE = "generation_config.json"
-# transformers keeps the 50 most probable ids of a model that samples, unless its file says otherwise.
+# `top_k` of transformers when a model samples and its generation_config.json does not set it.
 DEFAULT_TOP_K = 50
 # Next-token models: transformers' `generate` takes the argmax unless generation_config.json says `do_sample: true`.
 GREEDY: Mapping[str, Any] = {
@@ -38,13 +38,13 @@ GREEDY: Mapping[str, Any] = {
 
 
 class _Key(NamedTuple):
-    """A key of generation_config.json: our processor and its parameter, and the values that it may have."""
+    """A key of generation_config.json: the processor parameter that it sets, and its allowed values."""
 
     processor: str
     parameter: str
     low: float
     high: float
-    off: tuple[float, ...]  # values that change nothing
+    off: tuple[float, ...]  # values that disable the processor
     allowed: str
 
 
@@ -56,7 +56,7 @@ PROCESSOR_KEYS: Mapping[str, _Key] = {
     "top_p": _Key("top_p", "p", 0.0, 1.0, (1.0,), "a number in [0, 1]"),
     "min_p": _Key("min_p", "p", 0.0, 1.0, (0.0,), "a number in [0, 1]"),
 }
-# Dream's names of its algorithms, and our rules.
+# `alg` in Dream's generation_config.json -> our rule.
 DREAM_RULES = {
     "origin": "dream_origin",
     "maskgit_plus": "maskgit_plus",
@@ -66,21 +66,22 @@ DREAM_RULES = {
 
 
 def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces a family's published settings by those of a checkpoint's generation_config.json.
+    """Overrides a family's published settings by those of a checkpoint's generation_config.json.
 
-    Read are do_sample, temperature, top_k, top_p, min_p, repetition_penalty and steps, as transformers 5 reads them:
-    `do_sample: false` takes the argmax and ignores the others. A next-token model samples only under `do_sample: true`;
-    a diffusion model, whose own `generate` does not know that key, also where a temperature is given without it.
+    The keys do_sample, temperature, top_k, top_p, min_p, repetition_penalty and steps are read as in transformers 5:
+    with `do_sample: false` the argmax is taken, and temperature, top_k, top_p and min_p are ignored. A next-token model
+    samples only with `do_sample: true`. A diffusion model also samples if a temperature is given without `do_sample`,
+    because the `generate` of its reference implementation does not know that key.
 
     Args:
         decoding: The family's settings.
-        generation: The object of the file; {} without one.
+        generation: The contents of the file; {} without one.
 
     Returns:
         The settings of the checkpoint.
 
     Raises:
-        ValueError: Names the key whose value is not allowed.
+        ValueError: A value is not allowed; the message names its key.
     """
     said = _checked(generation)
     if not said:
@@ -111,7 +112,8 @@ def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str,
             if key in said:
                 _put(chain, key, said[key])
     order = [key.processor for key in PROCESSOR_KEYS.values()]
-    # Those of the family keep their order; the others follow, and a penalty comes first.
+    # The family's own processors keep their order and come before the added ones; repetition always comes first.
+    # A family without processors gets the order of transformers.
     names = sorted(chain, key=lambda name: (name != "repetition", name not in decoding.get("processors", {})))
     if not decoding.get("processors"):
         names.sort(key=order.index)
@@ -123,7 +125,7 @@ def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str,
 
 
 def _checked(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are read, without nulls; refuses those of a wrong type or out of range."""
+    """Picks the keys that are read and not null; refuses values of a wrong type or out of range."""
     found: dict[str, Any] = {}
     for name in ("do_sample", "steps", *PROCESSOR_KEYS):
         value = generation.get(name)
@@ -145,7 +147,7 @@ def _checked(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(chain: dict[str, dict[str, Any]], name: str, value: float) -> None:
-    """Sets a processor of the chain, or removes it where the value changes nothing."""
+    """Sets a processor of the chain, or removes it if the value disables it."""
     key = PROCESSOR_KEYS[name]
     if value in key.off:
         chain.pop(key.processor, None)
@@ -154,17 +156,17 @@ def _put(chain: dict[str, dict[str, Any]], name: str, value: float) -> None:
 
 
 def dream_decoding(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Dream's settings: those of its README, with `alg`, `alg_temp` and `eps` of generation_config.json.
+    """Combines the settings of Dream's README with `alg`, `alg_temp` and `eps` of generation_config.json.
 
     Args:
-        config: config.json, of which nothing is read.
+        config: config.json; not used.
         generation: generation_config.json.
 
     Returns:
         The settings.
 
     Raises:
-        ValueError: Names the key whose value is not allowed.
+        ValueError: A value is not allowed; the message names its key.
     """
     alg = generation.get("alg") or "entropy"
     if alg not in DREAM_RULES:
@@ -192,11 +194,11 @@ def describe(decoding: Mapping[str, Any]) -> str:
     """Describes settings in one line, without their source.
 
     Args:
-        decoding: As `LM.decoding`.
+        decoding: Settings, such as `LM.decoding`.
 
     Returns:
-        Such as "dream_entropy(alg_temp=0.0), temperature(t=0.2), top_p(p=0.95), draws at 1.0, the whole answer at
-        once"; "" for {}.
+        For example "dream_entropy(alg_temp=0), temperature(t=0.2), top_p(p=0.95), draws at temperature 1, the whole
+        answer as one block"; "" for {}.
     """
     if not decoding:
         return ""

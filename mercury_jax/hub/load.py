@@ -1,12 +1,13 @@
-"""Loading and describing a model: a folder of ours, a checkpoint in Hugging Face's layout, or an id on the hub.
+"""Loads and describes a model: a folder in our layout, a checkpoint in Hugging Face's layout, or an id on the hub.
 
-`open_checkpoint` reads the config and the headers, and returns the same record for both layouts:
+`load` has two stages. `open_checkpoint` reads only the config and the headers, and returns an `Opened`:
 
-    ours           manifest verified -> config and tokenizer (`checkpoint.load_exported`)
-    Hugging Face   config.json and headers read (`folder.scan`) -> family -> our config, every tensor checked
+    ours           verify the manifest -> config and tokenizer (`checkpoint.load_exported`)
+    Hugging Face   read config.json and headers (`folder.scan`) -> find the family -> convert the config -> check the
+                   name, shape and dtype of every tensor
 
-`load_opened` then checks the memory and reads the parameters, one at a time, onto their devices. `load` does both.
-Sampling needs no trainer: nothing here imports grain, optax or orbax.
+`load_opened` then checks the free memory and reads the parameters onto their devices, one at a time.
+This module imports neither grain, optax nor orbax: sampling does not need the trainer.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from mercury_jax.models.weight_quant import WEIGHT_KINDS
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.types import LM, Model
 
-NANO = Path(__file__).parents[1] / "assets" / "nano"  # the embedded model, which "nano" names everywhere
+NANO = Path(__file__).parents[1] / "assets" / "nano"  # the model in the package, "nano" by name
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?")
 HEAD = "lm_head.weight"
-COMPARE_CHUNK = 64_000_000  # bytes that are compared at a time
+COMPARE_CHUNK = 64_000_000  # bytes read at a time when two tensors are compared
 FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-WIDE = ("float32", "float64")  # arithmetic in these dtypes also has its parameters in them
+WIDE = ("float32", "float64")  # when computing in these dtypes, parameters are kept in them too
 
 
 def load(
@@ -72,22 +73,24 @@ def load(
         source: None or "nano" for the embedded model; a folder that `mercury train` or `mercury convert` wrote; a
             folder in Hugging Face's layout; or an id such as "google/diffusiongemma-26B-A4B-it" or
             "org/name@revision", which is downloaded.
-        dtype: "float32", "bfloat16", "float16", or "float64" under x64. Default: the checkpoint's own.
-        quantise: "int8" or "fp8" stores each weight matrix so, with one scale per output. Default: not quantised.
-        kv: "int8", "4bit" or "3bit" stores the KV cache so. Default: the dtype of the arithmetic.
-        mask: The mask id of a masked diffusion model, where the checkpoint does not name it or names it wrongly.
-        adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. It is
-            merged while the parameters are read, before they are quantised.
+        dtype: Dtype of the computation: "float32", "bfloat16", "float16", or "float64" under x64. In Hugging Face's
+            layout, parameters are converted to it. Default: the dtype of the checkpoint.
+        quantise: Format in which weight matrices are stored, "int8" or "fp8", with one scale per output. Default: not
+            quantised.
+        kv: Format in which the KV cache is stored: "int8", "4bit" or "3bit". Default: the dtype of the computation.
+        mask: The mask id of a masked diffusion model, for a checkpoint that does not name it or names a wrong one.
+        adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. Each
+            parameter is merged with it when it is read, before quantisation.
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
-        progress: Called with the number of bytes of each parameter that was loaded.
+        progress: Called after each parameter with its number of bytes.
 
     Returns:
-        The model with its parameters, tokenizer and noise process. Nothing in a checkpoint is ever executed.
+        The model with its parameters, tokenizer and noise process. No code in a checkpoint is executed.
 
     Raises:
-        ValueError: The architecture is not supported, the model does not fit into memory, or it has no use for `mask`
-            (it is autoregressive, or its noise has none), or the adapter belongs to another model.
-        CheckpointError: A file or tensor is missing, damaged, or has another shape; the message names it.
+        ValueError: The architecture is not supported, the model does not fit into memory, `mask` is given for a model
+            that has no mask (an autoregressive one, or uniform noise), or the adapter belongs to another model.
+        CheckpointError: A file or tensor is missing, damaged, or has the wrong shape; the message names it.
 
     Example:
         >>> lm = mj.load()
@@ -120,11 +123,11 @@ def load(
 
 
 def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) -> ModelConfig:
-    """Reads the config of a saved model, for a recipe that starts from it.
+    """Reads the config of a saved model, for a training recipe that starts from it.
 
     Args:
-        source: As of `load`.
-        mask: The mask id, where the checkpoint does not name it.
+        source: As in `load`.
+        mask: The mask id, for a checkpoint that does not name it.
         **changes: Fields of the config to change.
 
     Returns:
@@ -134,7 +137,7 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
         ValueError: The config has no such field, or the model is not supported.
 
     Example:
-        A masked diffusion model made from an autoregressive one:
+        The config of a masked diffusion model that is initialised from an autoregressive one:
 
         >>> hub.config_of("Qwen/Qwen3-0.6B", mask=151669, pattern="bidirectional", predicts_next=False)
     """
@@ -147,13 +150,13 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
 
 
 def tokenizer_of(source: str | Path) -> AnyTokenizer:
-    """Reads the tokenizer of a saved model; no parameter is read.
+    """Reads the tokenizer of a saved model, without its parameters.
 
     Args:
-        source: As of `load`.
+        source: As in `load`.
 
     Returns:
-        The tokenizer; ids alone if the checkpoint has none.
+        The tokenizer; an `IdTokenizer` if the checkpoint has none.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -167,24 +170,24 @@ def tokenizer_of(source: str | Path) -> AnyTokenizer:
 
 
 def takes_mask(source: str | Path, mask: int) -> bool:
-    """Says whether a checkpoint is one of masked diffusion, once the mask id is known; no tensor is read.
+    """Says whether a checkpoint is a masked diffusion model when given this mask id. No tensor is read.
 
     Args:
-        source: As of `open_checkpoint`.
+        source: As in `open_checkpoint`.
         mask: The mask id.
 
     Returns:
-        False for an autoregressive model, and for one whose noise has no mask. A recipe can make a diffusion model
-        of the former (`config_of`).
+        False for an autoregressive model and for a model with uniform noise. A recipe can train an autoregressive
+        checkpoint into a diffusion model; see `config_of`.
     """
     return open_checkpoint(source, mask=mask).config.mask == mask
 
 
 def check_mask(opened: Opened, mask: int | None) -> None:
-    """Refuses a mask id that a model would not use.
+    """Refuses a mask id that the model would not use.
 
     Args:
-        opened: A checkpoint that was opened with this mask id.
+        opened: The checkpoint, from `open_checkpoint` with this mask id.
         mask: The mask id; None is always allowed.
 
     Raises:
@@ -199,7 +202,7 @@ def check_mask(opened: Opened, mask: int | None) -> None:
 
 
 def folder_of(source: str | Path) -> Path:
-    """Finds the folder of a source, downloading it if it is an id that is not in the cache.
+    """Finds the folder of a model. An id on the hub is downloaded unless it is in the cache.
 
     Args:
         source: A folder, "nano", or an id on the Hugging Face hub.
@@ -228,18 +231,18 @@ def folder_of(source: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose config was converted and whose tensors fit the model; no tensor is read yet.
+    """A checkpoint with its converted config, before any tensor is read.
 
     Attributes:
         path: The folder, or the config.json.
-        folder: Its files; an `Exported` in our own layout.
-        family: Its family; None in our own layout.
+        folder: Its files and the headers of its tensors; an `Exported` in our own layout.
+        family: The checkpoint family; None in our own layout.
         name: The model's name.
-        config: Our config.
-        model: Our model.
+        config: The config, converted to ours.
+        model: The model built from `config`.
         noise: The noise that it was trained with; None for an autoregressive model.
-        card: What is known of the checkpoint; in Hugging Face's layout family, architecture, licence and notes.
-        decoding: How the reference decodes the checkpoint; see `LM.decoding`.
+        card: Metadata. In Hugging Face's layout: family, architecture, licence and notes.
+        decoding: Sampling settings of the reference implementation; see `LM.decoding`.
     """
 
     path: Path
@@ -254,7 +257,7 @@ class Opened:
 
     @property
     def stored_dtype(self) -> np.dtype:
-        """The dtype of most of its bytes; without tensors that of the config."""
+        """The dtype in which most bytes of the tensors are stored; without tensors, the dtype of the config."""
         sizes: dict[np.dtype, int] = {}
         for entry in self.folder.tensors.values():
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
@@ -264,13 +267,14 @@ class Opened:
 def open_checkpoint(
     source: str | Path, *, dtype: str | None = None, mask: int | None = None, verify: bool = False
 ) -> Opened:
-    """Reads the config and all headers of a checkpoint, and checks each tensor against what the model needs.
+    """Reads the config and all headers of a checkpoint, and checks every tensor against the model's parameters.
 
     Args:
-        source: As of `load`, or a config.json in Hugging Face's form, which gives a checkpoint without tensors.
-        dtype: Of the arithmetic. Default: the checkpoint's.
-        mask: The mask id, where the config has none or the wrong one. A model without masks ignores it.
-        verify: In our own layout, first check the SHA-256 of every file.
+        source: As in `load`, or the path of a config.json in Hugging Face's form, which gives a checkpoint without
+            tensors.
+        dtype: Dtype of the computation. Default: the dtype of the checkpoint.
+        mask: The mask id, if the config has none or a wrong one. Ignored by a model without masks; see `check_mask`.
+        verify: Check the SHA-256 of every file first. Applies to our own layout only.
 
     Returns:
         The opened checkpoint.
@@ -299,7 +303,8 @@ def open_checkpoint(
     family, notes = family_of(about)
     config = family.read(about, str(where))
     if config.tied and HEAD in folder.tensors and not family.uses(HEAD, config):
-        # As in transformers 5: under `tie_word_embeddings` two equal tensors are tied, two that differ are both used.
+        # As in transformers 5: with `tie_word_embeddings`, embedding and head share a parameter if the two stored
+        # tensors are equal. If they differ, the head is a parameter of its own.
         embed = family.names(config)["embed"].name
         if not (isinstance(embed, str) and embed in folder.tensors and _equal(folder, embed, HEAD)):
             config = dataclasses.replace(config, tied=False)
@@ -325,7 +330,7 @@ def open_checkpoint(
 
 
 def is_native(folder: Path) -> bool:
-    """Whether `export.save` wrote the folder, even if files of it are missing now."""
+    """Says whether a folder has our own layout, from `export.save`, even if some of its files are missing."""
     return any((folder / name).is_file() for name in (manifest.NAME, PARAMS))
 
 
@@ -348,7 +353,8 @@ def _open_native(path: Path, dtype: str | None, mask: int | None, verify: bool) 
 
 
 def _check_tensors(folder: Folder, family: Family, model: Model) -> None:
-    """Checks names, shapes and dtypes of all tensors before any is read."""
+    """Checks names, shapes and dtypes of all tensors against the headers, before any tensor is read."""
+    # The family's table must name exactly the parameters of the model; an error here is a bug of the family.
     names, shapes = family.names(model.config), shapes_of(model)
     if odd := sorted(set(names) ^ set(shapes)):
         allowed = "a name in both the model and the family's table"
@@ -376,7 +382,7 @@ def _check_tensors(folder: Folder, family: Family, model: Model) -> None:
 
 
 def _complete_ids(folder: Folder) -> None:
-    """Adds ids that config.json lacks: the mask of the tokenizer, and further ends of generation_config.json."""
+    """Adds ids that config.json lacks: the tokenizer's mask, and the `eos_token_id` of generation_config.json."""
     about = folder.config
     if about.get("mask_token_id") is None and (mask := _tokenizer_mask(folder.path)) is not None:
         about["mask_token_id"] = mask
@@ -387,7 +393,7 @@ def _complete_ids(folder: Folder) -> None:
 
 
 def _tokenizer_mask(folder: Path) -> int | None:
-    """The id of the tokenizer's `mask_token`; the files are read in turn, because tokenizer.json may be large."""
+    """Finds the id of the tokenizer's `mask_token`. Reads tokenizer.json last, because it may have 30 MB."""
     files = lambda name: read_json(folder, name, optional=True)
     about = files("tokenizer_config.json")
     token = about.get("mask_token") or files("special_tokens_map.json").get("mask_token")
@@ -406,7 +412,7 @@ def _tokenizer_mask(folder: Path) -> int | None:
 
 
 def _equal(folder: Folder, one: str, other: str) -> bool:
-    """Whether two tensors are equal; they are read in slices, up to the first difference."""
+    """Says whether two tensors are equal. Reads them in slices, and stops at the first difference."""
     a, b = folder.tensors[one], folder.tensors[other]
     if a.shape != b.shape or a.dtype != b.dtype or not a.shape:
         return False
@@ -416,7 +422,7 @@ def _equal(folder: Folder, one: str, other: str) -> bool:
 
 
 def _licence(folder: Path) -> str | None:
-    """The `license:` line in the header of the checkpoint's README."""
+    """Reads the `license:` line in the YAML header of the checkpoint's README.md; None without one."""
     readme = find(folder, "README.md")
     if readme is None:
         return None
@@ -439,22 +445,25 @@ def load_opened(
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LM:
-    """Loads a checkpoint that was opened; each parameter goes from its file to the devices that hold it.
+    """Loads the parameters and the tokenizer of an opened checkpoint.
+
+    Parameters are read one at a time and copied to their devices, so host memory holds one of them.
 
     Args:
         opened: From `open_checkpoint`.
-        dtype: Of the parameters. Default: in our own layout as they are stored, else that of most of the bytes.
-        quantise: As of `load`.
-        adapter: Merged into the parameters; `opened` has its config (`Adapter.config_for`).
-        mesh: As of `load`.
-        progress: As of `load`.
+        dtype: Dtype of the parameters. Default: as stored in our own layout; in Hugging Face's layout, the dtype of
+            most of the bytes.
+        quantise: As in `load`.
+        adapter: A LoRA adapter to merge; `opened` already has its config (`Adapter.config_for`).
+        mesh: As in `load`.
+        progress: As in `load`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: The model does not fit into memory, or tokenizer and model do not belong together.
-        CheckpointError: A file is damaged, or a parameter is missing or has another shape.
+        ValueError: The model does not fit into memory, or the tokenizer is not the model's.
+        CheckpointError: A file is damaged, or a parameter is missing or has the wrong shape.
     """
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
     forbidden: tuple[int, ...] = ()
@@ -484,7 +493,7 @@ def load_opened(
         model=model,
         params=load_params(model, read, dtype=dtype, quantise=quantise, mesh=mesh, progress=progress),
         tokenizer=tokenizer,
-        # The noise process of an autoregressive model is never used.
+        # An `LM` always has a noise process; for an autoregressive model any will do, since it is never used.
         corruption=noise.build(
             opened.noise or NoiseConfig(kind="uniform"), config.vocab, config.mask, forbidden
         ),
@@ -495,11 +504,13 @@ def load_opened(
 
 
 def load_tokenizer(source: str | Path, *, mask: int | None = None) -> AnyTokenizer:
-    """Loads the tokenizer of a model, as `load` does; no parameter is read.
+    """Loads the tokenizer that `load` would give the model, without its parameters.
+
+    Unlike `tokenizer_of`, this checks that the tokenizer belongs to the model and applies `mask`.
 
     Args:
-        source: As of `load`.
-        mask: The mask id, where the checkpoint does not name it.
+        source: As in `load`.
+        mask: The mask id, for a checkpoint that does not name it.
 
     Returns:
         The tokenizer.
@@ -512,7 +523,7 @@ def load_tokenizer(source: str | Path, *, mask: int | None = None) -> AnyTokeniz
 
 
 def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
-    """The tokenizer of a checkpoint; checks that it belongs to the model."""
+    """Reads the tokenizer of a checkpoint. In our own layout, checks that it belongs to the model."""
     config = opened.config
     if not isinstance(opened.folder, Exported):
         return _folder_tokenizer(opened.path, config)
@@ -520,7 +531,7 @@ def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
     if opened.folder.tokenizer is None:
         raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
     tokenizer = unpack(opened.folder.tokenizer)
-    if tokenizer.vocab_size > config.vocab:  # a model may have ids without a text
+    if tokenizer.vocab_size > config.vocab:  # a model may have more ids than its tokenizer
         allowed = f"at most {config.vocab}, the model's vocab"
         raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, allowed)
     if tokenizer.fingerprint != about["tokenizer"]:
@@ -532,12 +543,12 @@ def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
 
 
 def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:
-    """The folder's tokenizer; ids alone if it has none."""
+    """Reads the tokenizer of a folder in Hugging Face's layout; an `IdTokenizer` if it has none."""
     there = {name: find(folder, name) for name in ("tokenizer.json", "vocab.json", "tokenizer.model")}
     if not any(there.values()):
         return IdTokenizer.of(c)
     if there["tokenizer.model"]:
-        with contextlib.suppress(ValueError):  # a model of our own build, written for other libraries
+        with contextlib.suppress(ValueError):  # ours, which `save_hf` wrote beside the others; else not ours
             return Tokenizer.load(there["tokenizer.model"])
     return HFTokenizer.of(read_files(folder), mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends, vocab=c.vocab)
 
@@ -546,14 +557,15 @@ def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:
 
 
 def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
-    """Describes a checkpoint, or what a config.json alone would be; no parameter is read.
+    """Describes a checkpoint, or the model of a config.json alone. No parameter is read.
 
     Args:
         source: A folder, an id on the Hugging Face hub, or a config.json in Hugging Face's form.
-        mask: The mask id, where the checkpoint does not name it.
+        mask: The mask id, for a checkpoint that does not name it.
 
     Returns:
-        JSON-ready values: family, sizes, ids, noise, licence, and bytes per device on 1, 2, 4 and 8 devices.
+        JSON-ready values: family, sizes, special ids, noise, licence, sampling settings, the bytes per device on 1, 2,
+        4 and 8 devices (`memory_plan`), and the free memory of the devices here.
 
     Raises:
         ValueError: The model is not supported.

@@ -1,8 +1,8 @@
-"""Parameters of a model: their shapes, their place in the files of a checkpoint, the memory they need, and reading them
-onto the devices that hold them.
+"""Parameters of a model: layout conversion from and to checkpoints, placement on devices, and memory estimates.
 
-Parameters are named by their path in the tree, such as "block_0/attention/q/w". They are read, quantised and placed one
-at a time, so host memory holds one of them.
+Parameters are named by their path in the tree, such as "block_0/attention/q/w". A `TensorSource` says which tensors of
+a checkpoint make up a parameter. Parameters are read, quantised and placed one at a time, so that host memory holds
+only one of them.
 """
 
 from __future__ import annotations
@@ -27,29 +27,42 @@ from mercury_jax.sharding import AXES, matrix_axes, partition_spec
 from mercury_jax.types import Model, Params
 
 
-@functools.lru_cache(maxsize=4)  # a trace of the whole model, which loading it needs more than once
+@functools.lru_cache(maxsize=4)  # this traces the whole model, and loading asks for it several times
 def shapes_of(model: Model) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a model's parameters by path; nothing is computed."""
+    """Returns the shapes and dtypes of a model's parameters, without computing them.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Shape and dtype by path.
+    """
     tree = jax.eval_shape(model.init, jax.random.key(0))
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
     return MappingProxyType({name(path): leaf for path, leaf in leaves})
 
 
-# --- from the tensors of a checkpoint to ours, and back
+# --- layout conversion between checkpoints and our parameters
 
 
 class TensorSource(NamedTuple):
-    """Where one of our parameters is in the files of a family.
+    """Says which tensors of a checkpoint make up one parameter, and how their layout differs.
 
     Attributes:
-        name: The tensor's name; with "{e}" where each expert has a tensor of its own. Several names are concatenated
-            along our last axis (gate and up).
-        inputs: 0 for the same order of axes. k > 0 for the weight [out, in] of a torch Linear, whose inputs are our
-            first k axes (after that of the experts).
-        experts: Ours is stacked from this many experts; without "{e}" in the name the file's tensor is stacked, too.
-        fold: The file has this many of our last axes as one (biases of heads).
-        rows: (a, b, c) where ours are rows [a, b) of a tensor of c rows (fused queries, keys and values).
+        name: Name of the tensor, with "{e}" for the number of the expert if each expert has its own tensor. Several
+            tensors (gate and up) are concatenated along the last axis of our parameter.
+        inputs: 0 if the axes have the same order. k > 0 for the weight [out, in] of a torch Linear; its input axis is
+            the first k axes of our parameter (after the expert axis), flattened.
+        experts: Number of experts if our parameter is stacked, [experts, ...]; otherwise 0. Without "{e}" in `name`
+            the tensor is stacked as well.
+        fold: The tensor has the last `fold` axes of our parameter flattened into one (a bias [heads * head_dim]).
+        rows: (a, b, c) if our parameter is rows [a, b) of a tensor with c rows (fused queries, keys and values).
+
+    Example:
+        The output projection [heads, head_dim, width], stored as [width, heads * head_dim]:
+
+        >>> TensorSource("model.layers.0.self_attn.o_proj.weight", inputs=2)
     """
 
     name: str | tuple[str, ...]
@@ -60,23 +73,31 @@ class TensorSource(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many tensors, or stacks of experts, are concatenated."""
+        """Number of tensors, or of stacks of expert tensors, that are concatenated along the last axis."""
         return 1 if isinstance(self.name, str) else len(self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors that this parameter is made from; experts vary fastest."""
+        """Names of all tensors of this parameter: all experts of the first part, then of the second."""
         parts = (self.name,) if isinstance(self.name, str) else self.name
         each = range(self.experts) if any("{e}" in p for p in parts) else range(1)
         return tuple(p.replace("{e}", str(e)) for p in parts for e in each)
 
     @property
     def per_expert(self) -> bool:
-        """Whether each expert has tensors of its own."""
+        """Whether each expert has its own tensors, so that loading must stack them."""
         return bool(self.experts) and "{e}" in "".join(self.name)
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the file's tensors by name, for a parameter of `shape`."""
+        """Computes the shapes of the checkpoint's tensors.
+
+        Args:
+            shape: Shape of our parameter.
+
+        Returns:
+            Shapes by name of the tensor.
+        """
+        # [experts, *inputs, *outputs] -> [out / parts, in] per tensor, with a leading expert axis if it is stacked.
         lead, rest = (shape[:1], shape[1:]) if self.experts else ((), shape)
         if self.inputs:
             inputs, outputs = rest[: self.inputs], rest[self.inputs :]
@@ -90,18 +111,18 @@ class TensorSource(NamedTuple):
 
 
 def to_ours(source: TensorSource, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Makes one of our parameters from the tensors of a checkpoint.
+    """Converts tensors of a checkpoint to one of our parameters.
 
     Args:
-        source: Where it is.
-        shape: Our shape.
-        read: Returns a tensor by name.
+        source: The tensors that make up the parameter.
+        shape: Shape of our parameter.
+        read: Returns a tensor of the checkpoint by name.
 
     Returns:
-        The array; a view of what was read where the layout allows.
+        The array, with `shape`; a view of a single tensor where its layout allows.
     """
     if source.per_expert:
-        # One expert at a time: [experts, ...] is filled without a second copy of all experts.
+        # Fill [experts, ...] one expert at a time; stacking a list would hold all experts twice.
         count, stacked = source.experts, None
         for e in range(count):
             one = source._replace(name=source.names[e::count], experts=0)
@@ -119,14 +140,14 @@ def to_ours(source: TensorSource, shape: tuple[int, ...], read: Callable[[str], 
 
 
 def to_theirs(source: TensorSource, ours: np.ndarray) -> dict[str, np.ndarray]:
-    """Makes the tensors of a checkpoint, or the rows of them, from one of our parameters: `to_ours` backwards.
+    """Converts one of our parameters to tensors of a checkpoint, the inverse of `to_ours`.
 
     Args:
-        source: Where it is.
-        ours: Our array.
+        source: The tensors that make up the parameter.
+        ours: Our parameter.
 
     Returns:
-        Tensors by name.
+        Tensors by name. With `source.rows`, only those rows of the fused tensor.
     """
     lead = ours.shape[:1] if source.experts else ()
     rest = ours.shape[len(lead) :]
@@ -142,7 +163,7 @@ def to_theirs(source: TensorSource, ours: np.ndarray) -> dict[str, np.ndarray]:
     return dict(zip(source.names, each, strict=True))
 
 
-# --- onto the devices
+# --- loading onto devices
 
 
 def load_params(
@@ -154,32 +175,33 @@ def load_params(
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Params:
-    """Reads all parameters onto their devices; at most one is in host memory at a time.
+    """Reads all parameters onto their devices, with at most one in host memory at a time.
 
     Args:
-        model: The model.
+        model: The model, for the paths and the sharding of its parameters.
         read: Returns a parameter by its path.
-        dtype: Of parameters that are not quantised. Default: as read.
-        quantise: "int8" or "fp8" stores each matrix so, with one scale per output. Default: not quantised.
+        dtype: Dtype of parameters that are not quantised. Default: as read.
+        quantise: Format in which matrices are stored, "int8" or "fp8", with one scale per output. Default: not
+            quantised.
         mesh: The devices. Default: the first device.
-        progress: Called with the number of bytes of each parameter.
+        progress: Called after each parameter with its number of bytes.
 
     Returns:
-        The tree of parameters.
+        The tree of parameters; quantised matrices are `QuantisedWeight`s.
     """
     params: dict[str, Any] = {}
     for path in shapes_of(model):
         host, matrix = read(path), matrix_axes(path)
         if quantise is not None and matrix is not None:
             small = WEIGHT_KINDS[quantise](host, *matrix)
-            # Scales are small: every device holds all of them.
+            # Scales are small, so they are replicated on all devices.
             whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             value: Any = QuantisedWeight(
                 _placed(small.values, path, model, mesh), jax.device_put(small.scale, whole)
             )
         else:
             value = _placed(host if dtype is None else host.astype(dtype, copy=False), path, model, mesh)
-        # Wait for the copy: while it is in progress it keeps the host's array alive.
+        # Wait for the copy before reading on: an unfinished copy keeps its host array alive.
         params[path] = jax.block_until_ready(value)
         del host
         progress(sum(x.nbytes for x in jax.tree.leaves(value)))
@@ -187,6 +209,7 @@ def load_params(
 
 
 def _placed(host: np.ndarray | jax.Array, path: str, model: Model, mesh: Mesh | None) -> jax.Array:
+    """Copies a parameter to the devices; each device receives only its shard."""
     if mesh is None:
         return jnp.array(host)
     where = NamedSharding(mesh, partition_spec(path, host.shape, model.shardings, mesh))
@@ -197,12 +220,12 @@ def _placed(host: np.ndarray | jax.Array, path: str, model: Model, mesh: Mesh | 
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes on each device.
+    """Memory that a model needs on each device.
 
     Attributes:
-        params: Of the parameters.
-        cache: Of the KV cache of one row with the model's whole context.
-        axis: The mesh axis along which the devices lie.
+        params: Bytes of the parameters.
+        cache: Bytes of the KV cache of one row with the full context of the model. The cache is not split here.
+        axis: The mesh axis along which the parameters are split, "tensor" or "expert".
     """
 
     params: int
@@ -213,42 +236,42 @@ class MemoryNeed(NamedTuple):
 def param_bytes(
     model: Model, mesh: Mesh | AbstractMesh | None, dtype: DTypeLike, quantise: str | None = None
 ) -> int:
-    """Computes the bytes that the parameters need on each device.
+    """Computes the bytes of the parameters on each device.
 
     Args:
         model: The model.
-        mesh: Only its shape is used; None: one device.
-        dtype: Of parameters that are not quantised.
+        mesh: The mesh, of which only the shape is used. None: one device.
+        dtype: Dtype of parameters that are not quantised.
         quantise: "int8", "fp8" or None.
 
     Returns:
-        Bytes.
+        Bytes per device.
     """
     total = 0
     for path, like in shapes_of(model).items():
         size = math.prod(like.shape)
-        if mesh is not None:  # a dimension may be split along several axes
+        if mesh is not None:  # one dimension may be split along several mesh axes
             spec = partition_spec(path, like.shape, model.shardings, mesh)
             size //= math.prod(mesh.shape[axis] for axis in jax.tree.leaves(tuple(spec)))
         matrix = None if quantise is None else matrix_axes(path)
         if matrix is None:
             total += size * jnp.dtype(dtype).itemsize
-        else:  # one byte each, and fp32 scales, all of them on every device
+        else:  # one byte per weight, and fp32 scales [experts, outputs], which are replicated
             inputs, batch = matrix
             total += size + 4 * math.prod(like.shape[:batch]) * math.prod(like.shape[batch + inputs :])
     return total
 
 
 def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> dict[int, MemoryNeed]:
-    """Computes the memory that 1, 2, 4 and 8 devices need.
+    """Estimates the memory per device when a model is split over 1, 2, 4 or 8 devices.
 
     Args:
         model: The model.
-        dtype: Of parameters that are not quantised.
+        dtype: Dtype of parameters that are not quantised.
         quantise: "int8", "fp8" or None.
 
     Returns:
-        Bytes per device by number of devices, along the axis that splits the parameters best.
+        Memory per device by number of devices, for the mesh axis that leaves the fewest bytes on each.
     """
     leaves = jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, model.config.context)))
     cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
@@ -265,7 +288,15 @@ def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> 
 
 
 def free_memory(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes that each of the devices can still allocate; None if the backend does not say."""
+    """Returns the bytes that can still be allocated on every one of the devices.
+
+    Args:
+        devices: Devices of this process.
+
+    Returns:
+        The least free memory of a device; on CPU, the free host memory divided by the number of devices. None if the
+        backend does not report it.
+    """
     free = []
     for device in devices:
         try:
@@ -280,7 +311,7 @@ def free_memory(devices: Sequence[Any]) -> int | None:
 
 
 def _host_memory() -> int:
-    """Bytes of host memory that are free or can be freed."""
+    """Returns the bytes of host memory that are free or can be freed; the total where the system does not say."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)
@@ -290,17 +321,17 @@ def _host_memory() -> int:
 
 
 def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: str | None, name: str) -> None:
-    """Refuses a model whose parameters do not fit into the devices' free memory.
+    """Refuses a model whose parameters do not fit into the free memory of the devices.
 
     Args:
         model: The model.
         mesh: The devices. Default: the first device.
-        dtype: Of parameters that are not quantised.
+        dtype: Dtype of parameters that are not quantised.
         quantise: "int8", "fp8" or None.
         name: The model's name, for the message.
 
     Raises:
-        ValueError: Says how much is needed and how much is free.
+        ValueError: The parameters do not fit. The message has the bytes needed, the bytes free, and what to change.
     """
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     local = [d for d in devices if d.process_index == jax.process_index()]
@@ -317,7 +348,14 @@ def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: st
 
 
 def count_parameters(model: Model) -> tuple[int, int]:
-    """Returns (scalars of all parameters, scalars that one token uses): of the experts only the active ones."""
+    """Counts parameters, in total and active per token.
+
+    Args:
+        model: The model.
+
+    Returns:
+        (all parameters, parameters that one token uses). The latter counts only the active experts.
+    """
     experts, total, active = model.config.experts, 0, 0
     for path, like in shapes_of(model).items():
         size = math.prod(like.shape)

@@ -1,16 +1,17 @@
-"""The environment in which the chat templates of checkpoints run: jinja2's immutable sandbox with limits.
+"""The environment in which chat templates of checkpoints run: jinja2's immutable sandbox with resource limits.
 
-A chat template is a program from the internet. jinja2's `ImmutableSandboxedEnvironment` keeps it away from Python's
-internals and from changing its input, but limits neither time nor memory: `'a' * 10**10`, `{% set x = x ~ x %}` in a
-loop, `x | center(10**9)` and `[x, x]` nested forty times all run until memory ends. Added here, in the same thread:
+A chat template is a program from an untrusted source. jinja2's `ImmutableSandboxedEnvironment` prevents access to
+Python's internals and changes to the input, but limits neither time nor memory: `'a' * 10**10`, `{% set x = x ~ x %}`
+in a loop, `x | center(10**9)` and `[x, x]` nested forty times all run until memory is exhausted. This module adds, in
+the same thread:
 
-- Only the methods, filters and functions that chat templates use, and a size check before those whose result may be
-  much larger than their arguments (`*`, `**`, `%`, replace, join, split, indent, round).
-- A budget of steps, characters and seconds for each render. Every turn of a loop and every value that the template
-  makes is charged. Values have a limited size and depth, so each single operation is short.
-- Text that the template wrote is marked as such (`TracedText`).
+- An allowlist of methods, filters and functions (those that chat templates use), with a size check before operations
+  whose result may be much larger than their arguments (`*`, `**`, `%`, replace, join, split, indent, round).
+- A budget of steps, characters and seconds for each render. Every iteration of a loop and every value that the template
+  makes is charged to it. The size and depth of values are limited, so that every single operation is short.
+- A mask of the characters that the template wrote (`TracedText`).
 
-A rewrite of the syntax tree inserts the charges, as filters. Each render has a `Sandbox` of its own, which holds its
+The charges are filters, which `_Rewriter` inserts into the syntax tree. Each render has its own `Sandbox` with its own
 budget; the compiled template is shared. `chat_template.py` is the only user of this module.
 """
 
@@ -33,12 +34,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-MAX_WEIGHT = 32_000_000  # characters and items in one value, as deep as it goes
-MAX_ITEMS = 200_000  # items in one value, as deep as it goes
-MAX_DEPTH = 64  # lists within lists; printing and comparing recurse in C
+MAX_WEIGHT = 32_000_000  # characters and items in one value, at all depths
+MAX_ITEMS = 200_000  # items in one value, at all depths
+MAX_DEPTH = 64  # nesting depth: printing and comparing nested lists recurse in C
 MAX_UNITS = 64_000_000  # characters, or bytes of a list, that one operation may make
-MAX_BITS = 4096  # of an integer
-POINTER, OBJECT = 8, 64  # bytes of a list's slot, and of a short text
+MAX_BITS = 4096  # bits of an integer
+POINTER, OBJECT = 8, 64  # bytes of one slot of a list, and of a short string
 
 STR_METHODS = """
     strip lstrip rstrip split rsplit splitlines partition rpartition replace join startswith endswith
@@ -56,20 +57,21 @@ FILTERS = """
     reject rejectattr reverse select selectattr sort string title trim truncate unique upper
 """
 CONTAINERS = list | tuple | dict | type({}.keys()) | type({}.values()) | type({}.items())
-OWN, EACH, MADE, CONCAT = " own", " each", " made", " concat"  # filters of the rewritten tree
+# Filters that `_Rewriter` inserts. A template cannot name them: its filters have no leading space.
+OWN, EACH, MADE, CONCAT = " own", " each", " made", " concat"
 
 
-# --- text that knows who wrote it
+# --- text with a mask of who wrote it
 
 # A conversion such as %s or %5d, or an escaped percent sign.
 _PERCENT = re.compile(r"%(?:%|[-+ #0]*\d*(?:\.\d+)?[a-zA-Z])")
 
 
 class TracedText(str):
-    """A `str` with a mask of which characters the template wrote.
+    """A `str` with a mask of the characters that the template wrote.
 
-    The string operations that templates use keep the mask; all others return a plain `str`, none of whose characters
-    count as the template's. So a special token may be lost, but never forged.
+    The string operations that templates use propagate the mask. All others return a plain `str`, whose characters
+    count as user text. An untraced operation can therefore lose a special token, but never forge one.
 
     Attributes:
         mask: Bytes of the same length, 1 where the template wrote the character.
@@ -96,7 +98,7 @@ class TracedText(str):
         return TracedText(super().__getitem__(key), mask if isinstance(mask, bytes) else bytes([mask]))
 
     def __mod__(self, values: Any) -> Any:
-        """Formatting; the text around the conversions keeps its mask."""
+        """Formats with %. The text around the conversions, and strings inserted by a plain %s, keep their masks."""
         queue = list(values) if isinstance(values, tuple) else [values]
         parts: list[str] = []
         at = 0
@@ -116,23 +118,23 @@ class TracedText(str):
         return joined([*parts, self[at:]])
 
     def strip(self, chars: str | None = None) -> TracedText:
-        """As of `str`."""
+        """As in `str`; keeps the mask."""
         return self.lstrip(chars).rstrip(chars)
 
     def lstrip(self, chars: str | None = None) -> TracedText:
-        """As of `str`."""
+        """As in `str`; keeps the mask."""
         return self[len(self) - len(super().lstrip(chars)) :]
 
     def rstrip(self, chars: str | None = None) -> TracedText:
-        """As of `str`."""
+        """As in `str`; keeps the mask."""
         return self[: len(super().rstrip(chars))]
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> list[Any]:
-        """As of `str`; splitting at whitespace returns plain texts.
+        """As in `str`, but splitting at whitespace returns untraced strings.
 
         Args:
             sep: The separator. Default: whitespace.
-            maxsplit: Most splits. Default: all.
+            maxsplit: Largest number of splits. Default: no limit.
 
         Returns:
             The parts.
@@ -146,12 +148,12 @@ class TracedText(str):
         return parts
 
     def replace(self, old: str, new: str, count: int = -1, /) -> Any:
-        """As of `str`.
+        """As in `str`.
 
         Args:
-            old: What is replaced; if empty, the result is plain.
+            old: Text to replace; if it is empty, the result is untraced.
             new: Its replacement.
-            count: Most replacements. Default: all.
+            count: Largest number of replacements. Default: all.
 
         Returns:
             The text.
@@ -159,12 +161,12 @@ class TracedText(str):
         return joined(self.split(old, count), new) if old else super().replace(old, new, count)
 
     def join(self, parts: Iterable[str], /) -> Any:
-        """As of `str`."""
+        """As in `str`; keeps the masks of all parts and of the separator."""
         return joined(parts, self)
 
 
 def _same_length(self: TracedText, method: str) -> str:
-    """Calls a method of `str` that maps each character to one; where it does not (ß in upper case), marks nothing."""
+    """Calls a method of `str` and keeps the mask; untraced if the length changes (the upper case of ß is SS)."""
     text = getattr(str, method)(self)
     return TracedText(text, self.mask) if len(text) == len(self) else text
 
@@ -174,7 +176,7 @@ for _name in ("lower", "upper", "title", "capitalize"):
 
 
 def own(text: str) -> TracedText:
-    """Returns a text as one that the template wrote."""
+    """Marks all characters of a text as written by the template."""
     return TracedText(text, b"\1" * len(text))
 
 
@@ -184,14 +186,14 @@ def mask_of(text: str) -> bytes:
 
 
 def joined(parts: Iterable[str], between: str = "") -> str:
-    """Joins texts.
+    """Joins texts and their masks.
 
     Args:
         parts: The texts.
-        between: What is written between two of them.
+        between: The separator.
 
     Returns:
-        `between.join(parts)`, traced if a part or `between` is.
+        `between.join(parts)`; a `TracedText` if a part or `between` is one.
     """
     parts = list(parts)
     text = str.join(between, parts)
@@ -204,11 +206,11 @@ def joined(parts: Iterable[str], between: str = "") -> str:
 
 
 class LimitExceeded(Exception):
-    """A render used up its budget, or made a value that is too large."""
+    """A render exceeded its budget, or made a value that is too large."""
 
 
 class _Rewriter(NodeTransformer):
-    """Marks the template's own texts, charges for loops and new values, and refuses what chat templates do not need."""
+    """Inserts filters that mark the template's texts and charge loops and new values; refuses unneeded statements."""
 
     REFUSED = (
         nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Block, nodes.EvalContextModifier,
@@ -243,7 +245,7 @@ class _Rewriter(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks an assistant's text for training; here it is just its contents."""
+    """Replaces `{% generation %}...{% endgeneration %}`, which marks text to train on, by its contents."""
 
     tags = {"generation"}
 
@@ -254,14 +256,14 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one render within a budget. Compiling a template needs no budget.
+    """The environment of one render, with its budget. Compiling a template uses no budget.
 
-    Whatever a template does wrong raises `LimitExceeded`, or an exception of jinja2 or of Python.
+    A failing template raises `LimitExceeded`, or an exception of jinja2 or Python.
 
     Attributes:
-        steps: Turns of loops and operations that are left.
-        units: Characters, and bytes of lists, that may still be made.
-        until: When the time ends, in seconds of `time.monotonic`.
+        steps: Remaining iterations of loops plus operations.
+        units: Remaining characters, and bytes of lists, that may be made.
+        until: Deadline, in seconds of `time.monotonic`.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})  # the other operators cannot make large values
@@ -280,7 +282,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "join": self.concat,
             "replace": self._replace,
             "round": _round,
-            "safe": lambda value: value,  # nothing is escaped, so all is safe
+            "safe": lambda value: value,  # there is no HTML escaping to switch off
             "sum": self._sum,
             "tojson": _tojson,
         }
@@ -303,7 +305,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # --- the budget
 
     def _spend(self, units: int = 0) -> None:
-        """Takes one step and `units` from the budget; raises `LimitExceeded` where it is used up."""
+        """Takes one step and `units` from the budget; raises `LimitExceeded` if it is used up."""
         self.steps -= 1
         self.units -= units
         if self.steps < 0:
@@ -314,7 +316,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise LimitExceeded("takes too long")
 
     def _weigh(self, *values: Any) -> int:
-        """Counts characters and items of values, as deep as they go; raises `LimitExceeded` beyond the limits."""
+        """Counts characters and items of nested values; raises `LimitExceeded` beyond the limits."""
         total, items = 0, len(values)
         stack = [(value, 0) for value in values]
         while stack:
@@ -330,7 +332,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return total
 
     def _made(self, value: Any) -> Any:
-        """Charges for a value that the template has made, and returns it."""
+        """Charges for a new value, and returns it. A lazy iterator is charged for each item instead."""
         if isinstance(value, Iterator):
             return self._each(value)
         if isinstance(value, str):
@@ -345,18 +347,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _each(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Yields the items, one step each."""
+        """Yields the items, and charges one step for each."""
         for value in values:
             self._spend()
             yield value
 
     def concat(self, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
-        """Joins the texts of values: the operator `~`, the filter `join`, and the output of macros and blocks.
+        """Joins values as text, for the operator `~`, the filter `join`, and the output of macros and blocks.
 
         Args:
             value: The values.
-            d: What is written between two of them, under jinja2's name for it.
-            attribute: Take this attribute of each value. Default: the value itself.
+            d: The separator; `d` is the name of this argument in jinja2.
+            attribute: Join this attribute of each value. Default: the value itself.
 
         Returns:
             The text.
@@ -366,27 +368,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._spend(sum(map(len, parts)) + len(between) * len(parts))
         return joined(parts, between)
 
-    @pass_context  # so that jinja2 does not try to compute outputs while compiling
+    @pass_context  # jinja2 does not evaluate such a function while compiling
     def _text(self, context: Context | None, value: Any) -> str:
         return value if isinstance(value, str) else self._made(str(value))
 
     # --- operators, attributes and calls
 
     def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
-        """Applies an operator, after a check of its size where the result may be large.
+        """Applies a binary operator, after checking the size of its result.
 
         Args:
             context: Unused.
-            operator: As jinja2 writes it.
-            left: Its first operand.
-            right: Its second operand.
+            operator: The operator, "+", "*", "**" or "%".
+            left: First operand.
+            right: Second operand.
 
         Returns:
             The result.
 
         Raises:
-            LimitExceeded: It would be too large.
-            SecurityError: A text would be padded to a large width.
+            LimitExceeded: The result would be too large.
+            SecurityError: A format would pad to a large width.
         """
         numbers = isinstance(left, int) + isinstance(right, int)
         if operator == "*" and numbers == 2 and left.bit_length() + right.bit_length() > MAX_BITS:
@@ -399,20 +401,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str):
             if re.search(r"%[^a-zA-Z%]*(\d{4}|\*)", left):
                 raise SecurityError("a format of such a width is not allowed")
-            # "%(name)s" may write the same value many times.
+            # "%(name)s" can insert the same value many times, so charge all of `right` for each conversion.
             self._spend(left.count("%") * self._weigh(right))
         return self._made(self.binop_table[operator](left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may read an attribute.
+        """Says whether a template may read an attribute.
 
         Args:
-            obj: The value that has it.
-            attr: Its name.
-            value: The attribute.
+            obj: The object.
+            attr: Name of the attribute.
+            value: Value of the attribute.
 
         Returns:
-            True for the methods of `METHODS`, and what jinja2 allows of loops, macros and namespaces.
+            True for the methods in `METHODS`, and for attributes of loops, macros and namespaces that jinja2 allows.
         """
         for kind, names in METHODS:
             if isinstance(obj, kind):
@@ -421,11 +423,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return known and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
-        """Refuses an attribute at once; jinja2 would wait until its value is used.
+        """Refuses an unsafe attribute immediately; jinja2 would raise only when its value is used.
 
         Args:
-            obj: The value.
-            attribute: Its name.
+            obj: The object.
+            attribute: Name of the attribute.
 
         Raises:
             SecurityError: Always.
@@ -433,36 +435,36 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"reaches for {attribute!r} of a {type(obj).__name__}")
 
     def wrap_str_format(self, value: Any) -> None:
-        """Refuses `str.format`, which could pad to any width, by not offering a sandboxed form."""
+        """Returns None, so that jinja2 offers no sandboxed `str.format`, which could pad to any width."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Reads an attribute or an entry; names with an underscore only as entries of a dict.
+        """Reads an attribute, or an entry of a dict. Names with a leading underscore are allowed for entries only.
 
         Args:
-            obj: The value.
+            obj: The object.
             attribute: The name.
 
         Returns:
-            Its value, or jinja2's undefined value.
+            The value, or jinja2's undefined value.
         """
         if attribute.startswith("_") and not (isinstance(obj, dict) and attribute in obj):
             return self.unsafe_undefined(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a macro, a method or a function, after a check of the size of what it makes.
+        """Calls a macro, a method or a function, after checking the size of its result.
 
         Args:
             __context: The variables of the template.
-            __obj: What is called.
+            __obj: The callable.
             *args: Its arguments.
-            **kwargs: Its named arguments.
+            **kwargs: Its keyword arguments.
 
         Returns:
-            The result, for which the template is charged.
+            The result, which is charged to the budget.
         """
         target = getattr(__obj, "__self__", None)
-        if isinstance(__obj, Macro):  # which may put its arguments into a tuple, `varargs`
+        if isinstance(__obj, Macro):  # a macro may collect its arguments in `varargs`
             __self._weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
         elif isinstance(target, str) and __obj.__name__ in _METHOD_SIZES:
             args = tuple(list(__self._each(a)) if isinstance(a, Iterator) else a for a in args)
@@ -473,7 +475,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # --- filters
 
     def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)  # keeps jinja2's mark of filters whose first argument is the context
+        @wraps(function)  # keeps the attribute by which jinja2 passes the context to some filters
         def run(*args: Any, **kwargs: Any) -> Any:
             for text in (a for a in args if isinstance(a, str)):
                 self._spend(OBJECT * len(text) if function in (library.do_list, library.do_sort) else 0)
@@ -506,7 +508,7 @@ def _joined_size(between: str, parts: Iterable[Any]) -> int:
     return sum(len(p) for p in parts if isinstance(p, str)) + (POINTER + len(between)) * len(parts)
 
 
-_METHOD_SIZES: dict[str, Callable[..., int]] = {  # upper bounds of the bytes that a method of str makes
+_METHOD_SIZES: dict[str, Callable[..., int]] = {  # upper bounds of the bytes that a method returns
     "replace": lambda text, old, new, count=-1: len(text) + text.count(old) * len(new),
     "split": lambda text, sep=None, maxsplit=-1: (
         len(text) + OBJECT * (text.count(sep) if sep else len(text) // 2)
@@ -522,7 +524,7 @@ _METHOD_SIZES: dict[str, Callable[..., int]] = {  # upper bounds of the bytes th
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:  # fmt: skip
-    """JSON as transformers writes it, without jinja2's escapes for HTML."""
+    """Writes JSON like the `tojson` of transformers, without jinja2's HTML escapes."""
     if isinstance(indent, int) and not 0 <= indent <= 16:
         raise SecurityError("tojson takes an indent of 0..16")
     return json.dumps(
@@ -537,7 +539,7 @@ def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
 
 
 class _Namespace(Namespace):
-    """jinja2's namespace without private names, printed without its contents: it may contain itself."""
+    """jinja2's namespace, without private names. Printing omits its contents, because it may contain itself."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args

@@ -1,9 +1,9 @@
-"""Tokenizers of published checkpoints, under the protocol of `mercury_jax.tokenizer`.
+"""Tokenizers of published checkpoints, with the protocol of `mercury_jax.tokenizer`.
 
-`HFTokenizer` is tokenizer.json and the chat template of a checkpoint. User text is never encoded as a control token,
-and what the template writes always is (`ControlTokens`). What a checkpoint lacks (a chat template, tokens for
-thinking or for fill-in-the-middle) is None, or a ValueError from the call that needs it. `IdTokenizer` stands for a
-checkpoint without a tokenizer: ids go in and come out.
+`HFTokenizer` combines tokenizer.json and the chat template of a checkpoint. Control tokens can only come from the chat
+template, never from user text (`ControlTokens`). Features that a checkpoint lacks (a chat template, tokens for thinking
+or for fill-in-the-middle) are None as attributes, and a ValueError from the calls that need them. `IdTokenizer`
+replaces the tokenizer of a checkpoint that has none: prompts are ids, and texts are ids as decimal numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokeniz
 if TYPE_CHECKING:
     from mercury_jax.hub.chat_template import ChatTemplate
 
-# The opening token and the text after it; the closing token and the text after it.
+# Known forms of thinking: opening token, text after it, closing token, text after it.
 THINKING = (
     ("<think>", "\n", "</think>", "\n\n"),  # Qwen3, SDAR, LLaDA2, DeepSeek
     ("<|channel>", "thought\n", "<channel|>", ""),  # Gemma 4, DiffusionGemma
@@ -50,11 +50,13 @@ FIM = (
 )
 USED = {text for row in FIM for text in row} | {text for row in THINKING for text in row[::2]}
 MAX_IDS = 4_000_000  # the largest known vocabularies have 262,144
-IDS = "ids.json"  # the ids beside the files, in `HFTokenizer.proto`
-ID_TOKENIZER = b"ids only "  # how `IdTokenizer.proto` starts
+IDS = "ids.json"  # name of the file with the special ids in the archive of `HFTokenizer.proto`
+ID_TOKENIZER = b"ids only "  # prefix of `IdTokenizer.proto`
 
 
 class _ThinkingMarks(NamedTuple):
+    """The form of thinking that a tokenizer has; a row of `THINKING` as ids."""
+
     opening: tuple[int, ...]  # the opening token and the ids of `lead`
     close: int
     lead: str  # text after the opening token
@@ -63,17 +65,17 @@ class _ThinkingMarks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HFTokenizer:
-    """A checkpoint's tokenizer; made by `of` from what `tokenizer_files.read_files` returns.
+    """The tokenizer of a checkpoint. Use `of` to build one from the result of `tokenizer_files.read_files`.
 
     Attributes:
-        files: The tokenizer files by name.
-        data: What they say.
+        files: Contents of the tokenizer files by name.
+        data: The parsed files.
         tokens: The tokenizer, with control tokens that user text cannot produce.
         mask: Id of the mask token, or None.
         eos: Id that ends a text.
-        pad: Id that fills rows of a batch.
+        pad: Id that pads rows of a batch.
         ends: Ids that end an answer; `eos` is the first.
-        vocab: Size of the model's vocabulary, whose last ids may have no text. None: the tokenizer's.
+        vocab: Size of the model's vocabulary, which may have more ids than the tokenizer. None: the tokenizer's size.
     """
 
     files: Mapping[str, bytes] = field(repr=False)
@@ -101,9 +103,9 @@ class HFTokenizer:
 
         Args:
             files: Contents by name.
-            mask: The model's mask id. Default: as the files name it.
-            eos: The model's end of text. Default: as the files name it.
-            pad: The model's padding. Default: as the files name it, else `eos`.
+            mask: The model's mask id. Default: the mask_token of the files.
+            eos: The model's end-of-text id. Default: the eos_token of the files.
+            pad: The model's padding id. Default: the pad_token of the files, otherwise `eos`.
             ends: Further ids that end an answer.
             vocab: Size of the model's vocabulary. Default: unknown.
 
@@ -112,7 +114,7 @@ class HFTokenizer:
 
         Raises:
             CheckpointError: A file is damaged.
-            ValueError: An id is out of range, or there is no end of text.
+            ValueError: An id is out of range, or there is no end-of-text id.
         """
         data = tokenizer_data(files, [i for i in (mask, eos, pad, *ends) if i is not None])
         tokens = respell(data, USED)
@@ -133,14 +135,14 @@ class HFTokenizer:
         size = max(vocab or 0, found.vocab_size)
         ids = {"mask": found.mask, "pad": found.pad} | {f"ends[{n}]": i for n, i in enumerate(found.ends)}
         for name, i in ids.items():
-            # The mask may be the id after the last token that has a text.
+            # A training recipe may add the mask as a new id, right after the tokenizer's last one.
             most = size if name == "mask" and vocab is None else size - 1
             if i is not None and not 0 <= i <= most:
                 raise refuse(name, i, f"an id in 0..{most}")
         return found
 
     def with_mask(self, mask: int) -> HFTokenizer:
-        """Returns the same tokenizer with another mask id, which an autoregressive checkpoint lacks."""
+        """Returns the same tokenizer with another mask id, for checkpoints that have none or a wrong one."""
         if mask == self.mask:
             return self
         given = {"eos": self.eos, "pad": self.pad, "ends": self.ends, "vocab": self.vocab}
@@ -148,17 +150,17 @@ class HFTokenizer:
 
     @lazy
     def proto(self) -> bytes:
-        """The files and the ids as one zip archive, which `unpack` reads."""
+        """The files and the special ids as a zip archive, which `unpack` reads."""
         ids = {name: getattr(self, name) for name in ("mask", "eos", "pad", "ends", "vocab")}
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
             for name, data in sorted({**self.files, IDS: json.dumps(ids).encode()}.items()):
-                archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # without a date
+                archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # no date in it
         return out.getvalue()
 
     @lazy
     def fingerprint(self) -> str:
-        """SHA-256 of the files and the ids in hex."""
+        """SHA-256 of the files and the special ids, in hex."""
         found = hashlib.sha256(repr((self.mask, self.eos, self.pad, self.ends, self.vocab)).encode())
         for name, data in sorted(self.files.items()):
             found.update(f"{name} {len(data)}\n".encode() + data)
@@ -168,7 +170,7 @@ class HFTokenizer:
 
     @lazy
     def vocab_size(self) -> int:
-        """One more than the largest id that has a text; the model's vocabulary may be larger."""
+        """One more than the tokenizer's largest id; the model's vocabulary may be larger."""
         return 1 + max(self._ids.values(), default=-1)
 
     @cached_property
@@ -177,23 +179,24 @@ class HFTokenizer:
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
-        """Ids that an answer does not show: special ones, and those that end it."""
+        """Ids that are left out of decoded answers: special tokens, ends, padding and mask."""
         special = {i for i, token in self.data.added.items() if token.special}
         return frozenset({*special, *self.ends, self.pad, *(() if self.mask is None else (self.mask,))})
 
     @lazy
     def pieces(self) -> tuple[bytes, ...]:
-        """[vocab_size] the bytes of each id; empty for ids that an answer does not show."""
+        """[vocab_size] the bytes of each id; empty for ids that are left out of answers."""
         added = {i: token.text for i, token in self.data.added.items()}
         found = token_bytes(self.data.json["decoder"], self._ids, added)
         return tuple(b"" if i in self._hidden else piece for i, piece in enumerate(found))
 
     @lazy
     def begin(self) -> tuple[int, ...]:
-        """Ids before a text that is not a conversation: the beginning-of-text token, where the files ask for it."""
+        """Ids in front of a plain text: the beginning-of-text token if the tokenizer adds one, otherwise none."""
         bos = self.tokens.control.get(self.data.named.get("bos_token", ""))
         if self.data.adds_bos is not None:
             return (bos,) if self.data.adds_bos and bos is not None else ()
+        # Without `add_bos_token`, the post-processor decides: see what it puts in front of a sample text.
         whole = self.tokens.core.encode("a", add_special_tokens=True).ids
         plain = self.tokens.encode("a")
         starts = [k for k in range(len(whole)) if whole[k : k + len(plain)] == plain]
@@ -203,10 +206,10 @@ class HFTokenizer:
         """Encodes a text.
 
         Args:
-            text: Any text; what looks like a control token is encoded as ordinary characters.
+            text: Any text. Characters that spell a control token are encoded as ordinary text.
 
         Returns:
-            Ids, none of them of a control token.
+            Ids, without control tokens.
 
         Raises:
             ValueError: The text contains a lone surrogate.
@@ -214,14 +217,14 @@ class HFTokenizer:
         return self.tokens.encode(valid(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Decodes ids by the checkpoint's own decoder.
+        """Decodes ids with the decoder of the checkpoint.
 
         Args:
-            ids: Any iterable of integers. Ids of the model beyond the tokenizer's have no text.
-            skip_special: Leave out what an answer does not show.
+            ids: Any iterable of integers. Ids of the model that the tokenizer does not have give no text.
+            skip_special: Leave out special tokens, ends, padding and mask.
 
         Returns:
-            The text. Bytes that are no UTF-8 become U+FFFD.
+            The text. Bytes that are not valid UTF-8 become U+FFFD.
 
         Raises:
             ValueError: An id is outside of the model's vocabulary.
@@ -236,7 +239,7 @@ class HFTokenizer:
 
     @lazy
     def fim(self) -> Fim | None:
-        """The tokens of fill-in-the-middle; None if the vocabulary has none."""
+        """The fill-in-the-middle tokens; None if the vocabulary has none."""
         ids = self.tokens.control
         return next((Fim(*(ids[text] for text in row)) for row in FIM if set(row) <= set(ids)), None)
 
@@ -252,15 +255,15 @@ class HFTokenizer:
 
     @property
     def thinking(self) -> Thinking | None:
-        """Tokens around thinking; None if the vocabulary has none."""
+        """The ids that open and close thinking; None if the vocabulary has none."""
         return None if self._marks is None else Thinking(self._marks.opening, self._marks.close)
 
     @lazy
     def end_turn(self) -> int:
-        """Id that the chat template writes after an answer; the end of text if there is no template."""
+        """The id that the chat template writes after an answer; `eos` if there is no usable template."""
         try:
             ids = self._rendered([], None, prompt=False, after_answer=True)
-        except ValueError:  # no template, or one that does not allow for it
+        except ValueError:  # no template, or it refuses the probing messages
             return self.eos
         control = set(self.tokens.control.values())
         return next((i for i in ids if i in control), self.eos)
@@ -273,34 +276,35 @@ class HFTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         at_once: bool = False,
     ) -> list[int]:
-        """Encodes a conversation by the chat template.
+        """Encodes a conversation with the chat template.
 
         Args:
-            messages: As of `Tokenizer.render`; a template may read further keys.
-            thinking: Also open the thinking, so that the answer starts with it. Otherwise the template decides.
-            add_generation_prompt: End with the start of an assistant's turn.
-            tools: What the model may call, as JSON schemas.
-            at_once: If `thinking` is False, tell the template not to think, and close a thinking section that it opens.
+            messages: As in `Tokenizer.render`; the template may read additional keys.
+            thinking: Request thinking, and open the thinking section in the prompt. False: the template's default.
+            add_generation_prompt: End with the start of an assistant turn.
+            tools: Tools that the model may call, as JSON schemas.
+            at_once: Answer without thinking: if `thinking` is False, disable it in the template, and close a thinking
+                section that the template opens anyway.
 
         Returns:
             Ids.
 
         Raises:
-            ValueError: A message is malformed, or the template failed; the message says how.
+            ValueError: A message is malformed, or the template failed.
         """
         thinks = True if thinking else False if at_once else None
         ids = self._rendered(messages, thinks, prompt=add_generation_prompt, tools=tools)
         return self._with_thinking(ids, thinks) if add_generation_prompt and thinks is not None else ids
 
     def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
-        """Encodes what continues a conversation after an answer: the end of its turn, then further messages.
+        """Encodes the messages that follow an answer, to append them to the ids of a conversation.
 
         Args:
-            messages: As for `render`.
-            thinking: As for `render`.
+            messages: The messages after the answer, as in `render`.
+            thinking: As in `render`.
 
         Returns:
-            Ids, open for the next answer.
+            Ids: the end of the answer's turn, the messages, and the start of the next assistant turn.
         """
         ids = self._rendered(messages, thinking or None, prompt=True, after_answer=True)
         return self._with_thinking(ids, True) if thinking else ids
@@ -311,28 +315,29 @@ class HFTokenizer:
         Args:
             prompt: Text of the user's turn.
             answer: Text of the answer.
-            thinking: Text of the thinking before it. Default: none.
+            thinking: Text of the thinking before the answer. Default: none.
 
         Returns:
-            (prompt ids, response ids): the user's turn with the start of the answer, and the answer with its end.
+            (prompt ids, response ids). The prompt includes the start of the assistant turn; the response includes the
+            id that ends it.
         """
         question, encode = self.render([{"role": "user", "content": prompt}]), self.tokens.encode
         end = self.end_turn if self.end_turn in (*self.ends, self.pad) else self.eos
         if thinking is None:
             return question, [*encode(answer), end]
         marks = self._required_marks()
-        # Thinking that starts on a line of its own also ends on one.
+        # Where thinking starts on a new line, the closing token stands on its own line as well.
         inside = encode(marks.lead + thinking + ("\n" if marks.lead else ""))
         return question, [marks.opening[0], *inside, marks.close, *encode(marks.tail + answer), end]
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
-        """Splits sampled ids into thinking and answer; line breaks between the two belong to neither.
+        """Splits sampled ids into thinking and answer. Line breaks between the two are dropped.
 
         Args:
-            ids: Sampled ids, read up to the first that ends the answer.
+            ids: Sampled ids. Those after the first id that ends the answer are ignored.
 
         Returns:
-            (thinking or None, answer). The answer is empty if the thinking was not closed.
+            (thinking or None, answer). The answer is empty if the thinking is not closed.
         """
         shown: list[int] = []
         for i in map(int, ids):
@@ -354,11 +359,11 @@ class HFTokenizer:
         return self._marks
 
     def _with_thinking(self, ids: list[int], thinking: bool) -> list[int]:
-        """A prompt with its thinking open, or without thinking: what the template opened is closed, empty."""
+        """Opens thinking at the end of a prompt, or (`thinking` False) closes what the template opened, empty."""
         marks = self._required_marks() if thinking else self._marks
         if marks is None:
             return ids
-        # Thinking is open from `at` on: at the end of the prompt if the template did so, else after the prompt.
+        # `opened`: the template itself ended the prompt with an opening token, at index `at`.
         last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
         at = last.get(marks.opening[0], -1)
         opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
@@ -378,14 +383,14 @@ class HFTokenizer:
         tools: Messages | None = None,
         after_answer: bool = False,
     ) -> list[int]:
-        """Ids of a conversation by the chat template.
+        """Renders and encodes a conversation with the chat template.
 
         Args:
             messages: The conversation.
-            thinking: Passed to the template; None: it decides.
-            prompt: End with the start of an assistant's turn.
-            tools: What the model may call.
-            after_answer: Put a question and an answer in front, and return only what follows the answer.
+            thinking: Passed to the template. None: the template's default.
+            prompt: End with the start of an assistant turn.
+            tools: Tools that the model may call.
+            after_answer: Put a question and an answer in front, and return only the ids after the answer.
 
         Returns:
             Ids.
@@ -410,7 +415,7 @@ class HFTokenizer:
         texts = list(_texts([messages, tools]))
         answer, before = "", []
         if after_answer:
-            # A placeholder that occurs in no message shows where the answer ends.
+            # The answer is a placeholder that occurs in no message, so its end can be found in the rendered text.
             names = (f"Answer{n}here" for n in range(len(texts) + 1))
             answer = next(p for p in names if not any(p in text for text in texts))
             before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
@@ -422,8 +427,8 @@ class HFTokenizer:
                 raise refuse("messages", f"{len(messages)} messages", allowed)
             start = plain.index(answer) + len(answer)
             plain, mask = plain[start:], mask[start:]
-        # A control token that is neither the template's own nor part of a message was put together by the template in a
-        # way that `TracedText` does not follow. It is refused, because encoding it as characters would be wrong.
+        # Refuse a control token that is neither marked as the template's own nor part of a message: the template has
+        # composed it by an operation that `TracedText` does not trace, and it would be encoded as characters.
         for token in self.tokens.foreign(plain, mask):
             if not any(token in x for x in texts):
                 raise ValueError(f"chat_template: puts {token!r} together in a way that is not supported")
@@ -431,7 +436,7 @@ class HFTokenizer:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yields every text in plain data, keys too."""
+    """Yields every string in JSON-like data, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -443,12 +448,12 @@ def _texts(value: object) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class IdTokenizer:
-    """Stands for the tokenizer that a checkpoint does not have: ids are written as decimal numbers, text is refused.
+    """The tokenizer of a checkpoint without tokenizer files: decodes ids to decimal numbers, refuses to encode text.
 
     Attributes:
         vocab_size: Size of the model's vocabulary.
         mask: Id of the mask token, or None.
-        pad: Id that fills rows of a batch.
+        pad: Id that pads rows of a batch.
         ends: Ids that end an answer.
     """
 
@@ -464,11 +469,11 @@ class IdTokenizer:
 
     @classmethod
     def of(cls, config: ModelConfig) -> IdTokenizer:
-        """Returns the tokenizer of a model."""
+        """Returns the tokenizer for a model with this config."""
         return cls(config.vocab, config.mask, config.pad, (config.eos, *config.ends))
 
     def with_mask(self, mask: int) -> IdTokenizer:
-        """Returns the same ids with another mask."""
+        """Returns the same tokenizer with another mask id."""
         return replace(self, mask=mask)
 
     @property
@@ -480,7 +485,7 @@ class IdTokenizer:
 
     @property
     def proto(self) -> bytes:
-        """The ids as bytes, which `unpack` reads."""
+        """The special ids as bytes, which `unpack` reads."""
         ids = {"vocab": self.vocab_size, "mask": self.mask, "pad": self.pad, "ends": self.ends}
         return ID_TOKENIZER + json.dumps(ids).encode()
 
@@ -491,7 +496,7 @@ class IdTokenizer:
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
-        """[vocab_size] empty bytes: what an id stands for is unknown."""
+        """[vocab_size] empty bytes, because the text of the ids is unknown."""
         return (b"",) * self.vocab_size
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -502,7 +507,7 @@ class IdTokenizer:
             skip_special: No effect: which ids are special is unknown.
 
         Returns:
-            Decimal numbers, with spaces between them.
+            Decimal numbers, separated by spaces.
         """
         return " ".join(str(int(i)) for i in ids)
 
@@ -511,11 +516,11 @@ class IdTokenizer:
         return None, self.decode(ids)
 
     def encode(self, *texts: object, **options: object) -> NoReturn:
-        """Raises ValueError, as do `render`, `follow` and `example`: ids are needed.
+        """Raises ValueError, because prompts must be ids. `render`, `follow` and `example` are the same function.
 
         Args:
             *texts: Texts or messages.
-            **options: Of the other tokenizers.
+            **options: Options of the other tokenizers.
 
         Raises:
             ValueError: Always.
@@ -535,7 +540,7 @@ def unpack(proto: bytes) -> AnyTokenizer:
         The tokenizer.
 
     Raises:
-        ValueError: The bytes are something else or damaged.
+        ValueError: The bytes are damaged, or not a tokenizer.
     """
     if proto.startswith(ID_TOKENIZER):
         ids = json.loads(proto.removeprefix(ID_TOKENIZER))

@@ -1,19 +1,19 @@
-"""The files of a checkpoint's tokenizer: read from a folder, built, and written for our own tokenizer.
+"""Tokenizer files of checkpoints: reads them, builds the tokenizer, and writes them for our own tokenizer.
 
     tokenizer.json                      the tokenizer, as the `tokenizers` library writes it; or, without it,
-    vocab.json, merges.txt              a byte-level BPE, of the classes in `BYTE_LEVEL`
+    vocab.json, merges.txt              a byte-level BPE, if its class is in `BYTE_LEVEL`
     tokenizer_config.json               flags of added tokens, special tokens by name, chat templates
     added_tokens.json, special_tokens_map.json      the same in older checkpoints
     chat_template.jinja, additional_chat_templates/*.jinja, chat_template.json      chat templates
 
-They come from the internet: they are read up to a limited size and checked, and no code in them is run.
+The files may come from an untrusted source: their size is limited, they are checked, and no code in them is run.
 
-`respell` builds the tokenizer. A chat template writes `<|im_start|>` and means the token; a message that contains the
-same characters means the characters. So `ControlTokens` is a copy of the checkpoint's tokenizer in which every control
-token is spelled with a mark in front, a noncharacter of Unicode. The `tokenizers` library matches added tokens anywhere
-in a text; under the new spelling user text never matches, and the template's own tokens are respelled before encoding.
-Everything else is as in the checkpoint's own tokenizer (normalisation, pre-tokenisation, merges, spaces that an added
-token absorbs), because the whole text is encoded in one call.
+`respell` builds a tokenizer that is safe against control tokens in user text. The `tokenizers` library matches added
+tokens anywhere in a text, so a message with the characters `<|im_start|>` would forge the token of that name. In
+`ControlTokens`, a copy of the checkpoint's tokenizer, every control token is spelled with a mark in front, a Unicode
+noncharacter. User text never matches this spelling; control tokens that the chat template itself wrote are respelled
+before encoding. Normalisation, pre-tokenisation, merges and the spaces that added tokens absorb stay as in the
+checkpoint's tokenizer, because the whole text is still encoded in one call.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MAX_BYTES = {
 MORE_TEMPLATES = "additional_chat_templates"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# How the text is split before the merges of vocab.json apply, and its normalizer. transformers has both in the class
-# that tokenizer_config.json names.
+# tokenizer_class -> (regular expression that splits the text before BPE, normalizer). They are not in vocab.json and
+# merges.txt; transformers has them as constants of the class that tokenizer_config.json names.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -60,7 +60,7 @@ BYTE_LEVEL = {
 
 
 class AddedToken(NamedTuple):
-    """A token that is matched in the text as a whole, before any other rule; fields as in tokenizer.json."""
+    """An added token, which is matched as a whole before pre-tokenisation; fields as in tokenizer.json."""
 
     text: str
     special: bool = False
@@ -71,15 +71,15 @@ class AddedToken(NamedTuple):
 
 
 class TokenizerData(NamedTuple):
-    """What all tokenizer files of a checkpoint say together.
+    """The combined contents of a checkpoint's tokenizer files.
 
     Attributes:
         json: tokenizer.json without its added tokens.
         added: Added tokens by id.
-        named: Texts of special tokens by name ("bos_token").
-        templates: Sources of chat templates by name.
-        notes: What was ignored, for the user.
-        adds_bos: `add_bos_token` of tokenizer_config.json; None if it is not there.
+        named: Texts of special tokens by name, such as "bos_token".
+        templates: Sources of the chat templates by name.
+        notes: Messages for the user about what was ignored.
+        adds_bos: `add_bos_token` of tokenizer_config.json; None if it is absent.
     """
 
     json: dict[str, Any]
@@ -100,7 +100,7 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
         Contents by name.
 
     Raises:
-        CheckpointError: A file is too large or a link out of the folder, or there is no tokenizer.
+        CheckpointError: A file is too large, a link leads out of the folder, or there is no tokenizer.
     """
     folder = Path(folder)
     names = list(MAX_BYTES)
@@ -128,19 +128,20 @@ def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Toke
 
     Args:
         files: Contents by name.
-        used: Ids that the model uses as special ones; where their text has the form of a token, it becomes special.
+        used: Special ids of the model (mask, eos, pad). They become special tokens if they are added tokens, or if
+            their text looks like `<...>` or `[...]`.
 
     Returns:
-        The data.
+        The combined contents.
 
     Raises:
-        CheckpointError: Names the file that is damaged.
+        CheckpointError: A file is damaged; the message names it.
     """
     config = _json(files, "tokenizer_config.json")
     data = _json(files, "tokenizer.json") or _byte_level_json(files, config)
     try:
         added, model = _added_tokens(files, data, config), dict(data["model"])
-        # `respell` changes vocabulary and merges; the library checks the rest.
+        # Check the parts that `respell` changes, vocabulary and merges; the library checks the rest.
         vocab, merges = model["vocab"], model.get("merges") or []
         by_text = isinstance(vocab, dict) and all(type(i) is int for i in vocab.values())
         scored = isinstance(vocab, list) and all(len(e) == 2 and isinstance(e[0], str) for e in vocab)
@@ -161,7 +162,7 @@ def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Toke
         for token in _entries(config.get(key))
     ]
     vocab = vocab if isinstance(vocab, dict) else {}
-    # Tokens with a name are special, even where they are ordinary entries of the vocabulary.
+    # Tokens with a name (eos_token, ...) are special, even if the files list them as ordinary vocabulary.
     special = {*named.values(), *others}
     added = {i: t._replace(special=True) if t.text in special else t for i, t in added.items()}
     for text in sorted(special - {token.text for token in added.values()}):
@@ -197,7 +198,7 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def _added_tokens(
     files: Mapping[str, bytes], data: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[int, AddedToken]:
-    """Added tokens by id; tokenizer_config.json overrides the other files, as in transformers."""
+    """Collects added tokens by id. tokenizer_config.json overrides the other files, as in transformers."""
 
     def token(entry: Mapping[str, Any]) -> AddedToken:
         return AddedToken(entry["content"], **{k: bool(entry.get(k)) for k in AddedToken._fields[1:]})
@@ -222,7 +223,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name; a .jinja file overrides the JSON files."""
+    """Collects chat templates by name. A .jinja file overrides the JSON files."""
     found: dict[str, str] = {}
     for table in (_json(files, "chat_template.json"), config):
         given = table.get("chat_template")
@@ -237,7 +238,7 @@ def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[st
 
 
 def _byte_level_json(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json of a byte-level BPE that comes as vocab.json and merges.txt."""
+    """Makes the contents of tokenizer.json for a byte-level BPE in vocab.json and merges.txt."""
     kind = config.get("tokenizer_class", "GPT2Tokenizer")
     if kind not in BYTE_LEVEL:
         raise CheckpointError(
@@ -264,21 +265,21 @@ def _byte_level_json(files: Mapping[str, bytes], config: Mapping[str, Any]) -> d
     }  # fmt: skip
 
 
-# --- the tokenizer under another spelling of its control tokens
+# --- the tokenizer with respelled control tokens
 
-# An added token that the files do not call special may be ordinary text (runs of spaces, HTML in Gemma) or control
-# (`<think>`, `<tool_call>` and the FIM tokens in Qwen). Control is what the chat template writes, what has the form of
-# a token, and what we use ourselves.
+# An added token that is not marked as special may be ordinary text (runs of spaces, HTML in Gemma) or a control token
+# (`<think>`, `<tool_call>` and the FIM tokens in Qwen). It counts as a control token if it has the form of one, if the
+# chat template contains it, or if this package uses it.
 _TOKEN_FORM = re.compile(r"<[|｜].*[|｜]?>|<.*[|｜]>|\[[A-Z_/]+\]", re.DOTALL)
 _MARKUP = re.compile(r"[<\[{|｜]")
 
 
 class ControlTokens(NamedTuple):
-    """A checkpoint's tokenizer whose control tokens have another spelling.
+    """A checkpoint's tokenizer with respelled control tokens.
 
     Attributes:
         core: The `tokenizers.Tokenizer`.
-        mark: The character in front of every control token.
+        mark: The character that precedes every control token in the new spelling.
         control: Ids of the control tokens by their original text.
         pattern: Matches the original text of any control token; None if there are none.
     """
@@ -289,23 +290,32 @@ class ControlTokens(NamedTuple):
     pattern: re.Pattern[str] | None
 
     def encode(self, text: str) -> list[int]:
-        """Encodes user text; no id is that of a control token, whatever the text contains."""
-        first, *rest = text.split(self.mark)
-        ids = self._ids(first)
-        for part in rest:  # the mark itself occurs in the text
-            ids += self._ids(self.mark) + self._ids(part)
-        return ids
-
-    def encode_rendered(self, text: str, mask: bytes) -> list[int]:
-        """Encodes a rendered template, with the control tokens that the template itself wrote.
+        """Encodes user text, without control tokens whatever it contains.
 
         Args:
-            text: The rendered text.
-            mask: For each character 1 if the template wrote it, 0 if it comes from a message.
+            text: The text.
 
         Returns:
             Ids.
         """
+        # Text that contains the mark could spell a control token, so the mark is encoded separately.
+        first, *rest = text.split(self.mark)
+        ids = self._ids(first)
+        for part in rest:
+            ids += self._ids(self.mark) + self._ids(part)
+        return ids
+
+    def encode_rendered(self, text: str, mask: bytes) -> list[int]:
+        """Encodes a rendered chat template, with the control tokens that the template itself wrote.
+
+        Args:
+            text: The rendered text.
+            mask: One byte per character: 1 if the template wrote it, 0 if it comes from a message.
+
+        Returns:
+            Ids.
+        """
+        # Respell control tokens only within runs of characters that the template wrote; leave all others as they are.
         at, ids = 0, list[int]()
         for part in text.split(self.mark):
             ids += self._ids(self.mark) if at else []
@@ -320,11 +330,11 @@ class ControlTokens(NamedTuple):
         return ids
 
     def foreign(self, text: str, mask: bytes) -> set[str]:
-        """Finds control tokens in a rendered template of which the template did not write every character.
+        """Finds control tokens in a rendered template that the template did not write completely.
 
         Args:
-            text: As of `encode_rendered`.
-            mask: As of `encode_rendered`.
+            text: As in `encode_rendered`.
+            mask: As in `encode_rendered`.
 
         Returns:
             Their texts.
@@ -333,14 +343,21 @@ class ControlTokens(NamedTuple):
         return {m.group() for m in found if 0 in mask[m.start() : m.end()]}
 
     def decode(self, ids: list[int]) -> str:
-        """Decodes known ids; control tokens in their original spelling."""
+        """Decodes ids, with control tokens in their original spelling.
+
+        Args:
+            ids: Ids of the tokenizer's vocabulary.
+
+        Returns:
+            The text.
+        """
         known = {i: text for text, i in self.control.items()}
         whole = lambda ids: self.core.decode(ids, skip_special_tokens=False)
         if known.keys().isdisjoint(ids):
             return whole(ids)
         if self.mark not in whole([i for i in ids if i not in known]):
             return whole(ids).replace(self.mark, "")
-        # A text contains the mark itself: decode run by run.
+        # An ordinary token contains the mark, so removing all marks would change the text: decode run by run.
         runs = itertools.groupby(ids, lambda i: known.get(i, ""))
         return "".join(text * len(list(run)) if text else whole(list(run)) for text, run in runs)
 
@@ -349,18 +366,18 @@ class ControlTokens(NamedTuple):
 
 
 def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
-    """Builds the tokenizer of a checkpoint under the new spelling.
+    """Builds the tokenizer of a checkpoint with respelled control tokens.
 
     Args:
-        data: What the checkpoint's files say.
-        used: Texts of tokens that are control tokens because we use them.
+        data: The combined contents of the tokenizer files.
+        used: Texts of tokens that this package uses as control tokens.
 
     Returns:
         The tokenizer.
 
     Raises:
         ValueError: The `tokenizers` library is not installed.
-        CheckpointError: It cannot build the tokenizer, or an added token has an id that its vocabulary does not fit.
+        CheckpointError: The library cannot build the tokenizer, or gives an added token another id than the files.
     """
     written, used = "\0".join(data.templates.values()), set(used)
     control = {
@@ -382,7 +399,7 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
     try:
         core = Core.from_str(json.dumps(_respelled_json(data, control, mark), ensure_ascii=False))
         core.encode("a 1", add_special_tokens=True)
-    except BaseException as error:  # on some damage the library panics, and a panic is no Exception
+    except BaseException as error:  # the library panics on some damaged files, and a panic is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         words = " ".join(str(error).split())[:300]
@@ -401,17 +418,17 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
 
 
 def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark: str) -> dict[str, Any]:
-    """The contents of tokenizer.json under the new spelling."""
+    """Makes the contents of tokenizer.json with respelled control tokens."""
     model = dict(data.json["model"])
     texts = {token.text for token in control.values()}
     spelled = {i: mark + t.text if i in control else t.text for i, t in data.added.items()}
     if isinstance(model.get("vocab"), dict):
         vocab = {text: i for text, i in model["vocab"].items() if not (text in texts and i in control)}
         if len(vocab) < len(model["vocab"]) and isinstance(model.get("merges"), list):
-            # Merges that make or use a control token would spell it from user text.
+            # Without these merges, BPE cannot build a control token from user text.
             pairs = [(m, m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
             model["merges"] = [m for m, p in pairs if texts.isdisjoint(p) and "".join(p) not in texts]
-        # A token in the vocabulary has the id that is written there; one that is not in it has the next free id.
+        # The library takes the ids of added tokens from the vocabulary, and would give others the next free id.
         model["vocab"] = vocab | {text: i for i, text in spelled.items()}
     elif isinstance(model.get("vocab"), list):
         model["vocab"] = [[spelled.get(i, piece), score] for i, (piece, score) in enumerate(model["vocab"])]
@@ -420,7 +437,7 @@ def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark
     if model.get("merges") is None:
         model.pop("merges", None)
     added = [
-        # A control token matches wherever the template wrote it, in whatever surroundings.
+        # A respelled token must match wherever the template wrote it, so `single_word` and `normalized` are off.
         {"id": i, "content": spelled[i], "single_word": t.single_word and i not in control, "lstrip": t.lstrip,
          "rstrip": t.rstrip, "normalized": t.normalized and i not in control, "special": t.special}
         for i, t in data.added.items()
@@ -430,9 +447,9 @@ def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark
 
 # --- the bytes of each token
 
-_SPACE = "\u2581"  # how SentencePiece writes a space
+_SPACE = "\u2581"  # SentencePiece's character for a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# GPT-2's alphabet of one character for each byte: printable bytes are themselves, the others U+0100 and up, in order.
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, the others are U+0100 and up, in order.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
     chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)
@@ -443,12 +460,12 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
     """Returns the bytes that each token stands for.
 
     Args:
-        decoder: The decoder of tokenizer.json: ByteLevel, WordPiece, BPEDecoder, or that of SentencePiece.
+        decoder: The decoder of tokenizer.json: ByteLevel, WordPiece, BPEDecoder, or SentencePiece's sequence.
         ids: The vocabulary, ids by text.
-        added: Texts of added tokens by id; they stand for themselves.
+        added: Texts of added tokens by id; they are not decoded.
 
     Returns:
-        [V] bytes by id; empty where no token has the id.
+        [V] bytes by id; empty for ids that no token has.
     """
     kinds, queue = dict[Any, Any](), [decoder or {}]
     for part in queue:  # a sequence holds further decoders
@@ -457,7 +474,7 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
 
     def spelled(text: str) -> bytes:
         if "ByteLevel" in kinds:
-            known = all(c in _BYTE_OF for c in text)  # other texts stand for themselves
+            known = all(c in _BYTE_OF for c in text)  # a text with other characters is not encoded
             return bytes(_BYTE_OF[c] for c in text) if known else text.encode()
         if "WordPiece" in kinds:
             prefix = str(kinds["WordPiece"].get("prefix", "##"))
@@ -476,7 +493,7 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
 
 # --- our own tokenizer for other libraries
 
-# `Tokenizer.render` in jinja2; that method also checks the messages.
+# `Tokenizer.render` as a jinja2 template, without its checks of the messages.
 CHAT_TEMPLATE = """{%- set listed = '' -%}
 {%- if tools -%}
     {%- set listed = '<|tool|>' + (tools | map(attribute='function') | list | tojson) -%}
@@ -510,8 +527,8 @@ def own_files(tok: Tokenizer) -> dict[str, bytes]:
         tok: The tokenizer.
 
     Returns:
-        tokenizer.json, tokenizer_config.json, chat_template.jinja and our own tokenizer.model. Any text has the same
-        ids under both.
+        Contents by name: tokenizer.json, tokenizer_config.json, chat_template.jinja and our own tokenizer.model. Both
+        tokenizers encode any text to the same ids.
     """
     names = {f"{name}_token": f"<|{name}|>" for name in ("pad", "eos", "mask", "unk")}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
@@ -521,11 +538,11 @@ def own_files(tok: Tokenizer) -> dict[str, bytes]:
 
 
 def _own_json(tok: Tokenizer) -> dict[str, Any]:
-    """The contents of tokenizer.json.
+    """Makes the contents of tokenizer.json.
 
-    SentencePiece merges the neighbours that make its best-scored piece. A list of merges says the same: every way to
-    put a piece together, ordered by the pieces' scores. Spaces are written as they are, so that no text needs
-    normalisation and a literal U+2581 stays one.
+    SentencePiece always merges the two neighbours whose result has the best score. An equivalent list of BPE merges has
+    every split of every piece into two pieces, ordered by the score of the piece. Spaces are kept instead of being
+    replaced by U+2581, so that no normaliser is needed and a literal U+2581 is preserved.
     """
     model, texts = tok._model, dict[int, str]()
     for i in range(tok.vocab_size):
@@ -533,7 +550,7 @@ def _own_json(tok: Tokenizer) -> dict[str, Any]:
             texts[i] = f"<|{SPECIAL._fields[i]}|>"
         else:
             texts[i] = model.id_to_piece(i) if model.is_byte(i) else tok.pieces[i].decode()
-    # Matched as a whole, before any merge: special tokens and runs of whitespace.
+    # Added tokens, which are matched as a whole before any merge: special tokens and runs of whitespace.
     whole = [
         i for i, t in texts.items()
         if i < len(SPECIAL) or (not model.is_byte(i) and t != " " and t.isspace())

@@ -1,6 +1,6 @@
-"""The checkpoint families. Importing this package imports every file, and each file registers its families.
+"""Checkpoint families. Importing this package imports every file in it, and each file registers its families.
 
-To add a family: write its file here; `adapted.py` begins with a short one, Dream. No other file names it.
+To add a family, write a file here; no other file needs to change. `adapted.py` starts with a short example, Dream.
 """
 
 import importlib

@@ -1,6 +1,7 @@
-"""Families made of autoregressive checkpoints (Qwen2, Qwen2.5, Qwen3, Llama), which keep the tensors of their origin.
+"""Diffusion models initialised from autoregressive checkpoints (Qwen2, Qwen2.5, Qwen3, Llama).
 
-They differ from their origin in the attention mask, the mask token, and which position's logits predict a token.
+They have the tensors of the original model. What differs is the attention pattern, the mask token, and which position's
+logits predict a token (`alignment`).
 """
 
 import functools
@@ -44,7 +45,7 @@ FAST_DLLM_SMALL_BLOCK = 8
 
 
 def _fast_dllm_decoding(config: Json, generation: Json) -> dict[str, Any]:
-    """Its own `generate` does not read generation_config.json, which is that of Qwen2.5."""
+    """Settings of the model card. generation_config.json is a copy of Qwen2.5's, which `generate` does not read."""
     small = FAST_DLLM_SMALL_BLOCK
     fits = config.get("bd_size", FAST_DLLM_BLOCK) % small == 0
     return {
@@ -79,9 +80,9 @@ register(
 )  # fmt: skip
 
 
-# --- SDAR and TraDo: Qwen3, dense or with experts, in blocks that see themselves and what is before (arXiv 2510.06303)
+# --- SDAR and TraDo: Qwen3, dense or with experts, with block-causal attention (arXiv 2510.06303)
 
-SDAR_MASK, SDAR_BLOCK = 151669, 4  # of every published model whose config.json does not say
+SDAR_MASK, SDAR_BLOCK = 151669, 4  # of the published models without these keys in config.json
 SDAR_TRAINING = ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep")
 SDAR_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
@@ -137,7 +138,7 @@ def _a2d_keys(config: Json) -> ConfigKeys:
 
 
 def _a2d_config(config: Json, alignment: str = "same_position") -> ModelConfig:
-    """None of these families has a fixed mask id."""
+    """Converts config.json, which must have a mask id: these families have no fixed one."""
     if config.get("mask_token_id") is None:
         raise refuse("mask", None, "an id: neither config.json nor the tokenizer names the mask; pass mask=")
     named = [A2D_KINDS[name] for name in config["architectures"] if name in A2D_KINDS]
@@ -185,13 +186,13 @@ register(
         config=functools.partial(_a2d_config, alignment="shifted"),
         noise=NoiseConfig(kind="absorbing"),
         about="masked, made of Qwen2.5-Coder",
-        # Its config.json is Qwen2.5's, and so is its class; only the mask id distinguishes it.
+        # config.json and the architecture are those of Qwen2.5; only a mask id (with remote code) tells them apart.
         fits=lambda config: config.get("mask_token_id") is not None and "auto_map" in config,
         export=lambda c: export_config(
             c, "Qwen2ForCausalLM", "qwen2", auto_map={"AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM"}
         ),
         licence="Apache-2.0",
-        # Its sample.py draws with `alg="p2"`; these are the defaults of its generation class.
+        # The defaults of the generation class. The repository's sample.py uses `alg="p2"` instead.
         decoding={
             "rule": "dream_entropy", "params": {"alg_temp": 0.0}, "temperature": 0.0, "block": generation.WHOLE_ANSWER,
             "source": "pengzhangzhi/Open-dLLM MDMGenerationConfig: alg entropy, temperature 0, steps = tokens",

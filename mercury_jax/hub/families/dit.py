@@ -1,7 +1,8 @@
-"""MDLM, BD3-LM, DUO and GIDD: diffusion transformers (DiT) as their Hugging Face classes save them.
+"""Diffusion transformers (DiT) in the layout of their Hugging Face classes: MDLM, BD3-LM, DUO and GIDD.
 
-They share one backbone. MDLM is masked diffusion, BD3-LM masked diffusion block by block, DUO uniform diffusion, and
-GIDD (dvruette/gidd) mixes masks and uniform noise. The first three also share the keys of config.json.
+All four have the same backbone, and the first three the same keys in config.json. They differ in the noise: MDLM is
+masked diffusion, BD3-LM is masked diffusion block by block, DUO is uniform diffusion, and GIDD (dvruette/gidd) mixes
+masks and uniform noise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.dit import DiTConfig
 
-# No parameters: tables of rotary angles, and the range of times on which BD3-LM was trained.
+# Tensors that are not parameters: rotary tables, and the range of times on which BD3-LM was trained.
 CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(min|max)$")
 
 
@@ -32,7 +33,7 @@ BLOCKS = ConfigKeys(used={"block_size": "int", "cross_attn": "bool"})
 
 
 def _names(prefix: str, config: ModelConfig) -> dict[str, TensorSource]:
-    """Where each parameter is; `prefix` precedes every name in the files."""
+    """Maps the parameters to the tensors of a checkpoint; `prefix` precedes every name of a tensor."""
     linear = lambda path, name: {
         f"{path}/w": TensorSource(f"{prefix}{name}.weight", 1),
         f"{path}/b": TensorSource(f"{prefix}{name}.bias", fold=2),
@@ -57,16 +58,16 @@ def _names(prefix: str, config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
-# Keys of the sizes: width, heads, layers, conditioning and context.
+# Keys of config.json for width, heads, layers, width of the time conditioning, and context.
 SIZES = ("hidden_dim", "n_heads", "n_blocks", "cond_dim", "model_length")
 GIDD_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "timestep_cond_dim", "max_seq_len")
 
 
 def _config(config: Json, sizes: tuple[str, ...] = SIZES, masked: bool = True, **ours: Any) -> DiTConfig:
-    """Converts a config.json; what it does not say is fixed in the code of the reference.
+    """Converts config.json; sizes that it does not have are constants in the reference implementation.
 
-    GPT-2's tokenizer, whose last id ends a text, has neither a mask nor padding. One id was added after it: the mask,
-    or in a model without masks the padding.
+    The models use GPT-2's tokenizer, which has neither mask nor padding; its last id ends a text. Each model adds one
+    id after it: the mask or, for uniform noise, the padding.
     """
     width, heads, layers, cond, context = (need(config, key) for key in sizes)
     vocab = need(config, "vocab_size")
@@ -85,13 +86,13 @@ def _config(config: Json, sizes: tuple[str, ...] = SIZES, masked: bool = True, *
 
 
 def _bd3lm(config: Json) -> DiTConfig:
-    if not config.get("cross_attn", True):  # its pre-trained model of one block is plainly bidirectional
+    if not config.get("cross_attn", True):  # the base checkpoint has one block, the context
         return _config(config, pattern="bidirectional", level="clipped")
     return _config(config, block=need(config, "block_size"), pattern="block_causal", level="clipped")
 
 
 def _mdlm_decoding(config: Json, file: Json) -> dict[str, Any]:
-    """A model that takes the time predicts anew in every step."""
+    """Settings of MDLM; `ancestral_cache` reuses a prediction between steps, which needs a model without time."""
     published = {
         "rule": "ancestral" if config.get("time_conditioning") else "ancestral_cache",
         "temperature": 1.0,
@@ -105,7 +106,7 @@ def _mdlm_decoding(config: Json, file: Json) -> dict[str, Any]:
 def _export(
     c: ModelConfig, architecture: str, model_type: str, sizes: tuple[str, ...] = SIZES, **theirs: Any
 ) -> dict[str, Any]:
-    """Our config -> config.json, if that can say all of it."""
+    """Converts our config to config.json; refuses sizes that the reference implementation has as constants."""
     assert isinstance(c, DiTConfig)
     have = (c.ffn, c.frequencies, c.rope_theta, c.norm_eps)
     want = (4 * c.width, 256, 10_000.0, 1e-5)
@@ -159,7 +160,7 @@ register(
         architectures=("DUO",),
         checkpoints=("s-sahoo/duo", "s-sahoo/duo-distilled"),
         keys=KEYS,
-        # Its class always conditions on the time.
+        # The reference always conditions on the time; config.json has no key for it.
         config=functools.partial(_config, masked=False, timed=True),
         names=functools.partial(_names, "backbone."),
         noise=NoiseConfig(kind="uniform"),
@@ -184,7 +185,7 @@ register(
                 "vocab_size": "int", "t_eps p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int"),
             }
         ),
-        # Conditioned on the time itself, shrunk into [t_eps, 1 - t_eps] as in its training and its sampler.
+        # Conditioned on the time t itself, mapped into [t_eps, 1 - t_eps] as in the reference's training and sampler.
         config=lambda config: _config(
             config, GIDD_SIZES, timed=True, level="time", level_eps=config.get("t_eps", 1e-4)
         ),

@@ -1,7 +1,7 @@
-"""DiffusionGemma, and the text models of Gemma 4 from which it is made, as transformers 5 names and stores them.
+"""DiffusionGemma, and the text models of Gemma 4 from which it is initialised, in the layout of transformers 5.
 
-Images and audio are refused; the tensors of their towers are not read. A conversion from Hugging Face's layout to
-itself copies them.
+Only text is supported: images and audio are refused, and the tensors of their towers are not read. `hub.convert` to the
+same family copies these tensors unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.gemma import GemmaConfig
 
-PATTERN = 6  # without `layer_types` every sixth layer is global
-# Only the text model is read.
+PATTERN = 6  # without `layer_types`, every sixth layer has global attention
+# Tensors that are not parameters of the text model.
 OTHER_MODALITIES = (r"vision_tower", r"embed_vision", r"audio_tower", r"embed_audio", r"^lm_head\.weight$")
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 _NORMS = {
@@ -57,7 +57,7 @@ TEXT_KEYS = family.COMMON.plus(
         "per_layer_config": lambda found: ConfigKeys(nested={i: _LAYER for i in found if i.isdecimal()}),
     }
 )  # fmt: skip
-# DiffusionGemma lacks some options of Gemma 4's text model.
+# The reference implementation of DiffusionGemma does not have these options of Gemma 4's text model.
 DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
     used={"final_logit_softcapping": "number"},
     only={
@@ -72,7 +72,7 @@ GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
         "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": "int",
     }
 )  # fmt: skip
-# Around a text model. Images and audio are refused, so no logit depends on these keys.
+# The keys beside `text_config`. Images and audio are refused, so no logit depends on the unused ones.
 MULTIMODAL = family.COMMON.plus(
     only={"tie_word_embeddings": (True,)},
     unused={
@@ -90,14 +90,14 @@ GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(only={"model_type": ("gemma4_text",)})
 
 
 def _text_of(config: Json) -> Json:
-    """The text model's part of config.json; all of it if there is no other."""
+    """Returns the text model's part of config.json, which is all of it for a text-only checkpoint."""
     return config.get("text_config") or config
 
 
 def _fields(config: Json, **ours: Any) -> dict[str, Any]:
-    """Fields of `GemmaConfig`; `ours` adds those in which DiffusionGemma and Gemma 4 differ."""
+    """Converts the fields of `GemmaConfig` that both models have; `ours` adds the others."""
     text = _text_of(config)
-    # Ids of the text model's config, and further ends of the whole checkpoint's.
+    # Both levels of config.json may list ids that end an answer; the text model's come first.
     ends = [i for part in (text, config) for i in family.listed_ids(part.get("eos_token_id"))]
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     common = family.common_fields({**text, **dtype, "eos_token_id": list(dict.fromkeys(ends)) or [1]})
@@ -115,7 +115,7 @@ def _fields(config: Json, **ours: Any) -> dict[str, Any]:
 
 
 def _global_layers(text: Json) -> tuple[int, ...]:
-    """Layers without a sliding window; the last layer never has one, whatever the list says."""
+    """Lists the layers with global attention. The last layer always has it, even if `layer_types` differs."""
     layers, kinds = need(text, "num_hidden_layers"), text.get("layer_types")
     if kinds is None:
         kinds = [family.SLIDING if (i + 1) % PATTERN else family.FULL for i in range(layers)]
@@ -124,11 +124,11 @@ def _global_layers(text: Json) -> tuple[int, ...]:
 
 
 def _global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
-    """Head width and key heads of the global layers, the same for all.
+    """Converts head width and number of KV heads of the global layers, which must be equal in all of them.
 
-    `per_layer_config` lists them by layer; a layer that is not listed has the sizes of the sliding layers, and `{}` and
-    null list none. Without the key there is one size for all, of which `num_global_key_value_heads` counts
-    only with `own_heads`.
+    `per_layer_config` lists the sizes by layer; a layer that is not listed has the sizes of the sliding layers, so
+    `{}` or null gives all layers these. Without the key, `global_head_dim` and `num_global_key_value_heads` apply to
+    all global layers; the latter only if `own_heads`.
     """
     heads, width = need(text, "num_key_value_heads"), need(text, "head_dim")
     if "per_layer_config" not in text:
@@ -150,7 +150,7 @@ def _global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
 
 
 def _rope_fields(text: Json) -> dict[str, float]:
-    """Rotary bases of sliding and global layers."""
+    """Converts the rotary embeddings of sliding and global layers, which have different bases."""
     found = text.get("rope_parameters")
     if found is None:
         found = {
@@ -170,12 +170,16 @@ def _rope_fields(text: Json) -> dict[str, float]:
 
 
 def _experts(text: Json) -> Experts:
+    """Converts the mixture of experts, which is added to the dense MLP of each layer."""
     count, active = need(text, "num_experts"), need(text, "top_k_experts")
     return Experts(count=count, active=active, width=need(text, "moe_intermediate_size"))
 
 
 def _diffusion_config(config: Json) -> GemmaConfig:
-    """DiffusionGemma; by its class, logits are soft-capped and keys are values in every global layer."""
+    """Converts config.json of DiffusionGemma.
+
+    In the reference implementation, logits are always soft-capped, and global layers always use their keys as values.
+    """
     text = need(config, "text_config")
     mixed = _experts(text) if text.get("num_experts") else None
     return GemmaConfig(
@@ -189,6 +193,7 @@ def _diffusion_config(config: Json) -> GemmaConfig:
 
 
 def _gemma4_config(config: Json) -> GemmaConfig:
+    """Converts config.json of Gemma 4, an autoregressive model: blocks of one token."""
     text = _text_of(config)
     shared, same = text.get("num_kv_shared_layers", 0), text.get("attention_k_eq_v", False)
     own = text.get("hidden_size_per_layer_input", 256)
@@ -204,7 +209,7 @@ def _gemma4_config(config: Json) -> GemmaConfig:
 
 
 def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
-    """Tensors that both models have; `stem` precedes every name."""
+    """Maps the parameters that both models have to tensors; `stem` precedes every name of a tensor."""
     assert isinstance(c, GemmaConfig)
     sources = {
         "embed": TensorSource(f"{stem}embed_tokens.weight"),
@@ -225,7 +230,8 @@ def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
             f"{ours}{mine}/scale": TensorSource(f"{theirs}{name}.weight") for mine, name in norms.items()
         }
         sources[f"{ours}scalar"] = TensorSource(f"{theirs}layer_scalar")
-        # A layer that uses another's keys and values has none; one whose keys are its values has no values.
+        # Some layers reuse the keys and values of an earlier layer and have only q. Global layers may use their keys
+        # as values and have no v.
         parts = "q" if c.source(i) != i else "qk" if c.keys_as_values and c.is_global(i) else "qkv"
         mine, attention = f"{ours}attention/", f"{theirs}self_attn."
         for p in parts:
@@ -252,7 +258,7 @@ def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
 
 
 def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
-    """The decoder's tensors; the encoder has the same weights but for the layers' scalars."""
+    """Maps the parameters of DiffusionGemma. Encoder and decoder share all weights except the layers' scalars."""
     stem, conditioning = "model.decoder.", "model.decoder.self_conditioning."
     sources = _names(c, stem) | family.mlp_names("self_conditioning/mlp/", conditioning)
     sources["self_conditioning/norm/scale"] = TensorSource(f"{conditioning}pre_norm.weight")
@@ -263,13 +269,13 @@ def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
 
 
 def _encoder_module(module: str) -> tuple[str, ...]:
-    """The encoder's module that shares the weight of one in the decoder."""
+    """Finds the encoder module that shares its weight with a decoder module."""
     decoder, encoder = "model.decoder.layers.", "model.encoder.language_model.layers."
     return (module.replace(decoder, encoder, 1),) if module.startswith(decoder) else ()
 
 
 def _ignored(c: ModelConfig) -> tuple[str, ...]:
-    """Other modalities, and keys and values that are stored for layers which use another layer's."""
+    """Lists tensors to ignore: other modalities, and unused k and v of layers that reuse another layer's."""
     assert isinstance(c, GemmaConfig)
     shared = [str(i) for i in range(c.layers) if c.source(i) != i]
     keys = (rf"layers\.({'|'.join(shared)})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",) if shared else ()
@@ -277,7 +283,7 @@ def _ignored(c: ModelConfig) -> tuple[str, ...]:
 
 
 def _decoding(config: Json, generation: Json) -> Mapping[str, Any]:
-    """DiffusionGemma's generation_config.json; null means the reference's default."""
+    """Converts DiffusionGemma's generation_config.json; a missing or null key has the reference's default."""
     sampler = generation.get("sampler_config") or {}
     value = lambda key, default: default if generation.get(key) is None else generation[key]
     bound = sampler.get("entropy_bound")
@@ -298,7 +304,7 @@ def _decoding(config: Json, generation: Json) -> Mapping[str, Any]:
 
 # --- our config -> config.json
 
-# The reference always builds a vision tower; this is the smallest one.
+# The reference implementation always builds a vision tower, so a written config.json describes a minimal one.
 VISION = dict(
     model_type="gemma4_vision", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, head_dim=4, patch_size=2, position_embedding_size=4,
@@ -306,7 +312,7 @@ VISION = dict(
 
 
 def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
-    """The text model's config.json, as far as both families have it."""
+    """Converts our config to the keys of the text model that both families have."""
     assert isinstance(c, GemmaConfig)
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation)
     overrides = {"head_dim": c.global_head_dim, "num_key_value_heads": c.global_kv_heads}
@@ -333,7 +339,14 @@ def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def export_diffusion(c: ModelConfig) -> dict[str, Any]:
-    """Converts our config to DiffusionGemma's config.json."""
+    """Converts our config to DiffusionGemma's config.json.
+
+    Args:
+        c: A `GemmaConfig` with a causal encoder.
+
+    Returns:
+        The contents of config.json.
+    """
     assert isinstance(c, GemmaConfig)
     return dict(
         architectures=["DiffusionGemmaForBlockDiffusion"], model_type="diffusion_gemma", canvas_length=c.block,
@@ -343,7 +356,7 @@ def export_diffusion(c: ModelConfig) -> dict[str, Any]:
 
 
 def _export_text(c: ModelConfig) -> dict[str, Any]:
-    """Converts our config to the config.json of Gemma 4's text model alone."""
+    """Converts our config to the config.json of Gemma 4's text model without a vision tower."""
     assert isinstance(c, GemmaConfig)
     return _text_config(c, "gemma4_text") | dict(
         architectures=["Gemma4ForCausalLM"], final_logit_softcapping=c.softcap, attention_k_eq_v=c.keys_as_values,

@@ -1,8 +1,9 @@
-"""LLaDA, dense (an OLMo-style bidirectional transformer) and with experts: LLaDA-MoE, and LLaDA2.0, 2.1 and DMax.
+"""The LLaDA families: LLaDA and LLaDA 1.5 (dense), LLaDA-MoE, and LLaDA2.0, 2.1 and DMax (mixture of experts).
 
-LLaDA: arXiv 2502.09992, 1.5: 2505.19223. LLaDA-MoE is OLMoE-like and bidirectional (2509.24389); its config.json says
-`llada`, so `architectures` decides. LLaDA2 is Ling's mixture of experts with a sigmoid router, in causal blocks
-(2512.15745; 2.1: 2602.08676).
+- LLaDA (arXiv 2502.09992; 1.5: 2505.19223) is a bidirectional transformer with the tensor names of OLMo.
+- LLaDA-MoE (2509.24389) is bidirectional and similar to OLMoE. Its config.json has the `model_type` of LLaDA, so the
+  family is found by `architectures`.
+- LLaDA2 (2512.15745; 2.1: 2602.08676) is Ling's mixture of experts with a sigmoid router and block-causal attention.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mercury_jax.hub.families.qwen_llama import export_config
 from mercury_jax.hub.family import Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 
-# Options of the reference that no published model uses; each would change the arithmetic.
+# Options of the reference implementation that no published model uses. Other values would change the arithmetic.
 PLAIN = dict(
     block_type=("llama",), activation_type=("silu",), layer_norm_type=("rms",), rope=(True,), alibi=(False,),
     include_bias=(False,), include_qkv_bias=(False,), bias_for_layer_norm=(False,), attention_layer_norm=(False,),
@@ -35,7 +36,8 @@ DENSE_KEYS = family.COMMON.plus(
         "init_device init_fn init_std init_cutoff_factor": "training only",
     }
 )  # fmt: skip
-# Ours and theirs; `ff_proj` is the gate. `ff_out` is the last projection of a block, and also the name of the head.
+# Our names -> names in the checkpoint. `ff_proj` is the gate of the MLP. `ff_out` names both the down projection of a
+# layer and, outside of the layers, the output head.
 PROJECTIONS = {
     "attention/q": "q_proj", "attention/k": "k_proj", "attention/v": "v_proj", "attention/o": "attn_out",
     "mlp/gate": "ff_proj", "mlp/up": "up_proj", "mlp/down": "ff_out",
@@ -45,7 +47,7 @@ PROJECTIONS = {
 def _dense_config(config: Json) -> ModelConfig:
     heads, width = need(config, "n_heads"), need(config, "d_model")
     return ModelConfig(
-        # The embedding may have more rows than the vocabulary.
+        # The embedding, and with it the logits, may have more rows than the tokenizer has tokens.
         vocab=need(config, "embedding_size", "vocab_size"), width=width, layers=need(config, "n_layers"),
         heads=heads, kv_heads=config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads),
         head_dim=width // heads, ffn=config.get("mlp_hidden_size") or int(need(config, "mlp_ratio") * width),
@@ -66,7 +68,7 @@ def _dense_names(c: ModelConfig) -> dict[str, TensorSource]:
         sources[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}attn_norm.weight")
         sources[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}ff_norm.weight")
         for mine, name in PROJECTIONS.items():
-            # The output projection contracts two of our axes, heads and head_dim.
+            # The input axis of the output projection is heads and head_dim, two axes in our parameter.
             inputs = 2 if mine == "attention/o" else 1
             sources[f"{ours}{mine}/w"] = TensorSource(f"{theirs}{name}.weight", inputs)
     return sources
@@ -82,7 +84,7 @@ def _dense_export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-# `generate.py` with the arguments of its `main`: one token a step, the most confident one, block by block.
+# `generate.py` with the arguments of its `main`: each step accepts the most confident token, block by block.
 LLADA_DECODING = {
     "rule": "confidence", "temperature": 0.0, "block": 32,
     "source": "ML-GSAI/LLaDA generate.py: low_confidence, steps = gen_length, block_length 32, temperature 0",
@@ -109,7 +111,7 @@ register(
 
 # --- with experts
 
-MASK, BLOCK = 156895, 32  # not in config.json
+MASK, BLOCK = 156895, 32  # constants of the reference implementation, if config.json does not have them
 
 MOE_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
@@ -202,7 +204,7 @@ def _llada2_names(c: ModelConfig) -> dict[str, TensorSource]:
     }
     if not c.tied:
         sources["head"] = TensorSource("lm_head.weight", 1)
-    # Queries, keys and values are rows of one tensor, in this order.
+    # One fused tensor [q + 2 kv, width] has the rows of queries, then keys, then values.
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = dict(q=(0, q), k=(q, q + kv), v=(q + kv, q + 2 * kv))
     for i in range(c.layers):
@@ -263,7 +265,7 @@ register(
         block="32",
         about="masked blocks, experts with a sigmoid router; DMax too",
         export=_llada2_export,
-        # Nothing in the files tells 2.1, which can also edit: `mj.presets.llada21`.
+        # Version 2.1 can also edit accepted tokens, but its files do not say so; use `mj.presets.llada21` for it.
         decoding={
             "rule": "scheduled",
             "params": {"p": 0.95},

@@ -1,7 +1,7 @@
-"""Qwen2.5, Qwen3 and Llama 3: autoregressive, and what many diffusion models are made from.
+"""Qwen2.5, Qwen3 (dense and mixture of experts) and Llama 3: autoregressive models.
 
-The families of such diffusion models (Dream, SDAR, Fast-dLLM v2, A2D, LLaDA2) also write their config.json by the
-`export_config` of this file; they share reading it through `hub.family`. Qwen3's mixture of experts is here, too.
+Many diffusion models are initialised from them. Those families (Dream, SDAR, Fast-dLLM v2, A2D) and LLaDA2 use
+`export_config` of this file to write config.json; to read it, all of them use `family.decoder_config`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mercury_jax.config import Experts, ModelConfig, refuse
 from mercury_jax.hub import family, generation
 from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 
-# A model that only predicts the next token.
+# Next-token prediction is block diffusion with blocks of one token, and without a mask.
 AUTOREGRESSIVE: dict[str, Any] = dict(pattern="block_causal", block=1, predicts_next=True, mask=None)
 EXPERTS = ConfigKeys(
     used={
@@ -24,7 +24,7 @@ EXPERTS = ConfigKeys(
 
 
 def experts_of(config: Json, **ours: Any) -> Experts | None:
-    """Converts Qwen3's mixture of experts.
+    """Converts the keys of Qwen3's mixture of experts.
 
     Args:
         config: config.json.
@@ -34,7 +34,7 @@ def experts_of(config: Json, **ours: Any) -> Experts | None:
         The experts; None if the model has none.
 
     Raises:
-        ValueError: A value is missing, or two contradict each other.
+        ValueError: A value is missing, or two keys contradict each other.
     """
     counts = {config[key] for key in ("num_experts", "num_local_experts") if key in config}
     if not any(counts):
@@ -58,12 +58,12 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
 
     Args:
         c: Our config.
-        architecture: The class of the reference.
-        model_type: As the reference names it.
-        **theirs: Keys that the family adds or overrides; `...` removes one.
+        architecture: Name of the model's class in the reference implementation.
+        model_type: The `model_type` of config.json.
+        **theirs: Keys that the family adds or overrides; the value `...` removes a key.
 
     Returns:
-        The object.
+        The contents of config.json.
     """
     s, e = c.rope_scaling, c.experts
     found: dict[str, Any] = dict(
@@ -126,7 +126,7 @@ def _qwen3_keys(config: Json) -> ConfigKeys:
 
 
 def _qwen3_config(config: Json) -> ModelConfig:
-    if "Qwen3ForCausalLM" in config["architectures"]:  # the class's head size is 128, not width / heads
+    if "Qwen3ForCausalLM" in config["architectures"]:  # the default of the class, not width / heads
         return family.decoder_config({"head_dim": 128, **config}, qk_norm=True, **AUTOREGRESSIVE)
     plain = {**config, "max_window_layers": 0, "layer_types": None}
     return family.decoder_config(plain, qk_norm=True, experts=experts_of(config), **AUTOREGRESSIVE)
@@ -147,7 +147,7 @@ register(
         "model_type": ("qwen2",),
         "use_mrope": (False,),
     }),
-        # Biases on queries, keys and values, whatever the config says about others.
+        # The class always has biases on queries, keys and values, and never on the output projection.
         config=functools.partial(family.decoder_config, qkv_bias=True, out_bias=False, **AUTOREGRESSIVE),
         noise=None,
         about="autoregressive, grouped queries with biases",
