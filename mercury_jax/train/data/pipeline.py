@@ -228,7 +228,9 @@ class PackedIterator(grain.DatasetIterator[Batch]):
             ValueError: The state belongs to other data or settings, or lacks a row of this process.
         """
         if state["data"] != self._digest:
-            allowed = f"{self._digest}; a run resumes with the same data, seed, batch, row and blocks as before"
+            allowed = (
+                f"{self._digest}; a run resumes with the same data, seed, batch, row and blocks as before"
+            )
             raise refuse("state.data", state["data"], allowed)
         missing = [number for number in self._packers if str(number) not in state["rows"]]
         if missing:
