@@ -20,6 +20,7 @@ from scipy import stats
 import mercury_jax as mj
 from mercury_jax.cli import app, arguments
 from mercury_jax.cli.arguments import Float, Int, Positional, option
+from mercury_jax.config import refuse
 from mercury_jax.rl.rollouts import chats, problems_of, task_reward
 from mercury_jax.tasks import TASKS, Problem
 
@@ -47,10 +48,20 @@ class RewardsBenchmark:
     """Decode by threshold(P). Default: the model's own rule."""
     temperature: Float = 0.0
     """Above 0, tokens are drawn, by the rule `ancestral`; 0 takes the most probable ones."""
+    max_tokens: Int = 32
+    """Most tokens of an answer."""
     limit: Int = 512
     """Problems."""
     seed: Int = 0
     """Of the problems."""
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise refuse("--task", self.task, ", ".join(sorted(TASKS)))
+        if self.most_givens is not None and not self.task.startswith("sudoku"):
+            raise refuse("--most-givens", self.most_givens, f"a Sudoku as --task; {self.task} has no givens")
+        if self.threshold is not None and self.temperature:
+            raise refuse("--threshold", self.threshold, "--temperature 0: drawn tokens use the rule ancestral")
 
 
 def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBenchmark) -> tuple[Any, Any]:
@@ -71,7 +82,7 @@ def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBench
         how["sampler"] = mj.rules.ancestral()
     if args.steps is not None:
         how["plan"] = mj.Plan(steps=args.steps)
-    out = mj.sample(mj.load(source), chats(problems), max_tokens=32, temperature=args.temperature, **how)
+    out = mj.sample(mj.load(source), chats(problems), max_tokens=args.max_tokens, temperature=args.temperature, **how)
     return np.asarray(task_reward(problems)(chats(problems), out.texts)), np.asarray(out.forwards, float)
 
 
@@ -110,7 +121,7 @@ def run(argv: Sequence[str]) -> int:
         The exit code.
 
     Raises:
-        ValueError: An option is wrong.
+        ValueError: An option is wrong, or contradicts another.
     """
     args = arguments.read(RewardsBenchmark, argv, "python -m benchmarks.rewards")
     few = lambda p: args.most_givens is None or sum(c in "1234" for c in p.input) <= args.most_givens

@@ -71,8 +71,7 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
     laid = chunks(lm, settings.limit or CHUNKS, settings.seed)
     if causal:
         scored = [x.tokens[1:] for x in laid]
-        found = score(lm, [x.tokens[:1].tolist() for x in laid], [x.tolist() for x in scored])
-        nats = -np.asarray(found.log_p)
+        nats = _causal_nats(lm, laid, settings)
     else:
         scored = [x.tokens[x.editable] for x in laid]
         nats = _chunk_nats(lm, laid, settings)
@@ -125,6 +124,16 @@ def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
 def _row(lm: LM) -> int:
     """Returns the number of positions of a laid-out chunk."""
     return CAUSAL_ROW if lm.model.config.autoregressive else ROW * lm.model.config.block
+
+
+def _causal_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings) -> Float[np.ndarray, "N"]:
+    """Computes the exact cost in nats of every chunk behind its first token, `settings.batch` chunks at a time."""
+    nats = []
+    for at in range(0, len(laid), settings.batch):
+        part = [x.tokens.tolist() for x in laid[at : at + settings.batch]]
+        nats.append(-np.asarray(score(lm, [x[:1] for x in part], [x[1:] for x in part]).log_p))
+        settings.progress(at + len(part), len(laid))
+    return np.concatenate(nats)
 
 
 def _chunk_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings) -> Float[np.ndarray, "N"]:

@@ -201,7 +201,7 @@ def resume_step(config: TrainConfig) -> int | None:
         # An older checkpoint may lack a field that was added later: it was trained with the default.
         had = resolved(from_dict(type(getattr(config, part)), saved.get(part, {})))
         for name, value in now[part].items():
-            if had[name] != value:
+            if had[name] != value and f"{part}.{name}" not in config.unread:
                 raise refuse(f"{part}.{name}", value, f"{had[name]!r}, as in the checkpoint to resume")
     if (had := saved.get("freeze", "")) != config.freeze:
         raise refuse("freeze", config.freeze, f"{had!r}, as in the checkpoint to resume")

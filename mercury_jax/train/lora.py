@@ -45,12 +45,6 @@ class LoraConfig:
         if self.alpha is not None and not self.alpha > 0:
             raise refuse("lora.alpha", self.alpha, "more than 0, or None")
         check_pattern("lora.targets", self.targets)
-        for name in ("alpha", "targets"):
-            value = getattr(self, name)
-            if not self.rank and value != getattr(type(self), name):
-                raise refuse(
-                    f"lora.{name}", value, "a value only with lora.rank above 0, which adds the adapters"
-                )
 
     @property
     def scale(self) -> float:

@@ -152,7 +152,7 @@ class TrainConfig:
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
         self._check_values()
-        self._check_noise()
+        self._check_unread()
         self._check_blocks()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
@@ -195,15 +195,28 @@ class TrainConfig:
             raise refuse("data", self.data, allowed)
         object.__setattr__(self, "data", mixture((self.data, 1.0)))
 
-    def _check_noise(self) -> None:
-        """Refuses a field of `noise` that its kind does not read. Here, and not where a checkpoint is loaded."""
+    @property
+    def unread(self) -> dict[str, str]:
+        """The fields of `noise` and `lora` that nothing reads, as "noise.power", each with the reason."""
         c = self.noise
+        why = f"noise.kind = {c.kind!r} with noise.schedule = {c.schedule!r} does not read it"
         read = {"schedule": c.kind != "hybrid", "uniform": c.kind == "hybrid"}
         read["power"] = read["schedule"] and c.schedule == "polynomial"
-        for name, value in ((name, getattr(c, name)) for name, is_read in read.items() if not is_read):
-            if value != getattr(NoiseConfig, name):
-                allowed = f"its default: noise.kind = {c.kind!r} with noise.schedule = {c.schedule!r} does not read it"
-                raise refuse(f"noise.{name}", value, allowed)
+        found = {f"noise.{name}": why for name, is_read in read.items() if not is_read}
+        if not self.lora.rank:
+            found |= dict.fromkeys(("lora.alpha", "lora.targets"), "without lora.rank there are no adapters")
+        return found
+
+    def _check_unread(self) -> None:
+        """Refuses a value in a field that nothing reads.
+
+        Here, and not in `NoiseConfig` or `LoraConfig`: a checkpoint of an earlier version may hold such a value.
+        """
+        for path, why in self.unread.items():
+            part, name = path.split(".")
+            config = getattr(self, part)
+            if getattr(config, name) != getattr(type(config), name):
+                raise refuse(path, getattr(config, name), f"its default: {why}")
 
     def _check_blocks(self) -> None:
         """Checks that the last of `blocks` is the block of the model, with which it is saved and evaluated."""

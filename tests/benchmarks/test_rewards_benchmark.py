@@ -1,10 +1,10 @@
-"""Intervals of the benchmark of rewards: equivalent problems count once."""
+"""The benchmark of rewards: equivalent problems count once, and options that contradict each other are refused."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.rewards import clustered_interval
+from benchmarks.rewards import clustered_interval, run
 
 GAIN = np.random.default_rng(0).normal(0.3, 1.0, 40)
 NAMES = [str(i) for i in range(40)]
@@ -21,3 +21,16 @@ def test_copies_of_the_same_problems_make_no_interval_narrower():
 
 def test_one_class_gives_no_interval():
     assert clustered_interval(GAIN, ["the same"] * 40) is None
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--task sudoku5", "--task is 'sudoku5'; allowed: add2, "),
+        ("--task countdown3 --most-givens 5", "--most-givens is 5; allowed: a Sudoku as --task"),
+        ("--threshold 0.9 --temperature 1", "--threshold is 0.9; allowed: --temperature 0"),
+    ],
+)
+def test_options_that_nothing_would_read_are_refused(argv, words):
+    with pytest.raises(ValueError, match=words):
+        run(["nano", "nano", *argv.split()])

@@ -235,3 +235,18 @@ def test_train_passes_fields_on_and_reports(recipe, tmp_path, capsys, monkeypatc
         and row["metrics"] == {"loss": None}
         and row["model"] == str(tmp_path / "run" / "model")
     )
+
+
+def test_train_ends_with_a_command_that_samples_only_if_the_run_is_complete(recipe, tmp_path, capsys, monkeypatch):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": []}\n')
+    stopped, model = None, tmp_path / "run" / "model"
+    monkeypatch.setattr(api, "train", lambda c: loop.TrainResult({}, {}, {}, c.folder, 3, stopped))
+    assert main(["train", recipe]) == 0
+    assert f'try: mercury sample --model {model} "..."' in capsys.readouterr().err
+    assert main(["train", recipe, "--chats", str(chats)]) == 0
+    assert f'try: mercury sample --model {model} --chat "..."' in capsys.readouterr().err
+    stopped = "SIGTERM"
+    assert main(["train", recipe]) == 0
+    said = capsys.readouterr().err
+    assert "stopped by SIGTERM at step 3" in said and "try:" not in said

@@ -49,19 +49,30 @@ def test_without_knowledge_a_token_costs_the_log_of_the_vocabulary(pattern):
     assert sum(r["bytes"] for r in found.rows) == s["bytes"]
 
 
-def test_an_autoregressive_model_is_scored_exactly_behind_the_first_token():
+def autoregressive() -> LM:
     config = dataclasses.replace(tiny("block_causal").model.config, block=1, predicts_next=True, mask=None)
     model, tok = models.build(config), tiny().tokenizer
     corruption = noise.uniform(config.vocab, forbidden=noise.specials(tok))
-    lm = LM(model, model.init(jax.random.key(0)), tok, corruption)
+    return LM(model, model.init(jax.random.key(0)), tok, corruption)
+
+
+def test_an_autoregressive_model_is_scored_exactly_behind_the_first_token():
+    lm = autoregressive()
     [row] = evaluate.run(lm, "code-bpb", limit=1).rows
     [laid] = code.chunks(lm, 1, 0)
     tokens, rest = laid.tokens, laid.tokens[1:]
     assert len(tokens) <= 96 and row["tokens"] == len(rest) > 1
     logits = np.array(mj.logits(lm, [tokens.tolist()]))[0, :-1]  # of the token after each position
-    logits[:, list(corruption.forbidden)] = -np.inf
+    logits[:, list(lm.corruption.forbidden)] = -np.inf
     want = jax.nn.log_softmax(logits)[np.arange(len(rest)), rest].sum()
     assert row["nats"] == pytest.approx(-float(want), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [tiny, autoregressive])
+def test_the_chunks_are_scored_in_batches_and_the_progress_is_told(make):
+    told = []
+    evaluate.run(make(), "code-bpb", limit=5, batch=2, progress=lambda *x: told.append(x))
+    assert told == [(2, 5), (4, 5), (5, 5)]
 
 
 def test_the_bound_is_repeatable_and_depends_on_neither_batch_nor_order():

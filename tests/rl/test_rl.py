@@ -86,6 +86,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(estimator, normalise):
     want = jax.jit(jax.grad(plain))(lm.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, want)
     assert float(found.metrics["reward"][0]) == pytest.approx(float(data.rewards.sum()), rel=1e-6)
+    assert [float(x) for x in found.metrics["informative"]] == [8, 8]  # no advantage is 0
 
 
 def test_what_left_the_clip_range_has_no_gradient_and_the_penalty_pulls_back():

@@ -181,6 +181,14 @@ def test_another_model_or_noise_cannot_resume(whole):
     )
 
 
+def test_values_that_an_earlier_version_ignored_do_not_prevent_a_resume(whole, monkeypatch):
+    path, about = checkpoint.inspect(whole.out / "checkpoints")
+    for part, name, value in (("noise", "uniform", 0.7), ("lora", "alpha", 4.0)):
+        about["config"][part][name] = value
+    monkeypatch.setattr(loop.checkpoint, "inspect", lambda folder: (path, about))
+    assert loop.resume_step(tiny.config(whole.out, resume=True)) == 30
+
+
 def test_another_optimizer_cannot_resume(whole):
     refused("has no array 'opt", whole.out, resume=True, optim=OptimConfig(optimizer="muon"))
 

@@ -188,8 +188,14 @@ def test_a_part_cannot_be_trained_without_a_checkpoint(tmp_path, fields, words):
     [
         (lambda: LoraConfig(rank=-1), "lora.rank is -1; allowed: 0 or more"),
         (lambda: LoraConfig(rank=2, alpha=0.0), "lora.alpha is 0.0; allowed: more than 0"),
-        (lambda: LoraConfig(alpha=4.0), "lora.alpha is 4.0; allowed: a value only with lora.rank above 0"),
-        (lambda: LoraConfig(targets="attention"), "lora.targets is 'attention'; allowed: a value only with"),
+        (
+            lambda: tiny_training.config("x", lora=LoraConfig(alpha=4.0)),
+            "lora.alpha is 4.0; allowed: its default: without lora.rank there are no adapters",
+        ),
+        (
+            lambda: tiny_training.config("x", lora=LoraConfig(targets="attention")),
+            "lora.targets is 'attention'; allowed: its default: without lora.rank there are no adapters",
+        ),
         (lambda: LoraConfig(targets="("), r"lora.targets is '\('; allowed: a regular expression"),
         (lambda: tiny_training.config("x", freeze="("), r"freeze is '\('; allowed: a regular expression"),
         (
@@ -267,6 +273,8 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_refuses_another_base(run, t
 def test_a_damaged_or_foreign_adapter_is_refused(run, tmp_path):
     config, result = run
     folder = result.out / "adapter"
+    with pytest.raises(CheckpointError, match="the folder is an adapter; load its base with adapter="):
+        mj.load(folder)
     with pytest.raises(CheckpointError, match=r"adapter_config.json is missing: the folder holds no adapter"):
         mj.load(config.init, adapter=config.init)
     with pytest.raises(

@@ -143,6 +143,20 @@ def test_hybrid_noise_without_its_share_is_refused():
         noise.bound_terms(corruption, jnp.zeros((2, 6)), *(jnp.zeros(2, jnp.int32),) * 2, jnp.full(2, 0.5))
 
 
+@pytest.mark.parametrize("share", [None, lambda t: 0.0 * t], ids=["built in", "a user's function"])
+def test_hybrid_noise_without_uniform_noise_has_the_terms_of_absorbing_noise(share):
+    rng, mask = np.random.default_rng(0), 8
+    logits = jnp.asarray(rng.normal(size=(64, 9)), jnp.float32)
+    x0 = jnp.asarray(rng.integers(mask, size=64), jnp.int32)
+    xt = jnp.where(rng.random(64) < 0.5, mask, x0)
+    t = jnp.asarray(rng.uniform(0.01, 0.99, 64), jnp.float32)
+    hybrid = noise.hybrid(9, mask, 0.0)
+    if share is not None:
+        hybrid = hybrid._replace(alpha=noise.linear(), uniform_share=share)
+    got, want = (noise.bound_terms(c, logits, x0, xt, t) for c in (hybrid, noise.absorbing(mask)))
+    np.testing.assert_allclose(got.weight * got.divergence, want.weight * want.divergence, rtol=1e-4, atol=1e-5)
+
+
 # --- formulas of the papers, written out
 
 
