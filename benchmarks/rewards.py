@@ -61,7 +61,9 @@ class RewardsBenchmark:
         if self.most_givens is not None and not self.task.startswith("sudoku"):
             raise refuse("--most-givens", self.most_givens, f"a Sudoku as --task; {self.task} has no givens")
         if self.threshold is not None and self.temperature:
-            raise refuse("--threshold", self.threshold, "--temperature 0: drawn tokens use the rule ancestral")
+            raise refuse(
+                "--threshold", self.threshold, "--temperature 0: drawn tokens use the rule ancestral"
+            )
 
 
 def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBenchmark) -> tuple[Any, Any]:
@@ -82,7 +84,9 @@ def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBench
         how["sampler"] = mj.rules.ancestral()
     if args.steps is not None:
         how["plan"] = mj.Plan(steps=args.steps)
-    out = mj.sample(mj.load(source), chats(problems), max_tokens=args.max_tokens, temperature=args.temperature, **how)
+    out = mj.sample(
+        mj.load(source), chats(problems), max_tokens=args.max_tokens, temperature=args.temperature, **how
+    )
     return np.asarray(task_reward(problems)(chats(problems), out.texts)), np.asarray(out.forwards, float)
 
 

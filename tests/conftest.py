@@ -43,7 +43,7 @@ def pytest_configure(config):
             given + [flag for flag in FLAGS if flag.split("=")[0] not in names]
         )
         # Threads of XLA's CPU client. One device may wait in several collectives at once, each on a thread of its own:
-        # with a thread for each of four devices, and no more, those of a training step waited for one another for ever.
+        # with only one thread per device, the collectives of a training step on four devices deadlocked.
         os.environ.setdefault("NPROC", "16")
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of xdist inherits it from the controller

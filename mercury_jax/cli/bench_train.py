@@ -20,18 +20,21 @@ class BenchTrain:
       mercury bench train
       mercury bench train my_recipe.py --steps 20 --batch 8 --json
 
-    The loop of `mercury train` with the recipe's data pipeline, log and
-    checkpoints alternates with a jitted update in a plain Python loop: the same
-    model, objective, optimizer, average, noise and batches, which are in memory.
-    That one does not load data, check for NaN, report metrics, log or save.
-    `ratio` is the median of their steps per second; the goal is 0.97 at least,
-    with nothing compiled once warm, and `difference` says how far apart the
-    parameters are at the end. ratio_of_totals is of all steps together, with as
-    many checkpoints as `saves` says: the recipe's own rate, so that --steps times
-    --pairs should be at least its save_every. mfu is the model's FLOPs (6 for each parameter that multiplies a
-    position, 12 for each pair that attends and number of a head) over those of
-    large fp32 products in the same run. On a machine that is busy with other
-    work see the figures of CPU time, too. Evaluation and samples are left out.
+    The loop of `mercury train`, with the recipe's data pipeline, log and
+    checkpoints, alternates with a jitted update in a plain Python loop. Both use
+    the same model, objective, optimizer, moving average, noise and batches. The
+    plain loop has its batches in memory; it does not check for NaN, report
+    metrics, log or save. Neither evaluates or samples.
+
+    ratio            median of the ratios of steps per second; the goal is 0.97
+    ratio_of_totals  ratio over all steps together, checkpoints included. `saves`
+                     counts these: choose --steps times --pairs >= save_every
+    cpu_ratio        ratio of CPU time; use it while other programs run
+    recompilations   programs compiled after the warm-up; 0 is expected
+    difference       largest relative difference of the final parameters
+    mfu              FLOPs of the model over those of large fp32 products in the
+                     same run. A position costs 6 FLOPs per parameter that
+                     multiplies it and 12 per attended position and dimension
     """
 
     recipe: Annotated[Positional[str], option("RECIPE")] = "nano"

@@ -237,7 +237,9 @@ def test_train_passes_fields_on_and_reports(recipe, tmp_path, capsys, monkeypatc
     )
 
 
-def test_train_ends_with_a_command_that_samples_only_if_the_run_is_complete(recipe, tmp_path, capsys, monkeypatch):
+def test_train_ends_with_a_command_that_samples_only_if_the_run_is_complete(
+    recipe, tmp_path, capsys, monkeypatch
+):
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": []}\n')
     stopped, model = None, tmp_path / "run" / "model"

@@ -71,7 +71,7 @@ def answered(engine: Engine, asked: list[EngineRequest]) -> None:
 
 
 def measured(lm: LM, pool: list[Named], slots: int, answers: int) -> dict[str, Any]:
-    """A JSON-ready row for so many rows at once."""
+    """Measures the server with `slots` requests at once; returns a row for JSON."""
     seats = EngineConfig(
         slots=slots, queue=4 * answers, context=512, prefix_bytes=0, programs="one", passes=1
     )

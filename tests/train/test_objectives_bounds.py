@@ -154,7 +154,9 @@ def test_hybrid_noise_without_uniform_noise_has_the_terms_of_absorbing_noise(sha
     if share is not None:
         hybrid = hybrid._replace(alpha=noise.linear(), uniform_share=share)
     got, want = (noise.bound_terms(c, logits, x0, xt, t) for c in (hybrid, noise.absorbing(mask)))
-    np.testing.assert_allclose(got.weight * got.divergence, want.weight * want.divergence, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        got.weight * got.divergence, want.weight * want.divergence, rtol=1e-4, atol=1e-5
+    )
 
 
 # --- formulas of the papers, written out
