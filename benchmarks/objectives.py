@@ -355,6 +355,29 @@ def prefix_nats(lm: LM, windows: np.ndarray, every: int = 8) -> tuple[np.ndarray
     return nats.mean(1) * scored, nats.std(1, ddof=1) / np.sqrt(nats.shape[1]) * scored
 
 
+def prepare(books: str, out: Path) -> Path:
+    """Makes the folder of the runs, and trains their tokenizer if it is not there yet.
+
+    Args:
+        books: Folder of .txt files.
+        out: The output file, FILE.jsonl.
+
+    Returns:
+        The folder FILE.runs, with a tokenizer.model.
+
+    Raises:
+        ValueError: There are no books.
+    """
+    if not list(Path(books).glob("*.txt")):
+        raise refuse("books", books, "a folder with .txt files")
+    root = out.with_suffix(".runs")
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "tokenizer.model").exists():
+        texts = Windows(books).texts((0,))
+        mj.Tokenizer.train((next(texts) for _ in range(400)), VOCAB).save(root / "tokenizer.model")
+    return root
+
+
 def run(argv: Sequence[str]) -> int:
     """Trains and evaluates each method and seed whose row is not in the output file yet.
 
@@ -371,13 +394,8 @@ def run(argv: Sequence[str]) -> int:
     for name in args.methods:
         if name not in METHODS:
             raise refuse("methods", name, ", ".join(METHODS))
-    if not list(Path(args.books).glob("*.txt")):
-        raise refuse("books", args.books, "a folder with .txt files")
-    out, root = Path(args.out), Path(args.out).with_suffix(".runs")
-    root.mkdir(parents=True, exist_ok=True)
-    if not (root / "tokenizer.model").exists():
-        texts = Windows(args.books).texts((0,))
-        mj.Tokenizer.train((next(texts) for _ in range(400)), VOCAB).save(root / "tokenizer.model")
+    out = Path(args.out)
+    root = prepare(args.books, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {(row["method"], row["seed"], row["steps"]) for row in rows}
     for seed in args.seeds:

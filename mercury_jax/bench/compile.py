@@ -283,7 +283,7 @@ def _lower_train(
         model = model._replace(shardings=lora.adapted_shardings(recipe.lora, recipe.freeze, model))
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
     setup = steps.TrainSetup(
-        model, recipe.objective, corruption, optim.optimizer(recipe.optim, recipe.steps),
+        model, recipe.objective, corruption, optim.optimizer(recipe.optim, recipe.steps, c.width),
         optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema, part,
     )  # fmt: skip
     state = steps.abstract_state(setup, mesh)

@@ -87,7 +87,8 @@ class HandWritten:
             model: The denoiser.
             corruption: The forward process.
         """
-        tx, self.mesh = optim.optimizer(config.optim, config.steps), loop.mesh_of(config)
+        tx = optim.optimizer(config.optim, config.steps, model.config.width)
+        self.mesh = loop.mesh_of(config)
         init_key, noise_key = jax.random.split(jax.random.key(config.seed))
         params = jax.jit(model.init)(init_key)
         ema = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params) if config.ema else ()

@@ -221,7 +221,7 @@ def _opened(
     if config.lora.rank:
         model = model._replace(shardings=lora.adapted_shardings(config.lora, config.freeze, model))
     setup = steps.TrainSetup(
-        model, config.objective, corruption, optim.optimizer(config.optim, config.steps),
+        model, config.objective, corruption, optim.optimizer(config.optim, config.steps, model.config.width),
         optim.schedule(config.optim, config.steps), config.accumulate, config.ema, part,
     )  # fmt: skip
     start, frozen = params, ()

@@ -33,6 +33,9 @@ class OptimConfig:
 
     optimizer: OptimizerName = "adamw"
     lr: float = 1e-3  # the peak, after warm-up
+    base_width: int = (
+        0  # width of the model for which lr was chosen, see `by_width`; 0: lr as it is, at every width
+    )
     warmup: int = 100  # steps from 0 to the peak
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: float = 0.1  # the last learning rate as a share of the peak
@@ -47,7 +50,14 @@ class OptimConfig:
         check_types(self, "optim.")
         one_of(OptimizerName, optimizer=self.optimizer)
         one_of(Decay, decay=self.decay)
-        at_least(0, lr=self.lr, warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip)
+        at_least(
+            0,
+            lr=self.lr,
+            base_width=self.base_width,
+            warmup=self.warmup,
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+        )
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise refuse(name, getattr(self, name), "0 <= value < 1")
@@ -83,22 +93,67 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, c.lr, max(1, c.warmup)), after], [c.warmup])
 
 
-def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+def optimizer(config: OptimConfig, steps: int, width: int) -> optax.GradientTransformation:
     """Makes the optimizer: clipping, then AdamW or Muon under the schedule.
 
     Args:
         config: The optimizer and its hyperparameters.
         steps: Number of steps of the run.
+        width: Size of the model's hidden states, for `config.base_width`.
 
     Returns:
         The optax transformation of gradients into parameter updates.
     """
-    c, lr = config, schedule(config, steps)
-    if c.optimizer == "muon":
-        update = _muon(c, lr)
-    else:
-        update = optax.adamw(lr, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed)
+    c = config
+    direction = _muon(c) if c.optimizer == "muon" else optax.scale_by_adam(c.b1, c.b2, c.eps)
+    if c.base_width:
+        direction = by_width(direction, c, width)
+    # Weight decay comes after the factors of `by_width`: it is the same at every width.
+    decay = optax.add_decayed_weights(c.weight_decay, decayed)
+    update = optax.chain(direction, decay, optax.scale_by_learning_rate(schedule(c, steps)))
     return optax.chain(optax.clip_by_global_norm(c.clip), update) if c.clip else update
+
+
+def by_width(
+    direction: optax.GradientTransformation, config: OptimConfig, width: int
+) -> optax.GradientTransformation:
+    """Scales the updates of matrices, so that a learning rate chosen at `config.base_width` suits another width.
+
+    An update of AdamW has entries of about 1, whatever the width, and its product with an input of D entries of about 1
+    grows as D. With a factor base_width / width, a step changes the hidden states and logits of every width alike (muP,
+    arXiv 2203.03466, table 3; with standard initialisation: arXiv 2407.05872, table 1). Muon's updates of a hidden
+    matrix are orthogonal matrices, rescaled to entries of about 0.2: their product with the input grows as sqrt(D).
+
+    Args:
+        direction: Makes the updates before weight decay and learning rate.
+        config: The optimizer, with a `base_width`.
+        width: Size of the model's hidden states.
+
+    Returns:
+        The transformation, with the same state as `direction`.
+    """
+    ratio = config.base_width / width
+
+    def factor(path: Sequence[Any], x: jax.Array) -> float:
+        if not _is_matrix(path, x):
+            return 1.0
+        return ratio**0.5 if config.optimizer == "muon" and _is_hidden(path, x) else ratio
+
+    def update(grads: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        updates, state = direction.update(grads, state, params)
+        return jax.tree_util.tree_map_with_path(lambda path, x: factor(path, x) * x, updates), state
+
+    return optax.GradientTransformation(direction.init, update)
+
+
+def _is_matrix(path: Sequence[Any], x: jax.Array) -> bool:
+    # The number of axes is not enough: where layers are stacked, the scale of a norm has two axes too.
+    return x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
+
+
+def _is_hidden(path: Sequence[Any], x: jax.Array) -> bool:
+    """Tells whether an array is a hidden matrix: not an embedding or head, which have no `w` at the end of the path."""
+    return x.ndim >= 2 and bool(re.search(r"(^|/)w$", path_name(path)))
 
 
 def decayed(params: Params) -> Params:
@@ -110,12 +165,10 @@ def decayed(params: Params) -> Params:
     Returns:
         The same tree with a bool for each array.
     """
-    # The number of axes is not enough: where layers are stacked, the scale of a norm has two axes too.
-    is_matrix = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    return jax.tree_util.tree_map_with_path(_is_matrix, params)
 
 
-def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
+def _muon(c: OptimConfig) -> optax.GradientTransformation:
     """Makes Muon (Jordan 2024) for hidden matrices, and AdamW for embeddings, the head and vectors.
 
     consistent_rms = 0.2 scales Muon's updates to the RMS of AdamW's, so that one learning rate fits both (Moonlight,
@@ -124,25 +177,23 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
 
     def axes(path: Sequence[Any], x: jax.Array) -> MuonDimensionNumbers | None:
         """Says which axes of a hidden matrix are contracted; None for parameters that AdamW updates."""
-        name = path_name(path)
-        if x.ndim < 2 or not re.search(r"(^|/)w$", name):
+        if not _is_hidden(path, x):
             return None
-        if x.ndim == 3 and re.search(r"(^|/)o/w$", name):  # [H, K, D]: contracts heads and their width
+        if x.ndim == 3 and re.search(
+            r"(^|/)o/w$", path_name(path)
+        ):  # [H, K, D]: contracts heads and their width
             return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
         return MuonDimensionNumbers(reduction_axis=0, output_axis=tuple(range(1, x.ndim)))
 
-    # optax's `muon` would decay the parameters that AdamW updates without a mask, so both the weight decay and the
-    # learning rate are applied after it, to all parameters alike.
-    update = muon(
-        1.0,
+    # optax's `muon` would decay the parameters that AdamW updates without a mask. `optimizer` applies weight decay and
+    # learning rate after it, to all parameters alike. A rate of -1 undoes the sign that `muon` gives.
+    return muon(
+        -1.0,
         adam_b1=c.b1,
         adam_b2=c.b2,
         eps=c.eps,
         consistent_rms=0.2,
         muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(axes, params),
-    )
-    return optax.chain(
-        update, optax.add_decayed_weights(-c.weight_decay, decayed), optax.scale_by_schedule(lr)
     )
 
 

@@ -162,6 +162,12 @@ class TrainConfig:
         )
         one_of(RematPolicy, remat=self.remat)
         check_pattern("freeze", self.freeze)
+        if self.lora.rank and self.optim.base_width:
+            raise refuse(
+                "optim.base_width",
+                self.optim.base_width,
+                "0 with lora.rank: adapters keep their rank at every width",
+            )
         if self.lora.rank and self.optim.optimizer == "muon":
             allowed = "adamw (--optim.optimizer adamw) with lora.rank: Muon is not for low-rank factors"
             raise refuse("optim.optimizer", "muon", allowed)

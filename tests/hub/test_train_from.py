@@ -128,7 +128,10 @@ def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypat
         tmp_path / "first", tmp_path / "run", objective=objective, mesh=MeshConfig(data=1, fsdp=4)
     )
     model, on = models.build(config.model), loop.mesh_of(config)
-    tx, lr = optim.optimizer(config.optim, config.steps), optim.schedule(config.optim, config.steps)
+    tx, lr = (
+        optim.optimizer(config.optim, config.steps, config.model.width),
+        optim.schedule(config.optim, config.steps),
+    )
     setup = steps.TrainSetup(model, objective, noise.absorbing(0), tx, lr, ema=config.ema)
     state = steps.abstract_state(setup, on)
     embedding = max(jax.tree.leaves(state.params), key=lambda x: x.size).shape

@@ -102,7 +102,7 @@ def trained(config, model, frozen_spec, sizes, rate=1e-2):
     """(setup, state, frozen) after two updates on a mesh."""
     on, part = sharding.mesh(**sizes), lora.partition(config, frozen_spec, model)
     rules = lora.adapted_shardings(config, frozen_spec, model) if config.rank else model.shardings
-    tx = optim.optimizer(optim.OptimConfig(lr=rate, warmup=0), 10)
+    tx = optim.optimizer(optim.OptimConfig(lr=rate, warmup=0), 10, model.config.width)
     setup = steps.TrainSetup(
         model._replace(shardings=rules), tiny_training.quiet, tiny_training.CORRUPTION, tx, lambda s: rate,
         ema=0.9, partition=part,

@@ -152,7 +152,7 @@ def test_schedules_warm_up_and_end_where_they_should(decay, half, last):
 def first_move(params, grads, **fields) -> Any:
     """What the optimizer adds to the parameters at its first step, at learning rate 1, without clipping."""
     config = OptimConfig(lr=1.0, warmup=0, decay="constant", clip=0, **fields)
-    tx = optim.optimizer(config, 10)
+    tx = optim.optimizer(config, 10, 8)
     return tx.update(grads, tx.init(params), params)[0]
 
 
@@ -183,7 +183,44 @@ def test_muon_turns_hidden_matrices_only():
     assert spread(moved["hidden"]["w"]) < 2 < spread(moved["head"])
 
 
-@pytest.mark.parametrize("field, value", [("lr", -1.0), ("b1", 1.0), ("final", 2.0), ("clip", -1)])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_by_width_a_step_moves_the_outputs_of_every_width_alike(kind):
+    """The product of a matrix's first update with the input that made its gradient, relative to the output's size."""
+
+    def move(width: int) -> float:
+        key_x, key_g = jax.random.split(jax.random.key(0))
+        x, g = jax.random.normal(key_x, (width,)), jax.random.normal(key_g, (width,))
+        params = {
+            "w": jnp.zeros((width, width)),
+            "embed": jnp.ones((4, width)),
+            "norm": {"scale": jnp.ones(width)},
+        }
+        grads = jax.tree.map(lambda p: jnp.ones_like(p), params) | {"w": x[:, None] * g}
+        config = OptimConfig(
+            optimizer=kind, lr=1.0, base_width=64, warmup=0, decay="constant", weight_decay=0, clip=0
+        )
+        tx = optim.optimizer(config, 10, width)
+        moved: Any = tx.update(grads, tx.init(params), params)[0]
+        # Of equal gradients, vectors keep AdamW's update and other matrices scale it.
+        scale = float(moved["norm"]["scale"][0])
+        assert scale < -0.9
+        np.testing.assert_allclose(moved["embed"], scale * 64 / width, rtol=1e-4)
+        return float(jnp.sqrt(jnp.mean((x @ moved["w"]) ** 2)))
+
+    assert move(64) == pytest.approx(move(256), rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_at_its_base_width_the_rule_changes_nothing(kind):
+    params = MODEL.init(jax.random.key(0))
+    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), params)
+    alike = first_move(params, grads, optimizer=kind), first_move(params, grads, optimizer=kind, base_width=8)
+    chex.assert_trees_all_equal(*alike)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("lr", -1.0), ("base_width", -1), ("b1", 1.0), ("final", 2.0), ("clip", -1)]
+)
 def test_settings_that_make_no_sense_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} is .*allowed"):
         OptimConfig(**{field: value})

@@ -216,7 +216,7 @@ def training(args: Row, stage: Stage) -> Iterator[Row]:
     found, rows, row = find(args["model"]), args["rows"], args["row"]
     c, on = found.config, sharding.mesh(devices=jax.devices()[:1])
     model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
-    tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
+    tx, lr = optim.optimizer(optim.OptimConfig(), 1000, c.width), optim.schedule(optim.OptimConfig(), 1000)
     stage("making the state")
     setup = steps.TrainSetup(model, objectives.masked_elbo(), corruption, tx, lr)
     state, update = steps.init_state(jax.random.key(0), setup, on), steps.sharded_update(setup, on)
