@@ -139,8 +139,10 @@ def by_width(
             return 1.0
         return ratio**0.5 if config.optimizer == "muon" and _is_hidden(path, x) else ratio
 
-    def update(grads: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
-        updates, state = direction.update(grads, state, params)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        updates, state = direction.update(updates, state, params)
         return jax.tree_util.tree_map_with_path(lambda path, x: factor(path, x) * x, updates), state
 
     return optax.GradientTransformation(direction.init, update)

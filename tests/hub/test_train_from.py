@@ -129,7 +129,7 @@ def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypat
     )
     model, on = models.build(config.model), loop.mesh_of(config)
     tx, lr = (
-        optim.optimizer(config.optim, config.steps, config.model.width),
+        optim.optimizer(config.optim, config.steps, model.config.width),
         optim.schedule(config.optim, config.steps),
     )
     setup = steps.TrainSetup(model, objective, noise.absorbing(0), tx, lr, ema=config.ema)
