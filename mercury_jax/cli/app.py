@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died,
-        1 anything else.
+        130 interrupted, 143 training stopped by SIGTERM, 1 anything else.
     """
     return execute(_mercury, sys.argv[1:] if argv is None else argv)
 
@@ -142,8 +142,8 @@ def _mercury(words: list[str]) -> int:
     Every command has --help. --json prints one JSON object a line, for programs; --debug shows the traceback of an
     error. Compiled programs are cached in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none where it
     is empty.
-    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died, 1
-    anything else.
+    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died, 130
+    interrupted, 143 training stopped by SIGTERM, 1 anything else.
     """
     if words[:1] == ["bench"]:
         return _bench(words[1:])

@@ -56,7 +56,8 @@ class DataPack:
     are decompressed while they are read. Texts above 1,048,576 characters are
     cut behind a line into several documents. Memory does not depend on the size
     of the input. An interrupted pack goes on when the same command is run again:
-    it reads the input again, but tokenises only what no complete shard holds.
+    it reads the input again, but tokenises only what no complete shard holds. A
+    complete pack of the same input is left as it is.
     """
 
     source: Annotated[Positional[tuple[str, ...]], option("SOURCE")] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ class Train:
 
     A recipe is a Python file with `def config() -> TrainConfig`. The run writes
     its `out` folder: metrics.jsonl, checkpoints, and at the end a model/ for
-    `mercury sample --model`, or with --lora.rank an adapter/. SIGTERM and Ctrl-C save a checkpoint and stop.
+    `mercury sample --model`, or with --lora.rank an adapter/. SIGTERM and Ctrl-C
+    save a checkpoint and stop.
     Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the disk is
-    full, 5 another process of the run died.
+    full, 5 another process of the run died, 143 stopped by SIGTERM, 130 by Ctrl-C.
     """
 
     recipe: Annotated[Positional[str], option("RECIPE")]
@@ -70,8 +72,10 @@ def run(argv: Sequence[str]) -> int:
         config = recipe.override(loaded, words[1:])
     from mercury_jax import api
 
-    _report(config, api.train(config), as_json="--json" in argv)
-    return 0
+    result = api.train(config)
+    _report(config, result, as_json="--json" in argv)
+    # As a shell counts a process that a signal ended: Kubernetes and Slurm must not take the run for a complete one.
+    return 128 + signal.Signals[result.stopped] if result.stopped else 0
 
 
 def _load(path: str) -> TrainConfig:

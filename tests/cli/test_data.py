@@ -80,7 +80,7 @@ def test_what_cannot_be_asked_for_is_refused_in_one_line(tmp_path, model, packed
         (["--hf", "org/set", "--workers", "1"], "once the package `datasets` is installed"),
     ):
         assert said in refused(capsys, "data", "pack", *words, *base), words
-    assert "new or empty folder" in refused(
+    assert "as in the complete pack of" in refused(
         capsys, "data", "pack", f"{tmp_path}/1.txt", "--tokenizer", model, "--out", packed
     )
     assert "tokenizer" in refused(

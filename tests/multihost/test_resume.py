@@ -21,17 +21,17 @@ def root(tmp_path_factory):
 
 
 def stop_at(root, out, workers, step, who=-1):
-    """SIGTERM to one process once the run has reached a step: all save, and all exit with 0."""
+    """SIGTERM to one process once the run has reached a step: all save, and all exit with 143."""
     jobs.wait_until(lambda: jobs.reached(root / out) >= step, workers)
     workers[who].send_signal(signal.SIGTERM)
-    jobs.finish(root, out, workers)
+    assert jobs.codes(workers) == [128 + signal.SIGTERM] * len(workers), jobs.said(root, out)
     saved = checkpoint.latest(root / out / "checkpoints")
     assert saved is not None and step <= saved < int(STEPS[1])
     return saved
 
 
 def test_from_one_process_to_two_and_back_the_data_are_exact(root):
-    """SIGTERM stops each leg: of two processes it goes to one, and both save and exit with 0."""
+    """SIGTERM stops each leg: of two processes it goes to one, and both save and exit with 143."""
     first = stop_at(root, "legs", jobs.begin(root, 1, "legs", *STEPS), 8)
     second = stop_at(
         root, "legs", jobs.begin(root, 2, "legs", *STEPS, "--resume", "--mesh.data", "2"), first + 8

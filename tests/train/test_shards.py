@@ -439,6 +439,18 @@ def test_a_killed_pack_goes_on_and_ends_with_the_same_files(tmp_path):
     assert content(tmp_path / "killed") == content(whole)
 
 
+def test_a_complete_pack_is_left_as_it_is(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"text": "21 22"}')
+    reader, folder = Files((f"{tmp_path}/one.jsonl",)), tmp_path / "packed"
+    first, before = pack(folder, reader), content(folder)
+    assert pack(folder, reader) == first and content(folder) == before
+    with pytest.raises(ValueError, match=r"held_out is 0\.5; allowed: 0\.0, as in the complete pack of"):
+        pack(folder, reader, held_out=0.5)
+    (tmp_path / "one.jsonl").write_text('{"text": "21 23"}')
+    with pytest.raises(ValueError, match="source is .*as in the complete pack of"):
+        pack(folder, reader)
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

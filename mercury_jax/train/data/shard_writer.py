@@ -84,10 +84,13 @@ def pack(
 ) -> dict[str, Any]:
     """Tokenises a corpus into a folder that `data.shards` trains on; continues an interrupted pack.
 
+    A folder with the complete pack of the same corpus is left as it is, so a job may call this each time it
+    starts.
+
     Args:
         reader: `documents.Files`, `HubStream` or `Problems`.
         tokenizer: Encodes texts; the folder keeps a copy of it.
-        out: A new or empty folder, or the folder of the interrupted pack.
+        out: A new or empty folder, or the folder of an interrupted or complete pack of this corpus.
         held_out: Share of the documents that are held out, selected by a hash of their text. For problems: number of
             additional problems from the test side of their task, as a share of `count`.
         workers: Number of processes that tokenise; 1 tokenises in this process.
@@ -110,6 +113,10 @@ def pack(
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "dtype": "<u2" if size <= 2**16 else "<u4", "prompts": reader.prompts, "version": corpus.VERSION,
     }  # fmt: skip
+    if (folder / corpus.MANIFEST).exists() and not (folder / PLAN).exists():
+        complete = json.loads((folder / corpus.MANIFEST).read_text(encoding="utf-8"))
+        _check_equal(plan, complete, f"the complete pack of {folder}")
+        return complete
     # Groups are cut by bytes of text, so they are the same on each call: complete shards end after a known group.
     done = _begin(folder, plan)
     _write(folder / corpus.TOKENIZER, tokenizer.proto)
@@ -135,19 +142,23 @@ def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         if any(path.suffix != PART for path in folder.iterdir()):
-            allowed = "a new or empty folder, or one with an unfinished pack of the same corpus"
+            allowed = "a new or empty folder, or one with a pack of the same corpus"
             raise refuse("out", str(folder), allowed)
         _write(folder / PLAN, json.dumps(plan, indent=1).encode())
         return []
     before = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    for name, value in json.loads(json.dumps(plan)).items():
-        if before.get(name) != value:
-            allowed = f"{before.get(name)!r}, as in the unfinished pack of {folder}; or choose another folder"
-            raise refuse(name, value, allowed)
+    _check_equal(plan, before, f"the unfinished pack of {folder}")
     done: list[dict[str, Any]] = []
     while (path := folder / _progress(len(done))).exists():
         done.append(json.loads(path.read_text(encoding="utf-8")))
     return done
+
+
+def _check_equal(plan: dict[str, Any], before: dict[str, Any], where: str) -> None:
+    """Refuses a pack whose arguments differ from those of the earlier one in the same folder."""
+    for name, value in json.loads(json.dumps(plan)).items():
+        if before.get(name) != value:
+            raise refuse(name, value, f"{before.get(name)!r}, as in {where}; or choose another folder")
 
 
 def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> dict[str, Any]:
