@@ -31,18 +31,16 @@ class OptimConfig:
         ValueError: A field is out of range.
     """
 
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
     lr: float = 1e-3  # the peak, after warm-up
-    base_width: int = (
-        0  # width of the model for which lr was chosen, see `by_width`; 0: lr as it is, at every width
-    )
+    base_width: int = 0  # width for which lr was chosen, as `by_width` explains; 0: lr for every width
     warmup: int = 100  # steps from 0 to the peak
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: float = 0.1  # the last learning rate as a share of the peak
-    tail: float = 0.2  # of wsd
-    b1: float = 0.9
-    b2: float = 0.98
-    eps: float = 1e-8
+    tail: float = 0.2  # share of the steps over which wsd decays
+    b1: float = 0.9  # decay of AdamW's average of gradients
+    b2: float = 0.98  # decay of AdamW's average of squared gradients
+    eps: float = 1e-8  # added to the denominator of an update
     weight_decay: float = 0.1  # on matrices only, never on norms
     clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
 

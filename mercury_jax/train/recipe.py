@@ -51,10 +51,10 @@ class MeshConfig:
         ValueError: A size is neither -1 nor 1 or more.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    expert: int = 1
+    data: int = -1  # divides the rows of a batch; parameters are copied
+    fsdp: int = 1  # divides the rows of a batch, the parameters and the optimizer's state
+    tensor: int = 1  # divides heads and hidden units
+    expert: int = 1  # divides the experts of a mixture
 
     def __post_init__(self) -> None:
         check_types(self, "mesh.")
@@ -106,7 +106,7 @@ class TrainConfig:
         ValueError: A field is out of range.
     """
 
-    name: str
+    name: str  # of the run, whose folder is runs/<name>
     model: ModelConfig | InitModel
     objective: Objective
     data: Mixture | DataSource | BatchSource | None = None
@@ -116,22 +116,22 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)  # adapters beside the frozen parameters of `init`
     freeze: str = ""  # regular expression over paths of parameters that are not trained: "router"; "": none
-    steps: int = 1000
+    steps: int = 1000  # updates
     batch: int = 16  # rows of an update, over all devices and microbatches
     row: int = 256  # positions of a row
     blocks: tuple[tuple[int, int], ...] = ()  # (first step, block), ... if the block changes; (): the model's
     accumulate: int = 1  # microbatches of an update
     remat: RematPolicy = "none"  # kept for backward: all (none), matrix products (dots), layer inputs (full)
     ema: float = 0.999  # decay of the parameters' moving average; 0: none
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 200  # steps; 0: never
-    eval_batches: int = 8
+    seed: int = 0  # of the initial parameters, the order of the data and the noise
+    log_every: int = 10  # steps between rows of metrics.jsonl
+    eval_every: int = 200  # steps between evaluations on held-out data; 0: never
+    eval_batches: int = 8  # batches of an evaluation
     sampler: object = None  # default decoding rule of the model, from `mj.rules`; None: the one for its noise
-    sample_every: int = 200  # steps; 0: never
+    sample_every: int = 200  # steps between answers to `sample_prompts`; 0: never
     sample_prompts: tuple[str, ...] = ()  # prompts that the model answers during training
     sample_chat: bool = False  # the prompts are user turns; otherwise raw text to continue
-    save_every: int = 200  # steps; the last one is always saved
+    save_every: int = 200  # steps between checkpoints; the last step is always saved
     keep: int = 2  # number of newest checkpoints to keep
     profile: tuple[int, int] = (0, 0)  # first and last step of a trace in <out>/profile; 0 0: none
     wandb: str = ""  # project of Weights & Biases to log to as well; "": none
