@@ -28,7 +28,7 @@ from mercury_jax.train.optim import OptimConfig, OptimizerName
 from mercury_jax.train.recipe import TrainConfig
 
 HEAD = 32  # size of a head: a wider model has more heads
-RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+RATES = {"adamw": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -442,6 +442,11 @@ class ModelConfig:
         """Whether sliding windows are defined for this pattern."""
         return self.pattern == "block_causal" and self.block == 1 and self.alignment == "same_position"
 
+    @property
+    def lookback(self) -> int:
+        """Positions before its own pass that a token attends to at most in a layer with a sliding window."""
+        return (self.window or 1) - 1
+
     def is_global(self, layer: int) -> bool:
         """Whether a layer has no sliding window."""
         return self.window is None or layer in self.global_layers

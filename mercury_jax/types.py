@@ -489,6 +489,8 @@ class Model(NamedTuple):
         embed_mixture: Computes the part of self_cond from a chunk of ids; None: the model has no self-conditioning.
         soft_masked: soft_masked(settings) -> the model that feeds masks as mixtures of embeddings
             (`mercury_jax.soft_masking`); None: the architecture does not support it, or soft masking is already on.
+        rings: rings(model, longest_pass) -> the model with a smaller cache in layers with a sliding window
+            (`models.cache.with_rings`); None: it is not supported.
         mesh: Mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for the passes, or None.
         hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of different lengths can share a pass.
         reuses_keys: Whether a pass over part of a canvas reads the other keys from the cache (`Plan.refresh`).
@@ -508,6 +510,7 @@ class Model(NamedTuple):
     head_chunk: HeadChunk | None = None
     embed_mixture: EmbedMixture | None = None
     soft_masked: Callable[[SoftMasking], Model] | None = None
+    rings: Callable[[Model, int], Model] | None = None
     mesh: Mesh | None = None
     hides_padding: bool = True
     reuses_keys: bool = True

@@ -483,7 +483,7 @@ def device_program(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None
     request = EngineRequest(prompt=prompt, max_tokens=tokens - len(prompt), rule=slow)
     size = buckets.capacity(tokens)
     width = buckets.width(size)
-    start = programs.move_rows(buckets.row(size, request), np.zeros(rows, np.int32), size, width)
+    start = programs.move_rows(buckets.row(size, request), np.zeros(rows, np.int32), buckets.sizes(size))
     row = sampling.row_params(buckets.rules, request, sampling.PLAIN, lm, 0)
     program = buckets.program(size, sampling.PLAIN)
     return DeviceProgram(rows, width, program, lm.params, sampling.stack_rows(rows, row), start)

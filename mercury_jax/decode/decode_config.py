@@ -120,7 +120,7 @@ def build_config(
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
     assert isinstance(plan.refresh, Refresh | CachePolicy | None)
-    return DecodeConfig(
+    return with_rings(DecodeConfig(
         model=model,
         corruption=lm.corruption,
         width=width,
@@ -135,7 +135,22 @@ def build_config(
         logprobs=logprobs,
         times=plan.times,
         trajectory=trajectory,
-    )
+    ))  # fmt: skip
+
+
+def with_rings(config: DecodeConfig) -> DecodeConfig:
+    """Lets layers with a sliding window keep only the slots of the KV cache that their window needs.
+
+    Args:
+        config: Static sizes.
+
+    Returns:
+        The sizes, with another model unless it has no such layers, or a cache policy may hide positions.
+    """
+    model = config.model
+    if model.rings is None or isinstance(config.refresh, CachePolicy):
+        return config
+    return config._replace(model=model.rings(model, max(PREFILL, config.slots_after)))
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:

@@ -87,6 +87,7 @@ def guided(model: Model) -> Model:
         head=functools.partial(_guided_logits, model.head),
         head_chunk=None if model.head_chunk is None else functools.partial(_guided_logits, model.head_chunk),
         empty_cache=functools.partial(_empty, model),
+        rings=None,  # `start` makes caches with a slot for every position
     )
 
 

@@ -43,7 +43,7 @@ from mercury_jax.decode.session import (
 from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, State, sampling_params
 from mercury_jax.decode.stop_texts import check_stops
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
-from mercury_jax.types import LM, Key
+from mercury_jax.types import LM, Cache, Key
 
 
 class Request(NamedTuple):
@@ -383,7 +383,26 @@ def _with_earlier_keys(
         cache = dataclasses.replace(cache, conditional=fit(cache.conditional, old))
     else:
         cache = fit(cache, old)
-    return state._replace(cache=cache, cache_length=take(jnp.asarray(before.cache_length)))
+    length = take(jnp.asarray(before.cache_length))
+    guided_now, guided_before = (isinstance(x, guidance.GuidedCache) for x in (cache, old))
+    fitted = cache.conditional if guided_now else cache
+    if not guided_before and not _same_slots(fitted, state.tokens.shape[1], old, before.tokens.shape[1]):
+        length = jnp.zeros_like(length)  # encode the text again
+    return state._replace(cache=cache, cache_length=length)
+
+
+def _same_slots(cache: Cache, slots: int, before: Cache, earlier: int) -> bool:
+    """Tells whether each position has the same slot in a cache for `slots` positions and in one for `earlier` ones.
+
+    Layers with a sliding window keep fewer slots than positions (`models.cache.with_rings`). Rings of different sizes
+    hold a position in different slots.
+    """
+    for new, old in zip(jax.tree.leaves(cache), jax.tree.leaves(before), strict=True):
+        if new.ndim < 2 or new.shape[1] == old.shape[1]:
+            continue
+        if old.shape[1] < earlier or new.shape[1] < min(slots, old.shape[1]):
+            return False
+    return True
 
 
 def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, Rows]:

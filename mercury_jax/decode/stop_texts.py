@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.config import refuse
+from mercury_jax.decode.decode_config import PREFILL
 from mercury_jax.decode.decoder import encodable_tokens
 from mercury_jax.decode.session import Session
 from mercury_jax.decode.thinking import decode_answer, is_thinking
@@ -165,7 +166,12 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
     rows = list(found)
     committed[rows], done[rows] = end[rows], True
     ready = np.asarray(encodable_tokens(session.config, jnp.asarray(committed)))
-    cache_length[rows] = np.minimum(cache_length, np.maximum(ready, 0))[rows]
+    ready = np.minimum(cache_length, np.maximum(ready, 0))
+    if session.config.model.config.window is not None:
+        # Layers with a window keep its keys and those of at least PREFILL more positions (`models.cache.ring_size`): a
+        # row that is cut further back is encoded again.
+        ready[cache_length - ready > PREFILL] = 0
+    cache_length[rows] = ready[rows]
     state = s._replace(committed=committed, end=end, done=done, cache_length=cache_length)
     return dataclasses.replace(session, state=state, stopped=session.stopped | found), before
 

@@ -456,12 +456,9 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
         if not masked:
             at = jnp.broadcast_to(jnp.arange(size), given.tokens.shape)
             return padded(params, Canvas(given.tokens, lengths, None, at, given.time)), given.cache
-        capacity = 4 * size
-        inputs = masks.cache_pass_inputs(config, given, capacity)
+        inputs = masks.cache_pass_inputs(config, given)
         assert inputs.slots is not None
-        attends = _attends(
-            inputs.ranges, jnp.broadcast_to(inputs.slots, inputs.tokens.shape), capacity, lengths
-        )
+        attends = _attends(inputs.ranges, jnp.broadcast_to(inputs.slots, inputs.tokens.shape), lengths)
         canvas = Canvas(inputs.tokens, lengths, attends, inputs.positions, given.time)
         call = padded if given.leave_one_out is None else functools.partial(_logits, apply, config)
         return call(params, canvas), given.cache
@@ -480,7 +477,7 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
         ranges = jnp.broadcast_to(given.ranges, (*given.tokens.shape, *given.ranges.shape[2:]))
         lengths = jnp.max(ranges[..., 1], axis=(1, 2))
         slots = jnp.broadcast_to(jnp.arange(size), given.tokens.shape)
-        attends = _attends(ranges, slots, size, lengths) if masked else None
+        attends = _attends(ranges, slots, lengths) if masked else None
         positions = jnp.broadcast_to(given.positions, given.tokens.shape)
         # Clean tokens have time 0, so the maximum is the time of the row's canvas. [B, T] -> [B]
         time = given.time if given.time is None or given.time.ndim == 1 else given.time.max(axis=1)
@@ -507,7 +504,7 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
 
 
 def _attends(
-    ranges: Int[Array, "B T R 2"], slots: Int[Array, "B T"], capacity: int, lengths: Int[Array, "B"]
+    ranges: Int[Array, "B T R 2"], slots: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Bool[Array, "B T T"]:
     """Converts key ranges over cache slots to an attention mask over the tokens of the pass.
 
@@ -516,8 +513,7 @@ def _attends(
 
     Args:
         ranges: R key ranges [start, stop) of each query, in cache slots.
-        slots: The cache slot of each token.
-        capacity: Number of slots; tokens at or beyond it are never keys.
+        slots: The cache slot of each token; tokens at `masks.OUT_OF_CACHE` are never keys.
         lengths: Number of tokens of each row.
 
     Returns:
@@ -525,7 +521,7 @@ def _attends(
     """
     key = slots[:, None, :, None]  # [B, 1, T, 1]
     inside = (key >= ranges[:, :, None, :, 0]) & (key < ranges[:, :, None, :, 1])  # [B, T, T, R]
-    attends = inside.any(axis=-1) & (slots < capacity)[:, None]
+    attends = inside.any(axis=-1) & (slots < masks.OUT_OF_CACHE)[:, None]
     row = (jnp.arange(slots.shape[1]) < lengths[:, None])[:, None]
     return jnp.where(attends.any(axis=-1, keepdims=True), attends, row)
 

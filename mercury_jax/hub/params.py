@@ -273,7 +273,8 @@ def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> 
     Returns:
         Memory per device by number of devices, for the mesh axis that leaves the fewest bytes on each.
     """
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, model.config.context)))
+    decoding = model if model.rings is None else model.rings(model, 0)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: decoding.empty_cache(1, model.config.context)))
     cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     axes = ("tensor",) if model.config.experts is None else ("tensor", "expert")
     plan = {}

@@ -1,12 +1,15 @@
 """The KV cache as an explicit value. Slot s holds absolute position s; the batch axis comes first.
 
-Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.attention_inputs`), or in 4 or 3 bits
-(`models.kv_quant`). Slots that have not been written may hold any values: no key range of a pass includes them.
+A layer with a sliding window may keep fewer slots, a ring in which slot s holds the newest position p with p % size = s
+(`with_rings`). Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.attention_inputs`), or in 4
+or 3 bits (`models.kv_quant`). Slots that have not been written may hold any values: no key range of a pass includes
+them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.kernels.attention_inputs import Int8Vectors, KVArray, quantise_int8
 from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
+from mercury_jax.sharding import cache_shardings
 from mercury_jax.types import Cache, Model
 
 # Quantised formats of the cache: each function converts arrays [..., K].
@@ -126,5 +130,93 @@ def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, 
 
 
 def slot_count(cache: Cache) -> int:
-    """Returns S, the number of slots per row, of the cache of any model."""
-    return jax.tree.leaves(cache)[0].shape[1]
+    """Returns S, the number of slots per row, of the cache of any model: of its longest layer."""
+    return max(leaf.shape[1] for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
+
+
+# --- rings
+
+LONGEST_PASS = 512  # tokens of a pass for which rings are made, unless the passes are longer
+RING_QUANTUM = 128  # ring sizes are multiples: kernels read keys in tiles of up to 128
+
+
+def ring_size(config: ModelConfig, longest_pass: int) -> int | None:
+    """Computes the slots that a layer with a sliding window needs.
+
+    A pass of T tokens overwrites T slots before its first query reads the window behind it. As many slots again allow a
+    row to go back by T tokens, when a draft is rejected or a text is cut at a stop text.
+
+    Args:
+        config: Configuration of the model.
+        longest_pass: T, the largest number of tokens of a pass; fewer than LONGEST_PASS count as LONGEST_PASS.
+
+    Returns:
+        Number of slots; None if no layer has a window.
+    """
+    if config.window is None or all(config.is_global(i) for i in range(config.layers)):
+        return None
+    return math.ceil((config.lookback + 2 * max(longest_pass, LONGEST_PASS)) / RING_QUANTUM) * RING_QUANTUM
+
+
+def ring_slots(config: ModelConfig, layers: Sequence[KV], tokens: int) -> int | None:
+    """Finds the size of the rings of a cache, from its shapes.
+
+    Args:
+        config: Configuration of the model.
+        layers: The cache.
+        tokens: Number of tokens of the pass.
+
+    Returns:
+        Number of slots; None if every layer has a slot for each position.
+
+    Raises:
+        ValueError: The pass is too long for the rings.
+    """
+    sizes = {config.is_global(i): kv.k.shape[1] for i, kv in enumerate(layers)}
+    size = sizes.get(False)
+    if size is None or size == sizes.get(True):
+        return None
+    if tokens + config.lookback > size and len(sizes) > 1:
+        allowed = f"at most {size - config.lookback}, for which the cache of sliding layers was made"
+        raise refuse("tokens of a pass", tokens, allowed)
+    return size
+
+
+@functools.cache
+def with_rings(model: Model, longest_pass: int) -> Model:
+    """Returns a model whose cache has no more slots for a layer with a sliding window than its window needs.
+
+    For passes in which slots are positions, that is, without a cache policy that hides positions.
+
+    Args:
+        model: A model, possibly on a mesh or with a quantised cache.
+        longest_pass: Largest number of tokens of a pass.
+
+    Returns:
+        The model; equal arguments give the same object. A model without such layers is returned unchanged.
+    """
+    size = ring_size(model.config, longest_pass)
+    if size is None:
+        return model
+    return model._replace(empty_cache=functools.partial(_empty_rings, model, size))
+
+
+def _empty_rings(model: Model, size: int, batch: int, slots: int) -> Cache:
+    """Creates the cache of `model` with at most `size` slots in layers with a sliding window, all zeros."""
+    if slots <= size:
+        return model.empty_cache(batch, slots)
+    whole, short = (jax.eval_shape(lambda n=n: model.empty_cache(batch, n)) for n in (slots, size))
+    is_layer = lambda x: isinstance(x, KV)
+    layers, structure = jax.tree.flatten(whole, is_leaf=is_layer)
+    rings = jax.tree.leaves(short, is_leaf=is_layer)
+    numbers = iter(
+        range(len(layers))
+    )  # `KV` records are in the order of the layers; other leaves have no window
+    chosen = [
+        ring if is_layer(layer) and not model.config.is_global(next(numbers)) else layer
+        for layer, ring in zip(layers, rings, strict=True)
+    ]
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structure.unflatten(chosen))
+    if model.mesh is None:
+        return cache
+    return jax.lax.with_sharding_constraint(cache, cache_shardings(cache, model.mesh))

@@ -294,5 +294,5 @@ def _apply(net: DiT, given: PackedPass) -> Array:
 
 
 def _forward(net: DiT, params: Params, given: Pass) -> tuple[Array, Cache]:
-    inputs = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
+    inputs = masks.cache_pass_inputs(net.config, given)
     return net.apply({"params": params}, inputs, _times(net.config, given.time), given.cache)

@@ -162,6 +162,11 @@ class GemmaConfig(ModelConfig):
         """Whether sliding windows are defined for this pattern."""
         return self.causal
 
+    @property
+    def lookback(self) -> int:
+        """Positions before its own pass that a token attends to at most in a sliding layer."""
+        return max(self.window - 1, self.tail)
+
     def source(self, layer: int) -> int:
         """Finds the layer whose keys and values a layer reads: itself, or the last layer of its kind that has them."""
         own = range(self.layers - self.shared_kv)
@@ -486,6 +491,8 @@ class Gemma(nn.Module):
             x = jnp.where(clean[..., None], embedded, conditioned)
         per_layer = self.per_layer(tokens, embedded) if c.per_layer_width else None
         sliding = inputs._replace(ranges=masks.clip_ranges(inputs.ranges, lowest))
+        if cache is not None and (size := kv_cache.ring_slots(c, cache, tokens.shape[1])) is not None:
+            sliding = masks.in_ring(sliding, size)
         kvs: list[kv_cache.KV] = []
         for i, block in enumerate(self.blocks):
             shared = kvs[c.source(i)] if c.source(i) != i else None
@@ -517,7 +524,6 @@ def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
         init=lambda net, key, inputs: net.init(key, inputs, jnp.zeros((1, 1), bool), inputs.tokens),
         apply=_apply,
         forward=_forward,
-        # All layers with keys have a slot for every position, although sliding layers only read the last ones.
         empty_cache=functools.partial(kv_cache.empty_cache, config, shapes=shapes),
         shardings=SHARDINGS,
         head=head,
@@ -556,7 +562,7 @@ def _apply(net: Gemma, given: PackedPass) -> Array:
 
 def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:
     c = net.config
-    inputs = masks.cache_pass_inputs(c, given, kv_cache.slot_count(given.cache))
+    inputs = masks.cache_pass_inputs(c, given)
     encoding = given.encoding[:, None]
     clean = jnp.broadcast_to(encoding, inputs.tokens.shape)
     # Here slots are positions. The window of a clean token ends with the token; the tail of a canvas token ends where

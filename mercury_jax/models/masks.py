@@ -36,6 +36,8 @@ def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"
 
 # --- a pass over a cache
 
+OUT_OF_CACHE = 1 << 30  # slot of a token whose keys are not written; above every size of a cache
+
 
 class NetworkInputs(NamedTuple):
     """The inputs of a network in one pass. With leave-one-out masks, T here is T + L of the `Pass`: masks come last."""
@@ -43,10 +45,10 @@ class NetworkInputs(NamedTuple):
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # absolute positions, for RoPE
     ranges: Int[Array, "B T R 2"]  # key ranges, clipped to the window in a layer with a sliding window
-    slots: Int[Array, "B T"] | None = None  # where keys are written (capacity: nowhere); None: no cache
+    slots: Int[Array, "B T"] | None = None  # where keys are written, or OUT_OF_CACHE; None: no cache
 
 
-def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> NetworkInputs:
+def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     """Computes positions, slots and key ranges of a pass over a cache.
 
     The masks of `given.leave_one_out` follow the tokens. Each mask attends to all positions except the one that it
@@ -56,7 +58,6 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     Args:
         config: The model's config.
         given: Arguments of the pass.
-        capacity: Slots of the cache.
 
     Returns:
         The inputs of the network.
@@ -66,7 +67,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     used = offsets < given.used[:, None]
     positions = given.start[:, None] + offsets if given.positions is None else given.positions
     own = positions if given.slots is None else given.slots
-    slots = jnp.where(used, own, capacity)  # unused tokens are dropped
+    slots = jnp.where(used, own, OUT_OF_CACHE)  # unused tokens are dropped
     # Encoding rows use the causal pattern of the model: the keys up to themselves, or up to the end of their block.
     # Denoising rows attend to all of [0, end). `stop` [B, T] is the end of the one range of each query; unused tokens
     # get an empty range. The second range is only used in training.
@@ -98,7 +99,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
             jnp.concatenate([ranges, jnp.zeros_like(ranges[:, :, :1])], axis=2),  # an empty third range
             jnp.where(predicted[:, :, None, None], own_ranges, 0),
         ),
-        concat(slots, jnp.where(predicted, own, capacity)),
+        concat(slots, jnp.where(predicted, own, OUT_OF_CACHE)),
     )
 
 
@@ -135,6 +136,34 @@ def sliding_window_ranges(ranges: Int[Array, "B T R 2"], window: int) -> Int[Arr
     """
     separate = (ranges[:, :, 1:, 1] > ranges[:, :, 1:, 0]).any(axis=-1)
     return clip_ranges(ranges, ranges[:, :, 0, 1] - window + separate)
+
+
+def in_ring(inputs: NetworkInputs, size: int) -> NetworkInputs:
+    """Translates the slots and key ranges of a layer with a sliding window to a ring of `size` slots.
+
+    The ring holds the last `size` positions of each row, at slot position % size. A range of positions that crosses a
+    multiple of `size` is two ranges of slots. All ranges of a row lie between its last position and `size` positions
+    before, so they cross the same multiple.
+
+    Args:
+        inputs: With slots, and ranges clipped to the window.
+        size: Slots of the ring.
+
+    Returns:
+        The inputs with slots below `size`, or OUT_OF_CACHE, and twice as many ranges (as many, if only the first range
+        of each query was used).
+    """
+    assert inputs.slots is not None
+    slots = jnp.where(inputs.slots == OUT_OF_CACHE, OUT_OF_CACHE, inputs.slots % size)
+    ranges = inputs.ranges
+    if ranges.shape[2] == 2:  # the second range of a pass over a cache is empty
+        ranges = ranges[:, :, :1]
+    last = ranges[..., 1].max(axis=(1, 2))  # [B]
+    turn = (jnp.maximum(last - 1, 0) // size * size)[:, None, None, None]
+    # Positions from the multiple on are at the start of the ring, those before it at its end.
+    newer = jnp.maximum(ranges - turn, 0)
+    older = jnp.clip(ranges - turn + size, 0, size)
+    return inputs._replace(slots=slots, ranges=jnp.concatenate([newer, older], axis=2))
 
 
 # --- documents in training

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig, RematPolicy
-from mercury_jax.models import masks
+from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.ops import INIT_OPS, device_ops
 from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.models.tensor_parallel import cache_ops
@@ -118,6 +118,7 @@ def model_of(
         return forward(net.clone(ops=ops), params, given)
 
     fields.setdefault("condition", lambda params, logits: ())
+    fields.setdefault("rings", kv_cache.with_rings)
     return Model(
         config=config,
         init=init_params,

@@ -90,7 +90,7 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
     config: ModelConfig = net.config  # pyright: ignore[reportAttributeAccessIssue]
     tokens, cache, encoding = given.tokens, given.cache, given.encoding
     capacity = cache.tokens.shape[1]
-    run = masks.cache_pass_inputs(config, given, capacity)
+    run = masks.cache_pass_inputs(config, given)
     cached = cache.tokens.at[jnp.arange(tokens.shape[0])[:, None], run.slots].set(tokens, mode="drop")
     full = tokens.shape[1] == capacity  # then every row starts at position 0, and no token comes before it
     soft = given.self_cond or None  # set only with soft masking

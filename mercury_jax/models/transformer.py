@@ -208,11 +208,14 @@ class Transformer(nn.Module):
             rest = [(0, 0), (0, inputs.tokens.shape[1] - soft.weight.shape[1]), (0, 0)]
             weight = jnp.where((inputs.tokens == c.mask)[..., None], jnp.pad(soft.weight, rest), 0.0)
             x = ((1.0 - weight) * x + weight * jnp.pad(soft.mixture, rest)).astype(c.dtype)
-        local = ranges if c.window is None else masks.sliding_window_ranges(ranges, c.window)
+        sliding = inputs
+        if c.window is not None:
+            sliding = inputs._replace(ranges=masks.sliding_window_ranges(ranges, c.window))
+            size = None if cache is None else kv_cache.ring_slots(c, cache, inputs.tokens.shape[1])
+            sliding = sliding if size is None else masks.in_ring(sliding, size)
         new_cache = []
         for i, block in enumerate(self.blocks):
-            layer_inputs = inputs._replace(ranges=ranges if c.is_global(i) else local)
-            x, kv = block(x, layer_inputs, None if cache is None else cache[i])
+            x, kv = block(x, inputs if c.is_global(i) else sliding, None if cache is None else cache[i])
             new_cache.append(kv)
         return self.norm(x), tuple(new_cache)
 
@@ -331,6 +334,6 @@ def _apply(net: Transformer, given: PackedPass) -> Array:
 
 
 def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Array, Cache]:
-    inputs = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
+    inputs = masks.cache_pass_inputs(net.config, given)
     soft = given.self_cond if isinstance(given.self_cond, SoftInput) else None
     return net.apply({"params": params}, inputs, given.cache, soft)

@@ -21,7 +21,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.decode.constrained import no_tokens
-from mercury_jax.decode.decode_config import QUANTUM, DecodeConfig, bucket as padded_size, slots_for
+from mercury_jax.decode.decode_config import (
+    QUANTUM,
+    DecodeConfig,
+    bucket as padded_size,
+    slots_for,
+    with_rings,
+)
 from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
@@ -116,7 +122,7 @@ class Buckets(NamedTuple):
             The static argument of the compiled step.
         """
         width = self.width(capacity)
-        return DecodeConfig(
+        return with_rings(DecodeConfig(
             self.lm.model,
             self.lm.corruption,
             width=width,
@@ -124,7 +130,14 @@ class Buckets(NamedTuple):
             leave_one_out=self.leave_one_out,
             speculative=self.rules.own.speculate is not None,
             logprobs=self.config.max_logprobs if level > sampling.PLAIN else None,
-        )
+        ))  # fmt: skip
+
+    def sizes(self, capacity: int) -> programs.RowSizes:
+        """Returns the sizes of the axes of a state whose rows have `capacity` positions."""
+        model = self.program(capacity, sampling.PLAIN).model
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, capacity)))
+        slots = tuple(leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in leaves)
+        return programs.RowSizes(capacity, self.width(capacity), slots)
 
     def row(self, capacity: int, request: EngineRequest, cached: int = 0) -> State:
         """Makes the state of one row that starts a request.
@@ -151,7 +164,7 @@ class Buckets(NamedTuple):
         """Makes a state without requests. It has buffers for log-probabilities at every sampler level."""
         order = np.full(bucket.rows, -1, np.int32)
         one = self.row(bucket.capacity, NO_REQUEST)
-        return programs.move_rows(one, order, bucket.capacity, self.width(bucket.capacity))
+        return programs.move_rows(one, order, self.sizes(bucket.capacity))
 
     def moved(self, state: State, order: list[int], bucket: Bucket) -> State:
         """Moves rows into a new state of another bucket; the remaining rows of the new state are idle.
@@ -166,7 +179,7 @@ class Buckets(NamedTuple):
         """
         padded = np.full(bucket.rows, -1, np.int32)
         padded[: len(order)] = order
-        moved = programs.move_rows(state, padded, bucket.capacity, self.width(bucket.capacity))
+        moved = programs.move_rows(state, padded, self.sizes(bucket.capacity))
         return self.sharded(moved)
 
     def shardings(self, state: State) -> Any:
@@ -362,7 +375,7 @@ class CompiledPrograms:
         buckets = self.buckets
         row, chunk = self._warm_up_row(bucket.capacity), prefix_cache.chunk_size(buckets.lm.model.config)
         if buckets.config.prefix_bytes and chunk is not None and chunk <= bucket.capacity:
-            keys = prefix_cache.cut_cache(state.cache, np.int32(0), np.int32(0), chunk)
+            keys = prefix_cache.cut_cache(jax.tree.leaves(state.cache), np.int32(0), np.int32(0), chunk)
             row = prefix_cache.insert_cache(row, keys, np.int32(0))
         program = buckets.program(bucket.capacity, sampling.TRUNCATION)
         eos = np.full(bucket.rows, buckets.lm.model.config.eos, np.int32)

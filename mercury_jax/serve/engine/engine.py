@@ -27,7 +27,7 @@ from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, CompiledPrograms, make_buckets
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, InfillWorker, fim_order
 from mercury_jax.serve.engine.memory import check_memory
-from mercury_jax.serve.engine.prefix_cache import PrefixCache, chunk_size
+from mercury_jax.serve.engine.prefix_cache import PrefixCache
 from mercury_jax.serve.engine.request import (
     ContextLengthExceeded,
     EngineConfig,
@@ -114,7 +114,7 @@ class Engine:
         self._has_news, self._stopping = False, False
         self._queue = RequestQueue(config.queue, config.slots, self._wake)
         self._compiled = CompiledPrograms(self.buckets)
-        self._prefix_cache = PrefixCache(chunk_size(lm.model.config), config.prefix_bytes)
+        self._prefix_cache = PrefixCache(lm.model.config, config.prefix_bytes)
         self._infilling = InfillWorker(lm, self.rules, config.queue, self._publish_infilled)
         self._slots: Slots | None = None
         self._prefill: ChunkedPrefill | None = None

@@ -4,6 +4,10 @@ The hash of a chunk covers its tokens and the hash of the previous chunk, so equ
 starts from the request's `cache_salt`: with one salt per client, no client can find out by timing what another client
 has sent (CVE-2025-46570). The engine copies cached chunks into the row of a new request, and stores the chunks of a
 finished request.
+
+Layers with a sliding window keep only the newest positions of a row (`models.cache.with_rings`), so that the older
+chunks of a finished request have no keys of these layers. A prefix can be used if its last chunks, those that the
+window covers, have them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +25,6 @@ from jaxtyping import Array, Int
 from mercury_jax.config import ModelConfig
 from mercury_jax.decode.state import State
 from mercury_jax.serve.engine.programs import tree_bytes
-from mercury_jax.types import Cache
 
 CHUNK = 64  # tokens per chunk: the unit that is stored, found and dropped
 
@@ -60,56 +64,77 @@ def chunk_hashes(ids: Sequence[int], size: int, salt: str) -> Iterator[bytes]:
         yield link
 
 
+class Chunk(NamedTuple):
+    """Keys and values of consecutive positions.
+
+    Attributes:
+        leaves: Each leaf of the cache [size, ...]; None: not known, in a layer with a sliding window.
+        complete: Whether all leaves are known.
+    """
+
+    leaves: tuple[Array | None, ...]
+    complete: bool
+
+
 @functools.partial(jax.jit, static_argnums=3)
-def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
+def cut_cache(
+    leaves: Sequence[Array | None], slot: Int[Array, ""], start: Int[Array, ""], size: int
+) -> tuple[Array | None, ...]:
     """Copies the keys and values of the positions [start, start + size) of one row.
 
     Args:
-        cache: KV cache of all rows; leaves [B, S, ...].
+        leaves: Leaves of the KV cache of all rows [B, S, ...], rings included; None stays None.
         slot: Index of the row.
-        start: First position.
-        size: Number of positions.
+        start: First position, a multiple of `size`.
+        size: Number of positions; a divisor of the size of each ring.
 
     Returns:
-        A chunk; leaves [size, ...].
+        Leaves [size, ...].
     """
-    row = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(row(leaf), start, size), cache)
+
+    def cut(leaf: Array) -> Array:
+        row = jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
+        return jax.lax.dynamic_slice_in_dim(row, start % leaf.shape[1], size)
+
+    return tuple(None if leaf is None else cut(leaf) for leaf in leaves)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
+def insert_cache(row: State, leaves: Sequence[Array | None], start: Int[Array, ""]) -> State:
     """Writes a chunk to the KV cache of a row at position `start`.
 
     Args:
         row: A state of one row; donated.
-        chunk: A chunk from `cut_cache`; leaves [size, ...].
+        leaves: Leaves from `cut_cache` [size, ...]; None leaves the leaf of the cache as it is.
         start: First position of the chunk.
 
     Returns:
         The row with the chunk in its KV cache.
     """
-    insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start, 1)
-    return row._replace(cache=jax.tree.map(insert, row.cache, chunk))
+    old, structure = jax.tree.flatten(row.cache)
+    insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start % leaf.shape[1], 1)
+    new = [a if b is None else insert(a, b) for a, b in zip(old, leaves, strict=True)]
+    return row._replace(cache=structure.unflatten(new))
 
 
 class PrefixCache:
     """Chunks of keys and values on the device. Beyond `limit` bytes the least recently used chunks are dropped.
 
     Args:
-        size: Tokens of a chunk (`chunk_size`); None disables the cache.
+        config: Configuration of the model. A bidirectional model has no prefix cache.
         limit: Maximum size in bytes; 0 disables the cache.
 
     Attributes:
         bytes: Current size.
     """
 
-    def __init__(self, size: int | None, limit: int):
-        self._size, self._limit = size or 0, limit if size else 0
-        self._chunks: OrderedDict[bytes, Cache] = OrderedDict()  # least recently used first
+    def __init__(self, config: ModelConfig, limit: int):
+        size = chunk_size(config)
+        self._size, self._limit, self._lookback = size or 0, limit if size else 0, config.lookback
+        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()  # least recently used first
         self.bytes = 0
 
-    def find(self, ids: Sequence[int], salt: str) -> tuple[list[Cache], int]:
+    def find(self, ids: Sequence[int], salt: str) -> tuple[list[Chunk], int]:
         """Finds the longest cached prefix of a prompt.
 
         The prefix never includes the last token of the prompt, which the request must encode itself.
@@ -122,18 +147,26 @@ class PrefixCache:
             The chunks of the prefix in order, and the number of tokens that they cover.
         """
         found: list[bytes] = []
+        usable = complete = 0  # chunks of the longest usable prefix; complete chunks at the end of `found`
         if self._limit:
+            window = -(
+                -self._lookback // self._size
+            )  # chunks that the next token attends to in layers with a window
             for link in chunk_hashes(ids[: len(ids) - 1], self._size, salt):
                 if link not in self._chunks:
                     break
                 found.append(link)
+                complete = complete + 1 if self._chunks[link].complete else 0
+                if complete >= min(window, len(found)):
+                    usable = len(found)
+        del found[usable:]
         # Mark the chunks as recently used, the last one first. The first chunk of a chain thus becomes the most recent:
         # chunks are dropped from the end of a chain, since a chunk is useless without the chunks before it.
         for link in reversed(found):
             self._chunks.move_to_end(link)
         return [self._chunks[link] for link in found], len(found) * self._size
 
-    def insert(self, row: State, chunks: Sequence[Cache]) -> State:
+    def insert(self, row: State, chunks: Sequence[Chunk]) -> State:
         """Writes chunks to the KV cache of a row, from position 0 on.
 
         Args:
@@ -144,7 +177,7 @@ class PrefixCache:
             The row with the chunks in its KV cache.
         """
         for i, chunk in enumerate(chunks):
-            row = insert_cache(row, chunk, np.int32(i * self._size))
+            row = insert_cache(row, chunk.leaves, np.int32(i * self._size))
         return row
 
     def keep(self, state: State, slot: int, ids: Sequence[int], salt: str) -> None:
@@ -159,14 +192,28 @@ class PrefixCache:
         if not self._limit:
             return
         chain = list(chunk_hashes(ids, self._size, salt))
+        slots, leaves = state.tokens.shape[1], jax.tree.leaves(state.cache)
         for i, link in enumerate(chain):
-            if link not in self._chunks:
-                start = np.int32(i * self._size)
-                chunk = cut_cache(state.cache, np.int32(slot), start, self._size)
-                self._chunks[link] = chunk
-                self.bytes += tree_bytes(chunk)
+            start, old = i * self._size, self._chunks.get(link)
+            if old is not None and old.complete:
+                continue
+            known = [leaf if self._holds(leaf.shape[1], slots, start, len(ids)) else None for leaf in leaves]
+            complete = all(leaf is not None for leaf in known)
+            if old is not None and not complete:
+                continue
+            chunk = Chunk(cut_cache(known, np.int32(slot), np.int32(start), self._size), complete)
+            self.bytes += tree_bytes(chunk.leaves) - (0 if old is None else tree_bytes(old.leaves))
+            self._chunks[link] = chunk
         for link in reversed(chain):
             self._chunks.move_to_end(link)
         while self.bytes > self._limit:
             _, dropped = self._chunks.popitem(last=False)
-            self.bytes -= tree_bytes(dropped)
+            self.bytes -= tree_bytes(dropped.leaves)
+
+    def _holds(self, size: int, slots: int, start: int, length: int) -> bool:
+        """Tells whether a leaf of `size` slots, in a cache of `slots` slots, still holds the positions from `start` on.
+
+        In a ring, the canvas behind the encoded tokens has overwritten positions too: at most as many as a pass has
+        tokens, for which `models.cache.ring_size` leaves room twice.
+        """
+        return size >= slots or start >= length - size + (size - self._lookback) // 2

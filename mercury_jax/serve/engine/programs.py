@@ -128,15 +128,28 @@ place_row = jax.jit(admit, donate_argnums=0)
 write_tokens = jax.jit(write_committed, static_argnums=0, donate_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -> State:
+class RowSizes(NamedTuple):
+    """Sizes of the axes of a state behind the batch axis. Static.
+
+    Attributes:
+        capacity: Positions of a row.
+        width: Positions of a canvas.
+        slots: Slots of each leaf of the KV cache: `capacity`, or fewer in layers with a sliding window; 0: no slots.
+    """
+
+    capacity: int
+    width: int
+    slots: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def move_rows(state: State, order: Int[Array, "b"], sizes: RowSizes) -> State:
     """Moves rows of a state into a new state of other sizes.
 
     Args:
         state: The old state, [B, S, ...].
         order: For each new row, the index of the old row; -1 for an idle row.
-        capacity: Positions of a row in the new state.
-        width: Positions of a canvas in the new state.
+        sizes: Sizes of the new state.
 
     Returns:
         A state of `len(order)` rows. Axes over positions are cut or padded with zeros.
@@ -152,11 +165,16 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
 
     # The second axis of a leaf runs over the positions of the row [B, S, ...] or of the canvas [B, W, ...], or over
     # something else. Rules choose the shape of their memory: a second axis of length W is taken for the canvas.
+    capacity, width, slots = sizes
     of_canvas = {name: getattr(state, name) for name in ("canvas", "answer", "frozen", "self_cond")}
     canvas = state.canvas.shape[1:2]
-    of_row = state._replace(memory=(), key=(), **dict.fromkeys(of_canvas, ()))  # type: ignore[arg-type]
+    of_row = state._replace(memory=(), key=(), cache=(), **dict.fromkeys(of_canvas, ()))  # type: ignore[arg-type]
     rows = jax.tree.map(lambda leaf: moved(leaf, capacity), of_row)
+    # A ring keeps its size. It is cut or padded only if one of both states is short enough that nothing has wrapped.
+    leaves, structure = jax.tree.flatten(state.cache)
+    cache = [moved(leaf, size or None) for leaf, size in zip(leaves, slots, strict=True)]
     return rows._replace(
+        cache=structure.unflatten(cache),
         **{name: jax.tree.map(lambda leaf: moved(leaf, width), tree) for name, tree in of_canvas.items()},
         memory=jax.tree.map(lambda x: moved(x, width if x.shape[1:2] == canvas else None), state.memory),
         key=jax.tree.map(moved, state.key),

@@ -242,7 +242,7 @@ class Slots:
         self.requests[slot] = run
         buckets, capacity = self.buckets, self.bucket.capacity
         if row.tokens.shape[1] != capacity:
-            row = programs.move_rows(row, np.zeros(1, np.int32), capacity, buckets.width(capacity))
+            row = programs.move_rows(row, np.zeros(1, np.int32), buckets.sizes(capacity))
         self.state = buckets.sharded(programs.place_row(self.state, np.int32(slot), row))
         sampling.set_row(self._host_params, slot, self._params(run.handle.request))
         self._device_params = None
