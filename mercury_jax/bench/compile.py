@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax import models, noise, sharding
-from mercury_jax.bench import abstract_params, chips, hlo
+from mercury_jax.bench import abstract_params, chips, hlo, traffic
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
 from mercury_jax.config import NoiseConfig, RematPolicy, at_least, one_of, refuse
@@ -374,7 +374,30 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
             if not left:
                 raise
             program = left[-1].read_text(encoding="utf-8")
-    return record | cost(compiled, target.chip, found.config.dtype, request.what, program)
+    record |= cost(compiled, target.chip, found.config.dtype, request.what, program)
+    if request.what == "sample" and target.chip.platform == "cuda":
+        record |= pass_record(program, target.chip, found.config.block * made.rows)
+    return record
+
+
+def pass_record(program: str, chip: Chip, tokens: int) -> dict[str, Any]:
+    """What a pass of a compiled GPU program moves and launches on one device, and the time that this implies.
+
+    Args:
+        program: HLO text.
+        chip: The device.
+        tokens: Tokens of a block, of all rows of a device.
+
+    Returns:
+        `bytes_per_pass`, `kernels_per_pass` and so on; {} if the program has no loop of passes.
+    """
+    found = traffic.pass_cost(hlo.parse(program))
+    if found is None:
+        return {}
+    return {
+        "bytes_per_pass": found.bytes, "bytes_read_per_pass": found.read, "kernels_per_pass": found.kernels,
+        "small_kernels_per_pass": found.small, "implied": traffic.implied(found, chip.bandwidth, tokens),
+    }  # fmt: skip
 
 
 def refused_for_memory(message: str) -> dict[str, Any]:

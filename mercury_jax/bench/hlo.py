@@ -190,15 +190,21 @@ def visits(
         yield Visit(one, among, times, looped, fused)
         if one.op not in ("while", "fusion", "call", "conditional", "async-start", "custom-call"):
             continue
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest) if one.op == "while" else None
-        often = times * int(trips[1]) if trips else times
+        trips = trip_count(one) if one.op == "while" else None
+        often = times if trips is None else times * trips
         unknown = looped or (one.op == "while" and trips is None)
         inside = fused or one.op in ("fusion", "custom-call")
-        for called in _called(one):
+        for called in called_computations(one):
             yield from visits(module, called, often, unknown, inside)
 
 
-def _called(one: Instruction) -> list[str]:
+def trip_count(one: Instruction) -> int | None:
+    """Returns the known number of iterations of a loop; None if it ends by a condition."""
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest)
+    return int(found[1]) if found else None
+
+
+def called_computations(one: Instruction) -> list[str]:
     """Lists the computations that an instruction calls."""
     keys = (
         r"(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)"
@@ -325,7 +331,9 @@ def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
         if visit.fused or one.op in VIEWS or one.op in update:
             continue
         if one.op == "fusion":
-            inside = [x for name in _called(one) for x in module.computations.get(name, {}).values()]
+            inside = [
+                x for name in called_computations(one) for x in module.computations.get(name, {}).values()
+            ]
             if any(x.root and x.op in update for x in inside):
                 continue
         for array in one.result:

@@ -48,6 +48,10 @@ class BenchCompile:
                         (static and dynamic); on a TPU count and bytes of VMEM
       roofline          seconds at the datasheet's bandwidth and FLOP/s, with the
                         arguments read once, and for an update written once
+      bytes_per_pass, kernels_per_pass, small_kernels_per_pass, implied
+                        sample on a GPU: what a denoising pass moves and launches
+                        (small: under 4 MB); from it the seconds of a pass, and
+                        tokens per second at 17 passes a block
       largest, calls    the largest arrays it makes; library calls
     and of `kernels` its target (for) and a record for each form (kernels).
     """
@@ -149,6 +153,15 @@ def table(r: Mapping[str, Any]) -> str:
         f"  {'roofline':14} {ms(roofline['seconds'])} ({roofline['bound']} bound: memory "
         f"{ms(roofline['memory_seconds'])}, compute {ms(roofline['compute_seconds'])})",
     ]  # fmt: skip
+    if "bytes_per_pass" in r:
+        pays = r["implied"]
+        lines += [
+            f"  {'a pass':14} moves {format_bytes(r['bytes_per_pass'])} in {r['kernels_per_pass']} kernels, "
+            f"{r['small_kernels_per_pass']} of them under 4 MB",
+            f"  {'':14} implied: {ms(pays['seconds'])} ({ms(pays['memory_seconds'])} of memory, "
+            f"{ms(pays['launch_seconds'])} of launches), "
+            f"{pays['tokens_per_second']:,.0f} tokens/s at 17 passes a block",
+        ]
     for kind, row in r["collectives"].items():
         looped = f", {row['per_pass']} of them in each pass of the loop" if row["per_pass"] else ""
         lines.append(f"  {'collectives':14} {row['count']} {kind}, {format_bytes(row['bytes'])}{looped}")

@@ -17,6 +17,7 @@ from mercury_jax.models import cache
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
+from mercury_jax.sharding import mesh, shardings
 from mercury_jax.types import LM, Pass
 from tests.tiny import VOCAB, tiny, tokenizer
 
@@ -169,3 +170,16 @@ def test_the_prefix_cache_is_used_where_the_window_is_known():
     assert [x.tokens.tolist() for x in found[0]] == [x.tokens.tolist() for x in found[1]]
     assert [x.cached for x in found[0]] == [0, 1472, 1344, 0, 640]
     assert [x.cached for x in found[1]] == [0, 1472, 1344, 576, 640]
+
+
+@pytest.mark.slow
+def test_on_a_mesh_rings_are_divided_like_any_cache(fp64):
+    (lm, plain), on = both("gemma", "float64"), mesh(data=2, tensor=2)
+    placed = jax.device_put(lm.params, shardings(lm.params, lm.model.shardings, on))
+    many = dataclasses.replace(lm, params=placed)
+    found = mj.sample(many, prompts(LONG, 9), max_tokens=24, seed=1, mesh=on, keep=True)
+    assert answers(found) == answers(mj.sample(plain, prompts(LONG, 9), max_tokens=24, seed=1))
+    assert found.state is not None
+    near, whole = (found.state.state.cache[i].k for i in (0, 1))
+    assert near.shape[1] < whole.shape[1]
+    assert near.sharding.shard_shape(near.shape)[0] == 1  # a row on each half of the devices

@@ -1,0 +1,171 @@
+"""Kernels and bytes of one pass of a compiled GPU program, from its optimised HLO.
+
+At small batch sizes a denoising pass takes as long as its memory traffic and its kernel launches. `pass_cost` counts
+both in the body of the program's main loop: for sampling, one forward pass and the decisions of the rule. The roofline
+of the datasheet (`chips.datasheet_roofline`) assumes that each parameter is read once and nothing else is moved; the
+difference shows what fusion misses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mercury_jax.bench.hlo import VIEWS, Computation, HloModule, Instruction, called_computations, trip_count
+
+SMALL = 4 * 2**20  # a kernel that moves fewer bytes takes about as long as its launch
+LAUNCH = 3e-6  # seconds between the starts of two small kernels, 2 to 4 us
+PASSES = 17  # denoising steps of a block and one that encodes it, for the tokens per second of `implied`
+SLICES = ("dynamic-slice", "gather", "slice")
+
+
+class PassCost(NamedTuple):
+    """Costs of a sequence of kernels on one device.
+
+    Attributes:
+        kernels: Number of kernel launches.
+        small: Those of them that move less than SMALL bytes.
+        read: Bytes read.
+        written: Bytes written.
+    """
+
+    kernels: int = 0
+    small: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    def times(self, count: int) -> PassCost:
+        """Returns the cost of `count` repetitions."""
+        return PassCost(*(count * x for x in self))
+
+
+def implied(cost: PassCost, bandwidth: float, tokens: int) -> dict[str, float]:
+    """Estimates the time of a pass and the rate of decoding from the bytes and launches of a pass.
+
+    Args:
+        cost: Cost of a pass.
+        bandwidth: Memory bandwidth of the chip, bytes/s.
+        tokens: Tokens of a block, of all rows.
+
+    Returns:
+        `memory_seconds`; `launch_seconds` of the small kernels; `seconds`, their sum; and `tokens_per_second` if a
+        block takes PASSES passes.
+    """
+    memory, launch = cost.bytes / bandwidth, cost.small * LAUNCH
+    seconds = memory + launch
+    return {
+        "memory_seconds": memory, "launch_seconds": launch, "seconds": seconds,
+        "tokens_per_second": tokens / (PASSES * seconds),
+    }  # fmt: skip
+
+
+def total(costs: Iterable[PassCost]) -> PassCost:
+    """Adds costs."""
+    return PassCost(*map(sum, zip(PassCost(), *costs, strict=True)))
+
+
+def pass_cost(module: HloModule) -> PassCost | None:
+    """Counts kernels and bytes of one iteration of the main loop.
+
+    The main loop is the outermost loop without a known trip count that moves most bytes per iteration. In its body, a
+    loop with a known trip count counts that often and another loop once; of a conditional, the branch that moves most
+    counts. A slice or gather reads as many bytes as it returns, also inside a fusion; an update in place writes as many
+    as it is given. Library calls and Pallas kernels count their whole operands, so that an attention kernel counts all
+    slots of the cache, visible or not.
+
+    Args:
+        module: The program.
+
+    Returns:
+        The cost of an iteration; None if the program has no such loop.
+    """
+    loops = [_computation(module, name) for name in _bodies(module, module.entry)]
+    return max(loops, key=lambda cost: cost.bytes, default=None)
+
+
+def _bodies(module: HloModule, name: str) -> list[str]:
+    """Finds the bodies of the outermost loops without a known trip count."""
+    found = []
+    for one in module.computations.get(name, {}).values():
+        if one.op == "while" and trip_count(one) is None:
+            found.append(_attribute(one, "body"))
+        elif one.op in ("while", "call", "conditional", "async-start"):
+            found += [body for inner in called_computations(one) for body in _bodies(module, inner)]
+    return found
+
+
+def _computation(module: HloModule, name: str) -> PassCost:
+    """Counts the instructions of a computation that run as kernels, and those that it calls."""
+    among = module.computations.get(name, {})
+    return total(_instruction(module, among, one) for one in among.values())
+
+
+def _instruction(module: HloModule, among: Computation, one: Instruction) -> PassCost:
+    """Counts one instruction, with the computations that it runs."""
+    if one.op == "while":
+        parts = total(_computation(module, _attribute(one, key)) for key in ("body", "condition"))
+        return parts.times(trip_count(one) or 1)
+    if one.op == "conditional":
+        branches = [_computation(module, name) for name in called_computations(one)]
+        return max(branches, key=lambda cost: cost.bytes, default=PassCost())
+    if one.op in ("call", "async-start") and called_computations(one):
+        return total(_computation(module, name) for name in called_computations(one))
+    if one.op in VIEWS or one.op.endswith("-done"):
+        return PassCost()
+    if one.op == "fusion":
+        read, written = _fusion(module.computations.get(_attribute(one, "calls"), {}))
+    elif one.op in SLICES:
+        read = written = _size(one)
+    elif one.op == "dynamic-update-slice" and one.operands[1] in among:
+        read = written = _size(among[one.operands[1]])
+    else:
+        read, written = sum(_size(among[name]) for name in one.operands if name in among), _size(one)
+    return PassCost(1, int(read + written < SMALL), read, written)
+
+
+def _fusion(body: Computation) -> tuple[int, int]:
+    """Counts the bytes that a fused kernel reads and writes."""
+    users: dict[str, list[Instruction]] = {name: [] for name in body}
+    for one in body.values():
+        for name in set(one.operands) & users.keys():
+            users[name].append(one)
+
+    def read(name: str) -> int:
+        """Bytes of a value that its users read: less than all of them if all users take slices."""
+        whole, taken = _size(body[name]), 0
+        for user in users[name]:
+            if user.op in ("bitcast", "reshape"):
+                taken += read(user.name)
+            elif user.op in SLICES and user.operands[0] == name:
+                taken += _size(user)
+            elif user.op != "dynamic-update-slice" or user.operands[0] != name:  # updated in place: not read
+                return whole
+        return min(taken, whole)
+
+    def written(one: Instruction) -> int:
+        if one.op == "dynamic-update-slice":
+            return _size(body[one.operands[1]])
+        if one.op == "bitcast" and one.operands and one.operands[0] in body:
+            return written(body[one.operands[0]])
+        if one.op == "tuple":
+            return sum(written(body[name]) for name in one.operands)
+        return _size(one)
+
+    inputs = sum(read(one.name) for one in body.values() if one.op == "parameter")
+    return inputs, sum(written(one) for one in body.values() if one.root)
+
+
+def _size(one: Instruction) -> int:
+    return sum(array.bytes for array in one.result)
+
+
+def _attribute(one: Instruction, key: str) -> str:
+    """Returns the name of the computation that an attribute refers to; "" if it is not set."""
+    found = re.search(rf"\b{key}=%([\w.\-]+)", one.rest)
+    return found[1] if found else ""
