@@ -61,6 +61,12 @@ _BACKENDS: dict[str, Backend] = {
     "hopper": _kernel_backend("hopper", kernel_device.HOPPER, "Hopper (sm_90a)", "cuda"),
     "blackwell": _kernel_backend("blackwell", kernel_device.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
     "tpu": _kernel_backend("tpu", kernel_device.TPU, "TPU", "tpu"),
+    "chunked_long": Backend(
+        functools.partial(chunked.refuses_cached, size=chunked.LONG_CHUNK),
+        functools.partial(chunked.run_cached, size=chunked.LONG_CHUNK),
+        ("cuda", "rocm"),
+        cached=True,
+    ),
     "blockwise": Backend(chunked.refuses_blockwise, chunked.run_blockwise, PLATFORMS, cached=False),
     "reference": Backend(lambda call: None, reference.run, PLATFORMS),
 }

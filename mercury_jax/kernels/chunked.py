@@ -1,8 +1,9 @@
-"""Attention in chunks of keys with an online softmax, in plain XLA: two backends of `attention.attend`.
+"""Attention in chunks of keys with an online softmax, in plain XLA: backends of `attention.attend`.
 
-*Chunked* attention is for a KV cache on a CPU. Most slots of a cache are not used yet; this backend reads only the
-chunks between the lowest start and the highest end of all ranges. The number of loop steps depends on the ranges, which
-are only known when the program runs, so it has no gradient.
+*Chunked* attention is for a KV cache on a CPU, and for a long one on a GPU for which there is no kernel. Most slots of
+a cache are not used yet; this backend reads only the chunks between the lowest start and the highest end of all ranges,
+and never holds the scores of all slots. The number of loop steps depends on the ranges, which are only known when the
+program runs, so it has no gradient.
 
 *Blockwise* attention is for training and has a gradient. Each tile of queries visits only the tiles of keys that one
 of its rows attends to. A training row is packed, and holds each document twice, as clean tokens and as canvases
@@ -36,9 +37,10 @@ from mercury_jax.types import accumulation_dtype
 
 FLOOR = -1e30  # initial maximum of the scores; finite, to avoid inf - inf for queries without keys
 
-# --- chunked: a cache on a CPU
+# --- chunked: a cache on a CPU, or a long cache on a GPU
 
-CHUNK = 64  # keys per step; five steps over 64 keys take as long as one product with 320 keys
+CHUNK = 64  # keys per step on a CPU; five steps over 64 keys take as long as one product with 320 keys
+LONG_CHUNK = 2048  # keys per step on a GPU: each step launches several kernels, and the host reads the loop's condition
 
 
 class RunningSoftmax(NamedTuple):
@@ -55,24 +57,26 @@ class RunningSoftmax(NamedTuple):
     total: Float[Array, "P M 1"]
 
 
-def refuses_cached(call: AttentionCall) -> str | None:
+def refuses_cached(call: AttentionCall, size: int = CHUNK) -> str | None:
     """Gives the reason why chunked attention does not support a call.
 
     Args:
         call: The call; only the shape of the keys is read.
+        size: Keys per step.
 
     Returns:
         A reason if there are few keys, for which one product is as fast; None: it supports the call.
     """
     slots = call.k.shape[1]
-    return None if slots > 4 * CHUNK else f"{slots} keys; it takes more than {4 * CHUNK}"
+    return None if slots > 4 * size else f"{slots} keys; it takes more than {4 * size}"
 
 
-def run_cached(call: AttentionCall) -> AttentionResult:
+def run_cached(call: AttentionCall, size: int = CHUNK) -> AttentionResult:
     """Computes attention in steps over the chunks of keys that the ranges need, without a gradient.
 
     Args:
         call: A call for which `refuses_cached` returns None.
+        size: Keys per step.
 
     Returns:
         The result of `attend`.
@@ -80,7 +84,7 @@ def run_cached(call: AttentionCall) -> AttentionResult:
     q, k, ranges = call.q, call.k, call.ranges
     b, t, h, width = q.shape
     slots, g, dtype = k.shape[1], k.shape[2], accumulation_dtype(q.dtype)
-    chunk, queries = min(CHUNK, slots), fold_heads(q, g, call.scale)  # [P, M, K]
+    chunk, queries = min(size, slots), fold_heads(q, g, call.scale)  # [P, M, K]
     # The chunks [first, last) hold every key that any query of any row attends to.
     nonempty = ranges[..., 1] > ranges[..., 0]
     first = jnp.min(jnp.where(nonempty, ranges[..., 0], slots)) // chunk

@@ -53,7 +53,7 @@ TEXT = """HloModule jit_f, is_scheduled=true
   %read = f32[10,64]{1,0} fusion(%t, %n), kind=kLoop, calls=%part
   %write = f32[64,1024]{1,0} fusion(%cache, %row, %n), kind=kLoop, calls=%put
   %branch = f32[64,1024]{1,0} conditional(%n, %write, %write), branch_computations={%little, %much}
-  %layers = f32[64,1024]{1,0} while(%branch), condition=%more, body=%layer, backend_config={"known_trip_count":{"n":"7"}}
+  %layers = f32[64,1024]{1,0} while(%branch), condition=%more, body=%layer, config={"known_trip_count":{"n":"7"}}
   ROOT %out = (bf16[1000,64]{1,0}, f32[64,1024]{1,0}) tuple(%t, %layers)
 }
 

@@ -10,9 +10,10 @@ import pytest
 from mercury_jax.config import ModelConfig
 from mercury_jax.kernels import attend, attention, chunked, reference
 from mercury_jax.kernels.attention_inputs import AttentionCall, quantise_int8
-from mercury_jax.kernels.chunked import CHUNK
+from mercury_jax.kernels.chunked import CHUNK, LONG_CHUNK
 from mercury_jax.models import masks
 from mercury_jax.train.data import packing
+from mercury_jax.types import Device
 
 SLOTS, HEADS, GROUPS, WIDTH = 300, 4, 2, 8
 
@@ -149,6 +150,18 @@ def test_chunked_attention_equals_the_reference(slots):
     ranges[1] = np.where(ranges[1] > 0, ranges[1], 1)
     np.testing.assert_allclose(run_cached(q, k, v, ranges), run_plain(q, k, v, ranges), atol=2e-6)
     assert not np.asarray(run_cached(q, k, v, ranges))[0, 1].any()
+
+
+def test_a_gpu_without_a_kernel_reads_a_long_cache_in_large_chunks():
+    slots = 4 * LONG_CHUNK + 300
+    q, k, v, ranges = cache_inputs(slots)
+    run = jax.jit(functools.partial(attend, backend="chunked_long"))
+    np.testing.assert_allclose(run(q, k, v, ranges), run_plain(q, k, v, ranges), atol=2e-6)
+    chosen = lambda n: attention._choose(
+        "cuda", True, AttentionCall(q, k[:, :n], v[:, :n], ranges, scale=1.0, device=Device("sm_80"))
+    )
+    long, plain = (attention._BACKENDS[name] for name in ("chunked_long", "reference"))
+    assert chosen(slots) is long and chosen(4 * LONG_CHUNK) is plain
 
 
 def test_chunked_attention_reads_no_chunk_outside_of_the_ranges():
