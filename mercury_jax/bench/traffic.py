@@ -18,6 +18,7 @@ SMALL = 4 * 2**20  # a kernel that moves fewer bytes takes about as long as its 
 LAUNCH = 3e-6  # seconds between the starts of two small kernels, 2 to 4 us
 PASSES = 17  # denoising steps of a block and one that encodes it, for the tokens per second of `implied`
 SLICES = ("dynamic-slice", "gather", "slice")
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place -> index of the operand with the new values
 
 
 class PassCost(NamedTuple):
@@ -122,8 +123,8 @@ def _instruction(module: HloModule, among: Computation, one: Instruction) -> Pas
         read, written = _fusion(module.computations.get(_attribute(one, "calls"), {}))
     elif one.op in SLICES:
         read = written = _size(one)
-    elif one.op == "dynamic-update-slice" and one.operands[1] in among:
-        read = written = _size(among[one.operands[1]])
+    elif one.op in UPDATES and one.operands[UPDATES[one.op]] in among:
+        read = written = _size(among[one.operands[UPDATES[one.op]]])
     else:
         read, written = sum(_size(among[name]) for name in one.operands if name in among), _size(one)
     return PassCost(1, int(read + written < SMALL), read, written)
@@ -144,13 +145,13 @@ def _fusion(body: Computation) -> tuple[int, int]:
                 taken += read(user.name)
             elif user.op in SLICES and user.operands[0] == name:
                 taken += _size(user)
-            elif user.op != "dynamic-update-slice" or user.operands[0] != name:  # updated in place: not read
+            elif user.op not in UPDATES or user.operands[0] != name:  # updated in place: not read
                 return whole
         return min(taken, whole)
 
     def written(one: Instruction) -> int:
-        if one.op == "dynamic-update-slice":
-            return _size(body[one.operands[1]])
+        if one.op in UPDATES:
+            return _size(body[one.operands[UPDATES[one.op]]])
         if one.op == "bitcast" and one.operands and one.operands[0] in body:
             return written(body[one.operands[0]])
         if one.op == "tuple":

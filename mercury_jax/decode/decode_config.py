@@ -48,6 +48,7 @@ class DecodeConfig(NamedTuple):
     drafter: DecodeConfig | None = None  # config of a separate drafter (`drafting.py`); implies `speculative`
     drafts: str | None = None  # for a drafter: how its drafts are accepted, "same_seed" or "rejection"
     vocab_chunk: int = 32768  # ids per chunk, if no part needs all logits (`chunked_vocab.py`)
+    logit_bytes: int = 2**29  # up to this size in fp32, one product computes the logits of all chunks
 
     @property
     def window(self) -> int:

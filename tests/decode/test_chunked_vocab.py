@@ -104,8 +104,8 @@ def session_of(lm, sampler, rows=2):
     return start(lm, Request(sampler=sampler, plan=mj.Plan(steps=4), rows=rows_of(prompts, 12, 0)))
 
 
-def passes(lm, session, piece, count=3):
-    program = session.config._replace(vocab_chunk=piece)
+def passes(lm, session, piece, count=3, logit_bytes=0):
+    program = session.config._replace(vocab_chunk=piece, logit_bytes=logit_bytes)
     state, frames = session.state, []
     step = jax.jit(functools.partial(decoder.step, program))
     for _ in range(count):
@@ -127,7 +127,8 @@ ALLOWS = (processors.allow({2: [40, 41, 96], 9: [3]}), processors.allow_bits(BIT
 
 
 @pytest.mark.slow
-def test_a_model_decodes_in_pieces_as_with_all_logits():
+@pytest.mark.parametrize("logit_bytes", [0, 2**29], ids=["chunk by chunk", "one product"])
+def test_a_model_decodes_in_pieces_as_with_all_logits(logit_bytes):
     """Every logits processor that may be given a part; the last piece is shorter, and chunks begin within words of
     bits."""
     piece = 24
@@ -135,9 +136,19 @@ def test_a_model_decodes_in_pieces_as_with_all_logits():
     session = session_of(lm, sampler)
     assert chunked_vocab.applies(session.config._replace(vocab_chunk=piece), session.state.sampling.sampler)
     assert not chunked_vocab.applies(session.config, session.state.sampling.sampler)
-    (got, shown), (want, expected) = passes(lm, session, piece), passes(lm, session, 10**6)
+    got, shown = passes(lm, session, piece, logit_bytes=logit_bytes)
+    want, expected = passes(lm, session, 10**6)
     for a, b in zip(jax.tree.leaves((shown, got.self_cond)), jax.tree.leaves((expected, want.self_cond))):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_samples_do_not_depend_on_whether_one_product_computes_the_logits():
+    lm = conditioned()
+    session = session_of(lm, Sampler(mj.rules.entropy_bound(), temperature=1.0))
+    (got, shown), (want, expected) = (passes(lm, session, 24, logit_bytes=n) for n in (2**29, 0))
+    np.testing.assert_array_equal(shown.answer, expected.answer)
+    np.testing.assert_allclose(got.self_cond, want.self_cond, rtol=1e-4, atol=1e-5)
+    assert len(np.unique(np.asarray(shown.answer))) > 10
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -155,13 +166,14 @@ def test_a_part_of_the_logits_is_a_part_of_all(tied):
         )
 
 
-def test_no_array_of_all_logits_is_made():
+def test_no_array_of_all_logits_is_made_unless_it_is_small():
     """The largest float of a step has a piece's ids, not the vocabulary's; with a truncation it has all."""
     lm = conditioned()
 
-    def widest(sampler):
+    def widest(sampler, logit_bytes=0):
         session = session_of(lm, sampler)
-        made = jax.make_jaxpr(functools.partial(decoder.step, session.config._replace(vocab_chunk=32)))
+        config = session.config._replace(vocab_chunk=32, logit_bytes=logit_bytes)
+        made = jax.make_jaxpr(functools.partial(decoder.step, config))
         jaxpr = made(lm.params, session.state)
         shapes = [v.aval for e in every(jaxpr.jaxpr) for v in e.outvars]
         floats = [a.shape for a in shapes if jnp.issubdtype(a.dtype, jnp.floating)]
@@ -170,6 +182,8 @@ def test_no_array_of_all_logits_is_made():
     bound = mj.rules.entropy_bound()
     assert widest(Sampler(bound, SHAPERS[:1])) < 97
     assert widest(Sampler(bound, (processors.top_p(0.9),))) == 97
+    small = 4 * 2 * 8 * 97  # two rows of a block
+    assert widest(Sampler(bound), small - 1) < 97 == widest(Sampler(bound), small)
 
 
 def every(jaxpr):

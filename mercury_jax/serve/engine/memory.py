@@ -80,9 +80,11 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
     states = 1 + (areas[-2] / areas[-1] if len(areas) > 1 else 0)
     program, model = buckets.program(largest.capacity, largest.level), lm.model.config
     # Activations, in fp32: hidden states [positions, width] of all canvases and of one prefill pass, and the logits of
-    # all active blocks, which are computed in chunks of the vocabulary.
+    # all active blocks, which are computed in chunks of the vocabulary unless they are small.
     positions = largest.rows * program.width + PREFILL_WIDTH
-    logits = largest.rows * program.window * min(model.vocab, program.vocab_chunk) * LOGIT_COPIES
+    whole = 4 * largest.rows * program.window * model.vocab <= program.logit_bytes
+    ids = model.vocab if whole else min(model.vocab, program.vocab_chunk)
+    logits = largest.rows * program.window * ids * LOGIT_COPIES
     return EngineMemory(
         cache=int(_device_bytes(state.cache, shardings and shardings.cache) * states),
         other=int(_device_bytes(rest, rest_shardings) * states) + config.prefix_bytes,
