@@ -53,6 +53,8 @@ class WidthsBenchmark:
     """Multiples of 32."""
     base_width: Int = 0
     """The field of OptimConfig. 0: the same rate at every width."""
+    rates: Annotated[tuple[float, ...], option("LR [LR ...]")] = ()
+    """Peak learning rates to try. Default: five, each twice the one before."""
     steps: Int = 300
     """Updates of 8 windows of 256 tokens."""
     windows: Int = 256
@@ -155,7 +157,7 @@ def run(argv: Sequence[str]) -> int:
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     rows = [row for row in rows if all(row[name] == x for name, x in same.items())]
     for width in args.widths:
-        for lr in RATES[args.optimizer]:
+        for lr in args.rates or RATES[args.optimizer]:
             if any((row["width"], row["lr"]) == (width, lr) for row in rows):
                 continue
             began = time.perf_counter()
