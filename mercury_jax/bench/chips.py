@@ -33,10 +33,10 @@ class Chip:
         label: Name of the product.
         memory: Memory in bytes.
         bandwidth: Memory bandwidth in bytes/s.
-        flops: Dense FLOP/s in bf16.
+        flops: Dense FLOP/s in bf16 (T4: in fp16, it has no bf16).
         flops32: FLOP/s of fp32 products at JAX's default precision: TF32 on a GPU, one bf16 pass on a TPU.
         dims: Number of dimensions of a TPU topology; 0 for a GPU.
-        kernels: Name of the device in `kernels.device`.
+        kernels: Kind of the device, as in `kernels.device`; no kernels are written for other kinds.
     """
 
     name: str
@@ -59,6 +59,16 @@ ALL = {
     for chip in (
         Chip(name="h200", label="NVIDIA H200", memory=150e9, bandwidth=4.8e12, flops=989e12, flops32=494e12,
              kernels="sm_90a"),
+        Chip(name="h100", label="NVIDIA H100 SXM", memory=85e9, bandwidth=3.35e12, flops=989e12, flops32=494e12,
+             kernels="sm_90a"),
+        Chip(name="a100", label="NVIDIA A100 80 GB", memory=85e9, bandwidth=2.039e12, flops=312e12, flops32=156e12,
+             kernels="sm_80"),
+        Chip(name="l4", label="NVIDIA L4", memory=24e9, bandwidth=0.3e12, flops=121e12, flops32=60e12,
+             kernels="sm_89"),
+        Chip(name="t4", label="NVIDIA T4", memory=15.8e9, bandwidth=0.32e12, flops=65e12, flops32=8.1e12,
+             kernels="sm_75"),
+        Chip(name="rtx5090", label="NVIDIA RTX 5090", memory=34e9, bandwidth=1.792e12, flops=209e12, flops32=104e12,
+             kernels="sm_120"),
         Chip(name="b200", label="NVIDIA B200", memory=190e9, bandwidth=8.0e12, flops=2250e12, flops32=1125e12,
              kernels="sm_100a"),
         Chip(name="v4", label="TPU v4", memory=32 * 2**30, bandwidth=1.228e12, flops=275e12, flops32=275e12, dims=3,
@@ -72,7 +82,10 @@ ALL = {
     )
 }  # fmt: skip
 
-FORMS = "h200, h200x8, h200x64, b200x8, v5e:4x4, v6e:4x4, v5p:8x8x8, and the like"
+FORMS = (
+    "t4, l4, a100, rtx5090, h100, h200, b200, h200x8, h200x64, v5e-1, v6e-1, v5e:4x4, v5p:8x8x8, and the like"
+)
+SINGLE = {"v5e-1": "v5e:1x1", "v6e-1": "v6e:1x1"}  # Colab's names of one chip
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ def target(name: str) -> Target:
     """Parses the name of a target.
 
     Args:
-        name: A name such as "h200", "h200x8" or "v5e:4x4".
+        name: A name such as "h200", "h200x8" or "v5e:4x4"; "v5e-1" and "v6e-1" are Colab's single chips.
 
     Returns:
         The target.
@@ -124,7 +137,7 @@ def target(name: str) -> Target:
     Raises:
         ValueError: The chip or the topology is unknown; the message says what is allowed.
     """
-    found = re.fullmatch(r"([a-z]+\d+[a-z]?)(?:x(\d+)|:(\d+(?:x\d+)*))?", name)
+    found = re.fullmatch(r"([a-z]+\d+[a-z]?)(?:x(\d+)|:(\d+(?:x\d+)*))?", SINGLE.get(name, name))
     chip = ALL.get(found[1]) if found else None
     if found is None or chip is None:
         raise refuse("--for", name, FORMS)

@@ -167,9 +167,9 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
         ValueError: The target is no GPU, or its plugin is not installed.
     """
     found = chips.target(target).chip
-    if found.platform != "cuda":
-        names = [one.name for one in chips.ALL.values() if one.platform == "cuda"]
-        raise refuse("--for", target, f"{', '.join(names)}: the compilers of other chips report no registers")
+    if found.kernels not in BACKENDS:
+        names = [one.name for one in chips.ALL.values() if one.kernels in BACKENDS]
+        raise refuse("--for", target, f"{', '.join(names)}, the GPUs for which kernels are written")
     chips.check_plugin(found)
     return _child("kernels", target, target, stage)[0]["kernels"]
 
@@ -396,7 +396,8 @@ def pass_record(program: str, chip: Chip, tokens: int) -> dict[str, Any]:
         return {}
     return {
         "bytes_per_pass": found.bytes, "bytes_read_per_pass": found.read, "kernels_per_pass": found.kernels,
-        "small_kernels_per_pass": found.small, "implied": traffic.implied(found, chip.bandwidth, tokens),
+        "small_kernels_per_pass": found.small, "open_loops_per_pass": found.open_loops,
+        "implied": traffic.implied(found, chip.bandwidth, tokens),
     }  # fmt: skip
 
 

@@ -29,12 +29,15 @@ class PassCost(NamedTuple):
         small: Those of them that move less than SMALL bytes.
         read: Bytes read.
         written: Bytes written.
+        open_loops: Loops whose number of iterations is not known, such as one over the experts that were chosen. Each
+            counts as one iteration, so that the other figures are lower bounds if there are any.
     """
 
     kernels: int = 0
     small: int = 0
     read: int = 0
     written: int = 0
+    open_loops: int = 0
 
     @property
     def bytes(self) -> int:
@@ -111,7 +114,8 @@ def _instruction(module: HloModule, among: Computation, one: Instruction) -> Pas
     """Counts one instruction, with the computations that it runs."""
     if one.op == "while":
         parts = total(_computation(module, _attribute(one, key)) for key in ("body", "condition"))
-        return parts.times(trip_count(one) or 1)
+        count = trip_count(one)
+        return parts.times(count) if count else parts._replace(open_loops=parts.open_loops + 1)
     if one.op == "conditional":
         branches = [_computation(module, name) for name in called_computations(one)]
         return max(branches, key=lambda cost: cost.bytes, default=PassCost())

@@ -52,6 +52,9 @@ class BenchCompile:
                         sample on a GPU: what a denoising pass moves and launches
                         (small: under 4 MB); from it the seconds of a pass, and
                         tokens per second at 17 passes a block
+      open_loops_per_pass
+                        loops of unknown length in a pass, counted as one
+                        iteration each: if not 0, the figures before are bounds
       largest, calls    the largest arrays it makes; library calls
     and of `kernels` its target (for) and a record for each form (kernels).
     """
@@ -59,7 +62,8 @@ class BenchCompile:
     model: Annotated[Positional[str], option("MODEL")]
     """A folder, a recipe, a config.json, a name, or `kernels`."""
     target: Annotated[str, option("CHIP", name="for")]
-    """h200, b200, xN of them; v4, v5e, v5p, v6e with a topology, such as v5e:4x4."""
+    """t4, l4, a100, rtx5090, h100, h200 or b200, or xN of them (h200x8); v5e-1 or v6e-1, one chip; v4, v5e, v5p or
+    v6e with a topology, such as v5e:4x4."""
     what: Annotated[str, option("PROGRAM")] = "sample"
     """sample, train or prefill."""
     context: OptionalInt = None
@@ -154,14 +158,17 @@ def table(r: Mapping[str, Any]) -> str:
         f"{ms(roofline['memory_seconds'])}, compute {ms(roofline['compute_seconds'])})",
     ]  # fmt: skip
     if "bytes_per_pass" in r:
-        pays = r["implied"]
+        pays, open_loops = r["implied"], r["open_loops_per_pass"]
+        least, most = ("at least ", "at most ") if open_loops else ("", "")
         lines += [
-            f"  {'a pass':14} moves {format_bytes(r['bytes_per_pass'])} in {r['kernels_per_pass']} kernels, "
+            f"  {'a pass':14} moves {least}{format_bytes(r['bytes_per_pass'])} in {r['kernels_per_pass']} kernels, "
             f"{r['small_kernels_per_pass']} of them under 4 MB",
             f"  {'':14} implied: {ms(pays['seconds'])} ({ms(pays['memory_seconds'])} of memory, "
             f"{ms(pays['launch_seconds'])} of launches), "
-            f"{pays['tokens_per_second']:,.0f} tokens/s at 17 passes a block",
+            f"{most}{pays['tokens_per_second']:,.0f} tokens/s at 17 passes a block",
         ]
+        if open_loops:
+            lines.append(f"  {'':14} {open_loops} loops of unknown length are counted as one iteration each")
     for kind, row in r["collectives"].items():
         looped = f", {row['per_pass']} of them in each pass of the loop" if row["per_pass"] else ""
         lines.append(f"  {'collectives':14} {row['count']} {kind}, {format_bytes(row['bytes'])}{looped}")

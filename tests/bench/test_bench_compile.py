@@ -25,16 +25,17 @@ CONFIG_26B = Path(__file__).parents[1] / "hub" / "diffusiongemma_26b.json"
 @pytest.mark.parametrize(
     "name, devices, topology",
     [("h200", 1, "1x1x1"), ("h200x8", 8, "1x1x8"), ("h200x64", 64, "1x8x8"), ("b200x2", 2, "1x1x2"),
+     ("t4", 1, "1x1x1"), ("rtx5090", 1, "1x1x1"), ("v5e-1", 1, "1x1"), ("v6e-1", 1, "1x1"),
      ("v5e:4x4", 16, "4x4"), ("v6e:16x16", 256, "16x16"), ("v5p:8x8x8", 512, "8x8x8")],
 )  # fmt: skip
 def test_a_target_is_a_chip_and_a_number_of_devices(name, devices, topology):
     found = chips.target(name)
     assert (found.devices, found.topology) == (devices, topology)
-    assert found.chip.platform == ("tpu" if ":" in name else "cuda")
+    assert found.chip.platform == ("tpu" if name.startswith("v") else "cuda")
 
 
 @pytest.mark.parametrize(
-    "name", ["h100", "h200x0", "h200x12", "h200:4x4", "v5e", "v5e:4x4x4", "v5p:4x4", "v5ex4", "", "h200 "]
+    "name", ["h1000", "h200x0", "h200x12", "h200:4x4", "v5e", "v5e:4x4x4", "v5p:4x4", "v5ex4", "", "h200 "]
 )
 def test_other_targets_are_refused_with_what_is_allowed(name):
     with pytest.raises(ValueError, match=r"--for is .*; allowed: "):

@@ -6,6 +6,7 @@ import pytest
 
 from mercury_jax.bench import hlo, traffic
 
+KNOWN = '{"known_trip_count":{"n":"7"}}'
 TEXT = """HloModule jit_f, is_scheduled=true
 
 %part (table: bf16[1000,64], i: s32[]) -> f32[10,64] {
@@ -73,6 +74,9 @@ def test_a_pass_counts_slices_updates_in_place_one_branch_and_known_loops():
     assert (
         cost.read == part[0] + put[0] + (2 + 7) * whole and cost.written == part[1] + put[1] + (2 + 7) * whole
     )
+    assert cost.open_loops == 0
+    unknown = traffic.pass_cost(hlo.parse(TEXT.replace(KNOWN, "")))
+    assert unknown is not None and unknown.open_loops == 1 and unknown.kernels == cost.kernels - 6
     again = traffic.implied(cost, bandwidth=1e9, tokens=17)
     assert again["seconds"] == pytest.approx(cost.bytes / 1e9 + 11 * traffic.LAUNCH)
     assert again["tokens_per_second"] == pytest.approx(1 / again["seconds"])
