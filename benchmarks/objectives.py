@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 import mercury_jax as mj
 from mercury_jax import noise
 from mercury_jax.cli import app, arguments
+from mercury_jax.cli.app import INTERRUPTED
 from mercury_jax.cli.arguments import Int as IntArg, Ints, option
 from mercury_jax.config import ModelConfig, NoiseConfig, NoiseKind, Pattern, refuse
 from mercury_jax.train import objectives
@@ -404,7 +405,8 @@ def run(argv: Sequence[str]) -> int:
                 continue
             folder = root / f"{name.replace(' ', '_')}-{seed}-{args.steps}"
             began = time.perf_counter()
-            mj.train(recipe(name, args, seed, folder))
+            if mj.train(recipe(name, args, seed, folder)).stopped:
+                return INTERRUPTED  # by a signal: the row would be of a part of the run
             lm = mj.load(folder / "model")
             row = {"method": name, "seed": seed, "steps": args.steps, "parameters": lm.parameters}
             row |= {key: round(float(value), 5) for key, value in evaluate(lm, args).items()}

@@ -22,6 +22,7 @@ import numpy as np
 import mercury_jax as mj
 from benchmarks.objectives import METHODS, ObjectivesBenchmark, held_out_windows, prepare, recipe
 from mercury_jax.cli import app, arguments
+from mercury_jax.cli.app import INTERRUPTED
 from mercury_jax.cli.arguments import Int, Ints, option
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.train.optim import OptimConfig, OptimizerName
@@ -165,7 +166,8 @@ def run(argv: Sequence[str]) -> int:
                 root
                 / f"{args.method.replace(' ', '_')}-{args.optimizer}-{args.base_width}-{width}-{lr}-{args.steps}"
             )
-            mj.train(run_config(args, width, lr, folder))
+            if mj.train(run_config(args, width, lr, folder)).stopped:
+                return INTERRUPTED  # by a signal: the row would be of a part of the run
             bits, parameters = bits_per_byte(folder / "model", args)
             row = same | {"width": width, "parameters": parameters, "lr": lr, "bits_per_byte": round(bits, 5)}
             rows.append(row | {"seconds": round(time.perf_counter() - began)})
