@@ -50,7 +50,9 @@ def test_small_models_compile_for_every_gpu(compiled, target):
 def test_without_a_kernel_no_scores_of_a_long_cache_are_made(compiled):
     """Of 131,072 slots the scores of one layer would be 2.1 GB in fp32."""
     record = compiled(BIG, "a100", context=131072, quantise="int8")
-    assert record["fits"] and record["temp_bytes"] < 1.5 * GB
+    assert record["fits"] and max(bytes_of(r["shape"]) for r in record["largest"]) == CANVAS * VOCAB * 4
+    # XLA transposes the keys of the global layers when a call begins: five layers of 0.34 GB, and scratch memory.
+    assert record["temp_bytes"] < 2.5 * GB
 
 
 def test_on_eight_h200s_a_layer_of_it_needs_two_collectives(compiled):
