@@ -19,8 +19,8 @@ from scipy import stats
 
 import mercury_jax as mj
 from mercury_jax.cli import app, arguments
-from mercury_jax.cli.arguments import Float, Int, Positional, option
-from mercury_jax.config import refuse
+from mercury_jax.cli.arguments import Float, Int, OptionalInt, Positional, option
+from mercury_jax.config import at_least, refuse
 from mercury_jax.rl.rollouts import chats, problems_of, task_reward
 from mercury_jax.tasks import TASKS, Problem
 
@@ -48,14 +48,15 @@ class RewardsBenchmark:
     """Decode by threshold(P). Default: the model's own rule."""
     temperature: Float = 0.0
     """Above 0, tokens are drawn, by the rule `ancestral`; 0 takes the most probable ones."""
-    max_tokens: Int = 32
-    """Most tokens of an answer."""
+    max_tokens: OptionalInt = None
+    """Most tokens of an answer. Default: 32, or 128 for sudoku9."""
     limit: Int = 512
     """Problems."""
     seed: Int = 0
     """Of the problems."""
 
     def __post_init__(self):
+        at_least(1, **{"--limit": self.limit, "--max-tokens": self.max_tokens or 1})
         if self.task not in TASKS:
             raise refuse("--task", self.task, ", ".join(sorted(TASKS)))
         if self.most_givens is not None and not self.task.startswith("sudoku"):
@@ -85,7 +86,11 @@ def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBench
     if args.steps is not None:
         how["plan"] = mj.Plan(steps=args.steps)
     out = mj.sample(
-        mj.load(source), chats(problems), max_tokens=args.max_tokens, temperature=args.temperature, **how
+        mj.load(source),
+        chats(problems),
+        max_tokens=args.max_tokens or (128 if args.task == "sudoku9" else 32),
+        temperature=args.temperature,
+        **how,
     )
     return np.asarray(task_reward(problems)(chats(problems), out.texts)), np.asarray(out.forwards, float)
 
@@ -128,8 +133,13 @@ def run(argv: Sequence[str]) -> int:
         ValueError: An option is wrong, or contradicts another.
     """
     args = arguments.read(RewardsBenchmark, argv, "python -m benchmarks.rewards")
-    few = lambda p: args.most_givens is None or sum(c in "1234" for c in p.input) <= args.most_givens
-    problems = problems_of((args.task,), few, (args.seed, 99), args.limit, "test")
+    few = lambda p: args.most_givens is None or sum(c in "123456789" for c in p.input) <= args.most_givens
+    try:
+        problems = problems_of((args.task,), few, (args.seed, 99), args.limit, "test")
+    except ValueError:
+        raise refuse(
+            "--most-givens", args.most_givens, f"more givens: no problem of {args.task} has so few"
+        ) from None
     (a, passes_a), (b, passes_b) = (answers(source, problems, args) for source in (args.before, args.after))
     # Both models answer the same problems: the variance of the paired difference is smaller than of two means.
     gain, classes = b - a, [TASKS[name].canonical(problem.input) for name, problem in problems]

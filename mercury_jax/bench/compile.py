@@ -376,7 +376,7 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
             program = left[-1].read_text(encoding="utf-8")
     record |= cost(compiled, target.chip, found.config.dtype, request.what, program)
     if request.what == "sample" and target.chip.platform == "cuda":
-        record |= pass_record(program, target.chip, found.config.block * made.rows)
+        record |= pass_record(program, target.chip, found.config.block * made.rows // made.mesh.shape["data"])
     return record
 
 

@@ -48,10 +48,12 @@ class BenchCompile:
                         (static and dynamic); on a TPU count and bytes of VMEM
       roofline          seconds at the datasheet's bandwidth and FLOP/s, with the
                         arguments read once, and for an update written once
-      bytes_per_pass, kernels_per_pass, small_kernels_per_pass, implied
+      bytes_per_pass, bytes_read_per_pass, kernels_per_pass,
+      small_kernels_per_pass, implied
                         sample on a GPU: what a denoising pass moves and launches
                         (small: under 4 MB); from it the seconds of a pass, and
-                        tokens per second at 17 passes a block
+                        tokens per second at 17 passes a block, the 16 steps that
+                        DiffusionGemma takes and one that encodes the block
       open_loops_per_pass
                         loops of unknown length in a pass, counted as one
                         iteration each: if not 0, the figures before are bounds
@@ -62,8 +64,8 @@ class BenchCompile:
     model: Annotated[Positional[str], option("MODEL")]
     """A folder, a recipe, a config.json, a name, or `kernels`."""
     target: Annotated[str, option("CHIP", name="for")]
-    """t4, l4, a100, rtx5090, h100, h200 or b200, or xN of them (h200x8); v5e-1 or v6e-1, one chip; v4, v5e, v5p or
-    v6e with a topology, such as v5e:4x4."""
+    """A GPU: t4, l4, a100, rtx5090, h100, h200, b200, or several, such as h200x8. A TPU: v5e-1, v6e-1, or v4, v5e, v5p
+    or v6e with a topology, such as v5e:4x4."""
     what: Annotated[str, option("PROGRAM")] = "sample"
     """sample, train or prefill."""
     context: OptionalInt = None
@@ -163,7 +165,7 @@ def table(r: Mapping[str, Any]) -> str:
         lines += [
             f"  {'a pass':14} moves {least}{format_bytes(r['bytes_per_pass'])} in {r['kernels_per_pass']} kernels, "
             f"{r['small_kernels_per_pass']} of them under 4 MB",
-            f"  {'':14} implied: {ms(pays['seconds'])} ({ms(pays['memory_seconds'])} of memory, "
+            f"  {'':14} implied: {least}{ms(pays['seconds'])} ({ms(pays['memory_seconds'])} of memory, "
             f"{ms(pays['launch_seconds'])} of launches), "
             f"{most}{pays['tokens_per_second']:,.0f} tokens/s at 17 passes a block",
         ]

@@ -57,7 +57,8 @@ class DataPack:
     cut behind a line into several documents. Memory does not depend on the size
     of the input. An interrupted pack goes on when the same command is run again:
     it reads the input again, but tokenises only what no complete shard holds. A
-    complete pack of the same input is left as it is.
+    complete pack is left as it is, if the input files have the same names, sizes
+    and times of change.
     """
 
     source: Annotated[Positional[tuple[str, ...]], option("SOURCE")] = ()
@@ -65,7 +66,7 @@ class DataPack:
     tokenizer: Annotated[str, option("MODEL")]
     """A tokenizer.model, or the folder or Hugging Face id of a model."""
     out: Annotated[str, option("FOLDER")]
-    """A new folder, or that of the pack to continue."""
+    """A new folder, or that of a pack of the same input, which is continued."""
     hf: Annotated[str | None, option("NAME[:CONFIG]")] = None
     """Instead of SOURCE: stream this Hugging Face dataset; needs the package `datasets`."""
     part: Annotated[str | None, option("NAME")] = None
@@ -111,12 +112,15 @@ def run_pack(argv: Sequence[str]) -> int:
     from mercury_jax.train.data import shard_writer
 
     tokenizer, begin = _tokenizer(args), time.perf_counter()
+    complete = shard_writer.is_complete(args.out)
     with show.progress("bytes", f"packing into {args.out}", total=reader.size()) as update:
         manifest = shard_writer.pack(
             reader, tokenizer, args.out, held_out=args.held_out, workers=workers, shard_tokens=args.shard_tokens,
             unpack=unpack, progress=lambda read: update(advance=read),
         )  # fmt: skip
     record = _summary(args.out, manifest) | {"seconds": time.perf_counter() - begin, "workers": workers}
+    if complete:
+        show.say(f"{args.out} is complete already; nothing was read")
     if args.json:
         show.emit(record)
         return 0

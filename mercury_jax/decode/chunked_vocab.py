@@ -33,9 +33,6 @@ from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
 
-WHOLE_BYTES = (
-    2**29
-)  # logits in fp32 up to this size are computed by one product; two canvases of DiffusionGemma
 AXIS = "tensor"  # the mesh axis that shards the vocabulary
 TABLES = {"embed": P(AXIS), "head": P(None, AXIS)}  # as the path rules of all our models shard them
 

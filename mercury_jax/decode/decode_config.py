@@ -93,6 +93,7 @@ def build_config(
     infilling: bool = False,
     logprobs: int | None = None,
     trajectory: bool = False,
+    draft: int = 0,
 ) -> DecodeConfig:
     """Chooses the static sizes for rows of given lengths.
 
@@ -107,6 +108,7 @@ def build_config(
         infilling: Whether no id ends the answer; the end ids are then never emitted.
         logprobs: Number of alternatives per token for which log-probabilities are kept; None: none are kept.
         trajectory: Whether to record when each token was accepted, and the log-probability of its draw.
+        draft: Tokens of a separate drafter's draft, which one pass verifies.
 
     Returns:
         The static configuration.
@@ -136,14 +138,15 @@ def build_config(
         logprobs=logprobs,
         times=plan.times,
         trajectory=trajectory,
-    ))  # fmt: skip
+    ), draft)  # fmt: skip
 
 
-def with_rings(config: DecodeConfig) -> DecodeConfig:
+def with_rings(config: DecodeConfig, draft: int = 0) -> DecodeConfig:
     """Lets layers with a sliding window keep only the slots of the KV cache that their window needs.
 
     Args:
         config: Static sizes.
+        draft: As in `build_config`.
 
     Returns:
         The sizes, with another model unless it has no such layers, or a cache policy may hide positions.
@@ -151,7 +154,7 @@ def with_rings(config: DecodeConfig) -> DecodeConfig:
     model = config.model
     if model.rings is None or isinstance(config.refresh, CachePolicy):
         return config
-    return config._replace(model=model.rings(model, max(PREFILL, config.slots_after)))
+    return config._replace(model=model.rings(model, max(PREFILL, config.slots_after, draft + 1)))
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:

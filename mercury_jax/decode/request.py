@@ -43,7 +43,7 @@ from mercury_jax.decode.session import (
 from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, State, sampling_params
 from mercury_jax.decode.stop_texts import check_stops
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
-from mercury_jax.types import LM, Cache, Key
+from mercury_jax.types import LM, Key
 
 
 class Request(NamedTuple):
@@ -325,7 +325,7 @@ def start(lm: LM, request: Request) -> Session:
             cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
-            state = _with_earlier_keys(lm, state, request.state.state, fork, weights)
+            state = _with_earlier_keys(lm, config, state, request.state.state, fork, weights)
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
         width = prefill_width(config, state.tokens.shape[1], always=fork is not None)
         if width is not None and fork is not None:
@@ -357,7 +357,7 @@ def fork_of(request: Request, rows: int) -> Fork | None:
 
 
 def _with_earlier_keys(
-    lm: LM, state: State, before: State, fork: Fork | None, weights: np.ndarray | None
+    lm: LM, config: DecodeConfig, state: State, before: State, fork: Fork | None, weights: np.ndarray | None
 ) -> State:
     """The state with the cache of an earlier one, in as many slots as are there now; forked rows copy their prompt's.
 
@@ -384,20 +384,31 @@ def _with_earlier_keys(
     else:
         cache = fit(cache, old)
     length = take(jnp.asarray(before.cache_length))
-    guided_now, guided_before = (isinstance(x, guidance.GuidedCache) for x in (cache, old))
-    fitted = cache.conditional if guided_now else cache
-    if not guided_before and not _same_slots(fitted, state.tokens.shape[1], old, before.tokens.shape[1]):
+    if not keeps_slots(config, state.tokens.shape[1], before):
         length = jnp.zeros_like(length)  # encode the text again
     return state._replace(cache=cache, cache_length=length)
 
 
-def _same_slots(cache: Cache, slots: int, before: Cache, earlier: int) -> bool:
-    """Tells whether each position has the same slot in a cache for `slots` positions and in one for `earlier` ones.
+def keeps_slots(config: DecodeConfig, slots: int, before: State) -> bool:
+    """Tells whether each position has the same slot in a new cache as in that of an earlier state.
 
     Layers with a sliding window keep fewer slots than positions (`models.cache.with_rings`). Rings of different sizes
     hold a position in different slots.
+
+    Args:
+        config: Static sizes of the new state.
+        slots: Positions of a row of the new state.
+        before: The earlier state.
+
+    Returns:
+        Whether the keys of the earlier state can be copied.
     """
-    for new, old in zip(jax.tree.leaves(cache), jax.tree.leaves(before), strict=True):
+    if isinstance(before.cache, guidance.GuidedCache):
+        return True  # it has a slot for every position, and so has the one that continues it
+    cache = jax.eval_shape(lambda: config.model.empty_cache(1, slots))
+    cache = cache.conditional if isinstance(cache, guidance.GuidedCache) else cache
+    earlier = before.tokens.shape[1]
+    for new, old in zip(jax.tree.leaves(cache), jax.tree.leaves(before.cache), strict=True):
         if new.ndim < 2 or new.shape[1] == old.shape[1]:
             continue
         if old.shape[1] < earlier or new.shape[1] < min(slots, old.shape[1]):
@@ -445,6 +456,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     config = build_config(
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
         block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
+        draft=0 if request.draft is None else request.draft.tokens,
     )  # fmt: skip
     drafting = None
     if request.draft is not None:

@@ -45,6 +45,7 @@ from mercury_jax.decode.request import (
     continue_request,
     encode_request,
     fork_of,
+    keeps_slots,
     resume_request,
     row_mesh,
     rows_of,
@@ -251,7 +252,7 @@ def sample(
             out = collect(lm, answers, request.prompts, began, cached=cached)
             return dataclasses.replace(out, passes=made, n=n)
         session = start(lm, request)
-    cached = _cached(request, session.config)
+    cached = _cached(request, session.config, session.state.tokens.shape[1])
     if grammars is not None:
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
@@ -267,11 +268,11 @@ def sample(
     )
 
 
-def _cached(request: Request, config: DecodeConfig) -> np.ndarray:
+def _cached(request: Request, config: DecodeConfig, slots: int) -> np.ndarray:
     """Counts the tokens [B] that were in the KV cache before a call encoded anything, to be subtracted at its end."""
     cached = np.zeros(len(request.prompts), int)
     # A continued call starts from the cache of the earlier one; each of its rows may have n answers now.
-    if request.state is not None:
+    if request.state is not None and keeps_slots(config, slots, request.state.state):
         before = np.asarray(request.state.state.cache_length)[: request.state.rows]
         cached = np.repeat(before, len(cached) // len(before))
     # The prompt is encoded in the row of its first answer, and the other n - 1 rows copy its cache. A bidirectional
@@ -293,7 +294,7 @@ def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]
     with explain_wrong_params(lm):
         width = prefill_width(config, rows.tokens.shape[1], always=fork is not None)
         answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows, fork))
-    return answers, int(made), _cached(request, config)
+    return answers, int(made), _cached(request, config, rows.tokens.shape[1])
 
 
 def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:

@@ -168,8 +168,8 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
     ready = np.asarray(encodable_tokens(session.config, jnp.asarray(committed)))
     ready = np.minimum(cache_length, np.maximum(ready, 0))
     if session.config.model.config.window is not None:
-        # Layers with a window keep its keys and those of at least PREFILL more positions (`models.cache.ring_size`): a
-        # row that is cut further back is encoded again.
+        # Layers with a window keep the keys of the window and of PREFILL or more positions before it
+        # (`models.cache.ring_size`). A row that is cut further back is encoded again.
         ready[cache_length - ready > PREFILL] = 0
     cache_length[rows] = ready[rows]
     state = s._replace(committed=committed, end=end, done=done, cache_length=cache_length)

@@ -129,11 +129,6 @@ def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, 
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def slot_count(cache: Cache) -> int:
-    """Returns S, the number of slots per row, of the cache of any model: of its longest layer."""
-    return max(leaf.shape[1] for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
-
-
 # --- rings
 
 LONGEST_PASS = 512  # tokens of a pass for which rings are made, unless the passes are longer
@@ -170,7 +165,8 @@ def ring_slots(config: ModelConfig, layers: Sequence[KV], tokens: int) -> int | 
         Number of slots; None if every layer has a slot for each position.
 
     Raises:
-        ValueError: The pass is too long for the rings.
+        ValueError: The pass is too long for the rings. Not noticed in a model that has windows in all layers, since the
+            shapes of its cache do not tell a ring from a cache with a slot for every position.
     """
     sizes = {config.is_global(i): kv.k.shape[1] for i, kv in enumerate(layers)}
     size = sizes.get(False)

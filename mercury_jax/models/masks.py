@@ -150,8 +150,8 @@ def in_ring(inputs: NetworkInputs, size: int) -> NetworkInputs:
         size: Slots of the ring.
 
     Returns:
-        The inputs with slots below `size`, or OUT_OF_CACHE, and twice as many ranges (as many, if only the first range
-        of each query was used).
+        The inputs with slots below `size`, or OUT_OF_CACHE. Queries with one or two ranges, of which the first one is
+        used, have two ranges now; others have twice as many.
     """
     assert inputs.slots is not None
     slots = jnp.where(inputs.slots == OUT_OF_CACHE, OUT_OF_CACHE, inputs.slots % size)

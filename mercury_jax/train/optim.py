@@ -33,7 +33,9 @@ class OptimConfig:
 
     optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
     lr: float = 1e-3  # the peak, after warm-up
-    base_width: int = 0  # width for which lr was chosen, as `by_width` explains; 0: lr for every width
+    base_width: int = (
+        0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr as it is
+    )
     warmup: int = 100  # steps from 0 to the peak
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: float = 0.1  # the last learning rate as a share of the peak
@@ -118,9 +120,13 @@ def by_width(
     """Scales the updates of matrices, so that a learning rate chosen at `config.base_width` suits another width.
 
     An update of AdamW has entries of about 1, whatever the width, and its product with an input of D entries of about 1
-    grows as D. With a factor base_width / width, a step changes the hidden states and logits of every width alike (muP,
-    arXiv 2203.03466, table 3; with standard initialisation: arXiv 2407.05872, table 1). Muon's updates of a hidden
-    matrix are orthogonal matrices, rescaled to entries of about 0.2: their product with the input grows as sqrt(D).
+    grows as D. With a factor base_width / width, a step changes the outputs of hidden matrices and the logits of every
+    width alike (muP, arXiv 2203.03466, table 3; with standard initialisation: arXiv 2407.05872, table 1). Updates that
+    Muon makes of a hidden matrix are orthogonal matrices, rescaled to entries of about 0.2: their product with the
+    input grows as sqrt(D), and the factor is the square root. All sizes of a layer are taken to grow with the width.
+
+    Departs from muP for embeddings, which get the factor although a lookup sums over no inputs: in most of our models
+    they are the head, too.
 
     Args:
         direction: Makes the updates before weight decay and learning rate.

@@ -94,10 +94,7 @@ def test_a_cache_takes_its_bits_per_number_and_two_bytes_per_vector(bits):
     made = cache.with_kv_kind(model, f"{bits}bit").empty_cache(2, slots)
     vectors = 2 * config.layers * 2 * slots * config.kv_heads
     assert sum(x.nbytes for x in jax.tree.leaves(made)) == vectors * (config.head_dim * bits // 8 + 2)
-    assert (
-        cache.with_kv_kind(model, f"{bits}bit") is cache.with_kv_kind(model, f"{bits}bit")
-        and cache.slot_count(made) == slots
-    )
+    assert cache.with_kv_kind(model, f"{bits}bit") is cache.with_kv_kind(model, f"{bits}bit")
 
 
 def test_an_unknown_cache_format_is_refused():

@@ -118,6 +118,21 @@ def test_a_continued_call_keeps_its_keys_or_encodes_them_again(fp64):
             first = mj.sample(lm, prompts(LONG), max_tokens=20, seed=2, keep=True)
             found.append(mj.sample(lm, prompts(30), max_tokens=20, seed=5, state=first.state, **more))
         assert answers(found[0]) == answers(found[1])
+        reads_all = bool(more)  # rings of another size
+        assert found[0].encoded[0] > LONG if reads_all else found[0].encoded[0] < 100
+
+
+@pytest.mark.slow
+def test_a_drafter_may_draft_more_tokens_than_other_passes_have(fp64):
+    lm, plain = both("autoregressive", "float64")
+    wide = dataclasses.replace(tiny("bidirectional").model.config, context=4096, layers=1, dtype="float64")
+    model = models.build(wide)
+    drafter = dataclasses.replace(tiny("bidirectional"), model=model, params=model.init(jax.random.key(0)))
+    draft = mj.Draft(drafter, tokens=700)
+    found = [
+        mj.sample(one, prompts(LONG), max_tokens=24, temperature=0.0, draft=draft) for one in (lm, plain)
+    ]
+    assert_equal(*found)
 
 
 def test_a_pass_that_is_too_long_for_the_rings_is_refused():
@@ -148,6 +163,22 @@ def test_a_row_of_262144_tokens_of_diffusion_gemma_takes_less_than_6_gb():
         for x in jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, 262_144)))
     )
     assert size(decode.model) < 6e9 < 50e9 < size(lm.model)
+
+
+def test_a_row_that_began_with_an_old_prefix_stores_no_keys_that_it_does_not_have():
+    """The second prompt begins with chunks that have no keys of sliding layers, and the third one needs these keys."""
+    lm, plain = both("gemma")
+    config = EngineConfig(slots=2, queue=4, context=4096, programs="one", rules=("confidence",))
+    prompt = tuple(prompts(LONG)[0])
+    asked = [prompt, (*prompt[:1100], *prompts(40)[0]), (*prompt[:900], *prompts(40)[0])]
+    found = []
+    for one in (lm, plain):
+        engine = Engine(one, config)
+        engine.start()
+        found.append([engine.submit(EngineRequest(prompt=p, max_tokens=16, seed=1)).wait(120) for p in asked])
+        engine.stop()
+    assert [x.tokens.tolist() for x in found[0]] == [x.tokens.tolist() for x in found[1]]
+    assert found[0][1].cached == 1088  # the second prompt used the cache
 
 
 def test_the_prefix_cache_is_used_where_the_window_is_known():

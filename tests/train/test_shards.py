@@ -451,6 +451,15 @@ def test_a_complete_pack_is_left_as_it_is(tmp_path):
         pack(folder, reader)
 
 
+def test_a_pack_that_lost_a_file_is_not_taken_for_complete(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"text": "21 22"}')
+    reader, folder = Files((f"{tmp_path}/one.jsonl",)), tmp_path / "packed"
+    pack(folder, reader)
+    next(folder.glob("train-*.tokens")).unlink()
+    with pytest.raises(ValueError, match="damaged"):
+        pack(folder, reader)
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

@@ -375,8 +375,12 @@ class CompiledPrograms:
         buckets = self.buckets
         row, chunk = self._warm_up_row(bucket.capacity), prefix_cache.chunk_size(buckets.lm.model.config)
         if buckets.config.prefix_bytes and chunk is not None and chunk <= bucket.capacity:
-            keys = prefix_cache.cut_cache(jax.tree.leaves(state.cache), np.int32(0), np.int32(0), chunk)
-            row = prefix_cache.insert_cache(row, keys, np.int32(0))
+            whole = jax.tree.leaves(state.cache)
+            # Chunks that a ring does not hold any more are stored without the leaves of its layers.
+            old = [leaf if leaf.shape[1] == bucket.capacity else None for leaf in whole]
+            for leaves in (whole, old):
+                keys = prefix_cache.cut_cache(leaves, np.int32(0), np.int32(0), chunk)
+                row = prefix_cache.insert_cache(row, keys, np.int32(0))
         program = buckets.program(bucket.capacity, sampling.TRUNCATION)
         eos = np.full(bucket.rows, buckets.lm.model.config.eos, np.int32)
         unchanged = no_tokens(bucket.rows, program.width)

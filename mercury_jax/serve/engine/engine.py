@@ -322,11 +322,12 @@ class Engine:
     def _start_request(self, slots: Slots, handle: RequestHandle) -> None:
         """Puts a request into a slot, or starts the chunked prefill of its prompt."""
         request = handle.request
-        chunks, cached = self._prefix_cache.find(request.prompt, request.cache_salt)
+        prefix = self._prefix_cache.find(request.prompt, request.cache_salt)
         slots.fit(request)
-        row = self.buckets.row(slots.bucket.capacity, request, cached)
-        row = self._prefix_cache.insert(row, chunks)
-        run = RunningRequest(handle, cached, self.rules.revises[self.rules.index(request.rule)])
+        row = self.buckets.row(slots.bucket.capacity, request, prefix.tokens)
+        row = self._prefix_cache.insert(row, prefix.chunks)
+        cached, revises = prefix.tokens, self.rules.revises[self.rules.index(request.rule)]
+        run = RunningRequest(handle, cached, prefix.recent, revises)
         marks = self.lm.tokenizer.thinking
         if request.thinking and marks is not None:
             run.end_think = marks.close
@@ -380,7 +381,7 @@ class Engine:
         if request.logprobs is not None:
             logprobs = jax.device_get(programs.row_logprobs(slots.state, np.int32(now_at)))
         encoded = report.tokens[slot, : min(int(report.cache_length[slot]), end)].tolist()
-        self._prefix_cache.keep(slots.state, now_at, encoded, request.cache_salt)
+        self._prefix_cache.keep(slots.state, now_at, encoded, request.cache_salt, run.recent)
         slots.requests[now_at] = None
         final = final_snapshot(run, report, slot, self._ends, logprobs)
         self._counts["failed" if final.finish == "error" else "finished"] += 1

@@ -82,8 +82,10 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
     # Activations, in fp32: hidden states [positions, width] of all canvases and of one prefill pass, and the logits of
     # all active blocks, which are computed in chunks of the vocabulary unless they are small.
     positions = largest.rows * program.width + PREFILL_WIDTH
-    whole = 4 * largest.rows * program.window * model.vocab <= program.logit_bytes
-    ids = model.vocab if whole else min(model.vocab, program.vocab_chunk)
+    shards = 1 if buckets.mesh is None else dict(buckets.mesh.shape).get("tensor", 1)
+    vocab = -(-model.vocab // shards)
+    whole = 4 * largest.rows * program.window * vocab <= program.logit_bytes
+    ids = vocab if whole else min(vocab, program.vocab_chunk)
     logits = largest.rows * program.window * ids * LOGIT_COPIES
     return EngineMemory(
         cache=int(_device_bytes(state.cache, shardings and shardings.cache) * states),

@@ -117,6 +117,20 @@ def insert_cache(row: State, leaves: Sequence[Array | None], start: Int[Array, "
     return row._replace(cache=structure.unflatten(new))
 
 
+class Prefix(NamedTuple):
+    """The cached part of a prompt.
+
+    Attributes:
+        chunks: The chunks in order.
+        tokens: Number of tokens that they cover.
+        recent: The position from which on a row with these chunks has the keys of layers with a sliding window.
+    """
+
+    chunks: list[Chunk]
+    tokens: int
+    recent: int
+
+
 class PrefixCache:
     """Chunks of keys and values on the device. Beyond `limit` bytes the least recently used chunks are dropped.
 
@@ -134,7 +148,7 @@ class PrefixCache:
         self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()  # least recently used first
         self.bytes = 0
 
-    def find(self, ids: Sequence[int], salt: str) -> tuple[list[Chunk], int]:
+    def find(self, ids: Sequence[int], salt: str) -> Prefix:
         """Finds the longest cached prefix of a prompt.
 
         The prefix never includes the last token of the prompt, which the request must encode itself.
@@ -144,7 +158,7 @@ class PrefixCache:
             salt: `cache_salt` of the request.
 
         Returns:
-            The chunks of the prefix in order, and the number of tokens that they cover.
+            The prefix.
         """
         found: list[bytes] = []
         usable = complete = 0  # chunks of the longest usable prefix; complete chunks at the end of `found`
@@ -164,7 +178,9 @@ class PrefixCache:
         # chunks are dropped from the end of a chain, since a chunk is useless without the chunks before it.
         for link in reversed(found):
             self._chunks.move_to_end(link)
-        return [self._chunks[link] for link in found], len(found) * self._size
+        chunks = [self._chunks[link] for link in found]
+        first = next((i + 1 for i in reversed(range(len(chunks))) if not chunks[i].complete), 0)
+        return Prefix(chunks, len(chunks) * self._size, first * self._size)
 
     def insert(self, row: State, chunks: Sequence[Chunk]) -> State:
         """Writes chunks to the KV cache of a row, from position 0 on.
@@ -180,7 +196,7 @@ class PrefixCache:
             row = insert_cache(row, chunk.leaves, np.int32(i * self._size))
         return row
 
-    def keep(self, state: State, slot: int, ids: Sequence[int], salt: str) -> None:
+    def keep(self, state: State, slot: int, ids: Sequence[int], salt: str, recent: int = 0) -> None:
         """Stores the complete chunks of a row, and drops the least recently used ones beyond the limit.
 
         Args:
@@ -188,6 +204,7 @@ class PrefixCache:
             slot: Index of the row.
             ids: Token ids of the row, as far as their keys and values are in its KV cache.
             salt: `cache_salt` of the request.
+            recent: `Prefix.recent` of the prefix that the row began with.
         """
         if not self._limit:
             return
@@ -195,7 +212,8 @@ class PrefixCache:
         slots, leaves = state.tokens.shape[1], jax.tree.leaves(state.cache)
         for i, link in enumerate(chain):
             start, old = i * self._size, self._chunks.get(link)
-            if old is not None and old.complete:
+            # Before `recent` the row itself has no keys of layers with a sliding window.
+            if start < recent or (old is not None and old.complete):
                 continue
             known = [leaf if self._holds(leaf.shape[1], slots, start, len(ids)) else None for leaf in leaves]
             complete = all(leaf is not None for leaf in known)
@@ -205,7 +223,8 @@ class PrefixCache:
             self.bytes += tree_bytes(chunk.leaves) - (0 if old is None else tree_bytes(old.leaves))
             self._chunks[link] = chunk
         for link in reversed(chain):
-            self._chunks.move_to_end(link)
+            if link in self._chunks:
+                self._chunks.move_to_end(link)
         while self.bytes > self._limit:
             _, dropped = self._chunks.popitem(last=False)
             self.bytes -= tree_bytes(dropped.leaves)

@@ -26,6 +26,7 @@ class RunningRequest:
     Attributes:
         handle: Receives the snapshots of the request.
         cached: Number of prompt tokens found in the prefix cache.
+        recent: `Prefix.recent` of these tokens.
         revises: Whether the decoding rule may still change accepted tokens, so that only committed ones are final.
         end_think: Token id that closes the thinking; -1 for a request without thinking.
         forwards: Denoising passes so far.
@@ -34,6 +35,7 @@ class RunningRequest:
 
     handle: RequestHandle
     cached: int
+    recent: int
     revises: bool
     end_think: int = -1
     forwards: int = 0

@@ -113,9 +113,11 @@ def pack(
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "dtype": "<u2" if size <= 2**16 else "<u4", "prompts": reader.prompts, "version": corpus.VERSION,
     }  # fmt: skip
-    if (folder / corpus.MANIFEST).exists() and not (folder / PLAN).exists():
+    if is_complete(folder):
         complete = json.loads((folder / corpus.MANIFEST).read_text(encoding="utf-8"))
         _check_equal(plan, complete, f"the complete pack of {folder}")
+        for side in SIDES:
+            corpus.open_corpus(folder, side)  # raises if a file is missing or has another size
         return complete
     # Groups are cut by bytes of text, so they are the same on each call: complete shards end after a known group.
     done = _begin(folder, plan)
@@ -135,6 +137,11 @@ def pack(
 
 
 # --- the folder
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Tells whether a folder holds a complete pack, not an interrupted one."""
+    return (Path(folder) / corpus.MANIFEST).exists() and not (Path(folder) / PLAN).exists()
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
