@@ -16,8 +16,9 @@ SOURCES = structure.sources()
 COUNTS = structure.counts(SOURCES)
 
 # The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks. They
-# rose from 204 files and 31,000 lines with corpora as shards, LoRA, jobs of several processes and training by rewards.
-AT_MOST = {"files": 230, "functions_per_1000_lines": 42.5, "code_lines": 35_000}
+# rose from 204 files and 31,000 lines with corpora as shards, LoRA, jobs of several processes and training by rewards,
+# then from 35,000 lines with rings of sliding layers and the bytes and kernels of a pass.
+AT_MOST = {"files": 230, "functions_per_1000_lines": 42.5, "code_lines": 35_400}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.
