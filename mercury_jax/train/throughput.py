@@ -15,11 +15,13 @@ from mercury_jax.config import ModelConfig
 from mercury_jax.sharding import path_name
 from mercury_jax.types import Params
 
-# Dense bf16 FLOP/s from the data sheets (T4: fp16, since it has no bf16). A `device_kind` of JAX starts with one of these names; the longest one counts.
+# Dense bf16 FLOP/s from the data sheets (T4: fp16, since it has no bf16). A `device_kind` of JAX starts with one of
+# these names; the longest one counts.
 PEAK = {
     "NVIDIA B200": 2250e12, "NVIDIA GB200": 2500e12, "NVIDIA H200": 989e12, "NVIDIA GH200": 989e12,
     "NVIDIA H100 PCIe": 756e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12, "NVIDIA A10G": 70e12, "Tesla T4": 65e12, "NVIDIA GeForce RTX 5090": 209e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12,
+    "NVIDIA L4": 121e12, "NVIDIA A10G": 70e12, "Tesla T4": 65e12,
+    "NVIDIA GeForce RTX 5090": 209e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12,
     "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU v6e": 918e12,
 }  # fmt: skip
 
