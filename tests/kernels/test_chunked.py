@@ -154,7 +154,7 @@ def test_chunked_attention_equals_the_reference(slots):
 
 def test_a_gpu_without_a_kernel_reads_a_long_cache_in_large_chunks():
     slots = 4 * LONG_CHUNK + 300
-    q, k, v, ranges = cache_inputs(slots)
+    q, k, v, ranges = map(jnp.asarray, cache_inputs(slots))
     run = jax.jit(functools.partial(attend, backend="chunked_long"))
     np.testing.assert_allclose(run(q, k, v, ranges), run_plain(q, k, v, ranges), atol=2e-6)
     chosen = lambda n: attention._choose(

@@ -1,4 +1,7 @@
-"""Rings of layers with a sliding window: the same answers as a cache with a slot for every position, in less memory."""
+"""Rings of layers with a sliding window: the same answers as a cache with a slot for every position, in less memory.
+
+Those of the server are in tests/serve/engine/test_prefix_cache.py.
+"""
 
 import dataclasses
 import math
@@ -15,8 +18,6 @@ from mercury_jax.decode import defaults
 from mercury_jax.decode.decode_config import build_config
 from mercury_jax.models import cache
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.sharding import mesh, shardings
 from mercury_jax.types import LM, Pass
 from tests.tiny import VOCAB, tiny, tokenizer
@@ -163,44 +164,6 @@ def test_a_row_of_262144_tokens_of_diffusion_gemma_takes_less_than_6_gb():
         for x in jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, 262_144)))
     )
     assert size(decode.model) < 6e9 < 50e9 < size(lm.model)
-
-
-def test_a_row_that_began_with_an_old_prefix_stores_no_keys_that_it_does_not_have():
-    """The second prompt begins with chunks that have no keys of sliding layers, and the third one needs these keys."""
-    lm, plain = both("gemma")
-    config = EngineConfig(slots=2, queue=4, context=4096, programs="one", rules=("confidence",))
-    prompt = tuple(prompts(LONG)[0])
-    asked = [prompt, (*prompt[:1100], *prompts(40)[0]), (*prompt[:900], *prompts(40)[0])]
-    found = []
-    for one in (lm, plain):
-        engine = Engine(one, config)
-        engine.start()
-        found.append([engine.submit(EngineRequest(prompt=p, max_tokens=16, seed=1)).wait(120) for p in asked])
-        engine.stop()
-    assert [x.tokens.tolist() for x in found[0]] == [x.tokens.tolist() for x in found[1]]
-    assert found[0][1].cached == 1088  # the second prompt used the cache
-
-
-def test_the_prefix_cache_is_used_where_the_window_is_known():
-    lm, plain = both("gemma")
-    config = EngineConfig(slots=2, queue=4, context=4096, programs="one", rules=("confidence",))
-    prompt = tuple(prompts(LONG)[0])
-    asked = [
-        prompt,
-        (*prompt, *prompts(40)[0]),  # continues: the chunks before its new tokens are known
-        (*prompt[:1400], *prompts(40)[0]),  # the window before token 1,344 is still in the ring
-        (*prompt[:600], *prompts(40)[0]),  # the window before token 600 has been overwritten: encoded anew
-        (*prompt[:600], *prompts(50)[0]),  # and is known from then on
-    ]
-    found = []
-    for one in (lm, plain):
-        engine = Engine(one, config)
-        engine.start()
-        found.append([engine.submit(EngineRequest(prompt=p, max_tokens=16, seed=1)).wait(120) for p in asked])
-        engine.stop()
-    assert [x.tokens.tolist() for x in found[0]] == [x.tokens.tolist() for x in found[1]]
-    assert [x.cached for x in found[0]] == [0, 1472, 1344, 0, 640]
-    assert [x.cached for x in found[1]] == [0, 1472, 1344, 576, 640]
 
 
 @pytest.mark.slow

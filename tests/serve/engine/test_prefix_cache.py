@@ -1,0 +1,40 @@
+"""The prefix cache of models with sliding windows: a prefix is used where the keys of its last window are known."""
+
+from mercury_jax.serve.engine.engine import Engine
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
+from tests.models.test_rings import LONG, both, prompts
+
+CONFIG = EngineConfig(slots=2, queue=4, context=4096, programs="one", rules=("confidence",))
+
+
+def finals(lm, asked):
+    """The last snapshot of each request, one after the other."""
+    engine = Engine(lm, CONFIG)
+    engine.start()
+    found = [engine.submit(EngineRequest(prompt=p, max_tokens=16, seed=1)).wait(120) for p in asked]
+    engine.stop()
+    return found
+
+
+def test_a_row_that_began_with_an_old_prefix_stores_no_keys_that_it_does_not_have():
+    """The second prompt begins with chunks that have no keys of sliding layers, and the third one needs these keys."""
+    prompt = tuple(prompts(LONG)[0])
+    asked = [prompt, (*prompt[:1100], *prompts(40)[0]), (*prompt[:900], *prompts(40)[0])]
+    found, want = (finals(lm, asked) for lm in both("gemma"))
+    assert [x.tokens.tolist() for x in found] == [x.tokens.tolist() for x in want]
+    assert found[1].cached == 1088  # the second prompt used the cache
+
+
+def test_the_prefix_cache_is_used_where_the_window_is_known():
+    prompt = tuple(prompts(LONG)[0])
+    asked = [
+        prompt,
+        (*prompt, *prompts(40)[0]),  # continues: the chunks before its new tokens are known
+        (*prompt[:1400], *prompts(40)[0]),  # the window before token 1,344 is still in the ring
+        (*prompt[:600], *prompts(40)[0]),  # the window before token 600 has been overwritten: encoded anew
+        (*prompt[:600], *prompts(50)[0]),  # and is known from then on
+    ]
+    found, want = (finals(lm, asked) for lm in both("gemma"))
+    assert [x.tokens.tolist() for x in found] == [x.tokens.tolist() for x in want]
+    assert [x.cached for x in found] == [0, 1472, 1344, 0, 640]
+    assert [x.cached for x in want] == [0, 1472, 1344, 576, 640]
