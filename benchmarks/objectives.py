@@ -200,6 +200,23 @@ def held_out_windows(args: ObjectivesBenchmark, tokenizer: Any) -> np.ndarray:
     return ids[starts[:, None] + np.arange(WINDOW)]
 
 
+def scored(lm: LM, windows: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores windows by `mj.score`.
+
+    Args:
+        lm: The trained model.
+        windows: Ids [N, WINDOW]; the first id of each is given.
+        samples: Noised copies of each window.
+
+    Returns:
+        Nats of each window [N], the standard error of its noise [N], and its size in bytes, times ln 2 [N]: bits per
+        byte are nats over size.
+    """
+    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])
+    found = mj.score(lm, windows[:, :1], windows[:, 1:], samples=samples)
+    return -np.asarray(found.log_p), np.asarray(found.se), lengths[windows[:, 1:]].sum(1) * math.log(2)
+
+
 def evaluate(lm: LM, args: ObjectivesBenchmark) -> dict[str, float]:
     """Estimates bits per byte by `mj.score`, and a second time on the first CHECKED windows.
 
@@ -212,14 +229,11 @@ def evaluate(lm: LM, args: ObjectivesBenchmark) -> dict[str, float]:
         `bits_per_byte_checked` and `bits_per_byte_again` are both estimates on the CHECKED windows, to be compared.
     """
     windows = held_out_windows(args, lm.tokenizer)
-    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])
-    size = lengths[windows[:, 1:]].sum(1) * math.log(2)  # bits per byte = nats / (bytes ln 2)
-    found = mj.score(lm, windows[:, :1], windows[:, 1:], samples=args.samples)
-    nats = -np.asarray(found.log_p)
+    nats, se, size = scored(lm, windows, args.samples)
     report = {
         "bits_per_byte": nats.sum() / size.sum(),
         "se_over_windows": float(np.std(nats / size, ddof=1) / np.sqrt(len(nats))),
-        "se_of_noise": float(np.sqrt((np.asarray(found.se) ** 2).sum()) / size.sum()),
+        "se_of_noise": float(np.sqrt((se**2).sum()) / size.sum()),
     }
     some = windows[:CHECKED]
     again, error = second_estimate(lm, some)

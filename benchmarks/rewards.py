@@ -56,7 +56,9 @@ class RewardsBenchmark:
     """Of the problems."""
 
     def __post_init__(self):
-        at_least(1, **{"--limit": self.limit, "--max-tokens": self.max_tokens or 1})
+        at_least(1, **{"--limit": self.limit})
+        if self.max_tokens is not None:
+            at_least(1, **{"--max-tokens": self.max_tokens})
         if self.task not in TASKS:
             raise refuse("--task", self.task, ", ".join(sorted(TASKS)))
         if self.most_givens is not None and not self.task.startswith("sudoku"):

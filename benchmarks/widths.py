@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 
 import mercury_jax as mj
-from benchmarks.objectives import METHODS, ObjectivesBenchmark, held_out_windows, prepare, recipe
+from benchmarks.objectives import METHODS, ObjectivesBenchmark, held_out_windows, prepare, recipe, scored
 from mercury_jax.cli import app, arguments
 from mercury_jax.cli.app import INTERRUPTED
 from mercury_jax.cli.arguments import Int, Ints, option
@@ -29,7 +29,7 @@ from mercury_jax.train.optim import OptimConfig, OptimizerName
 from mercury_jax.train.recipe import TrainConfig
 
 HEAD = 32  # size of a head: a wider model has more heads
-RATES = {"adamw": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+RATES = {"adamw": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), "muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +110,8 @@ def bits_per_byte(source: Path, args: WidthsBenchmark) -> tuple[float, int]:
         Bits per byte, and the number of parameters.
     """
     lm = mj.load(source)
-    windows = held_out_windows(objectives_args(args), lm.tokenizer)
-    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])
-    found = mj.score(lm, windows[:, :1], windows[:, 1:], samples=args.samples)
-    return float(-np.asarray(found.log_p).sum() / lengths[windows[:, 1:]].sum() / np.log(2)), lm.parameters
+    nats, _, size = scored(lm, held_out_windows(objectives_args(args), lm.tokenizer), args.samples)
+    return float(nats.sum() / size.sum()), lm.parameters
 
 
 def best_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:

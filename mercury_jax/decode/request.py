@@ -403,8 +403,8 @@ def keeps_slots(config: DecodeConfig, slots: int, before: State) -> bool:
     Returns:
         Whether the keys of the earlier state can be copied.
     """
-    if isinstance(before.cache, guidance.GuidedCache):
-        return True  # it has a slot for every position, and so has the one that continues it
+    if config.model.config.window is None or isinstance(before.cache, guidance.GuidedCache):
+        return True  # every layer has a slot for each position, before and now
     cache = jax.eval_shape(lambda: config.model.empty_cache(1, slots))
     cache = cache.conditional if isinstance(cache, guidance.GuidedCache) else cache
     earlier = before.tokens.shape[1]

@@ -205,9 +205,8 @@ def _empty_rings(model: Model, size: int, batch: int, slots: int) -> Cache:
     is_layer = lambda x: isinstance(x, KV)
     layers, structure = jax.tree.flatten(whole, is_leaf=is_layer)
     rings = jax.tree.leaves(short, is_leaf=is_layer)
-    numbers = iter(
-        range(len(layers))
-    )  # `KV` records are in the order of the layers; other leaves have no window
+    # `KV` records are in the order of the layers; other leaves have no window.
+    numbers = iter(range(len(layers)))
     chosen = [
         ring if is_layer(layer) and not model.config.is_global(next(numbers)) else layer
         for layer, ring in zip(layers, rings, strict=True)

@@ -33,9 +33,7 @@ class OptimConfig:
 
     optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
     lr: float = 1e-3  # the peak, after warm-up
-    base_width: int = (
-        0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr as it is
-    )
+    base_width: int = 0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
     warmup: int = 100  # steps from 0 to the peak
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: float = 0.1  # the last learning rate as a share of the peak
@@ -185,9 +183,8 @@ def _muon(c: OptimConfig) -> optax.GradientTransformation:
         """Says which axes of a hidden matrix are contracted; None for parameters that AdamW updates."""
         if not _is_hidden(path, x):
             return None
-        if x.ndim == 3 and re.search(
-            r"(^|/)o/w$", path_name(path)
-        ):  # [H, K, D]: contracts heads and their width
+        # [H, K, D]: contracts heads and their width.
+        if x.ndim == 3 and re.search(r"(^|/)o/w$", path_name(path)):
             return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
         return MuonDimensionNumbers(reduction_axis=0, output_axis=tuple(range(1, x.ndim)))
 

@@ -29,6 +29,7 @@ def test_one_class_gives_no_interval():
         ("--task sudoku5", "--task is 'sudoku5'; allowed: add2, "),
         ("--task countdown3 --most-givens 5", "--most-givens is 5; allowed: a Sudoku as --task"),
         ("--most-givens 1", "--most-givens is 1; allowed: more givens"),
+        ("--max-tokens 0", "--max-tokens is 0; allowed: 1 or more"),
         ("--limit 0", "--limit is 0; allowed: 1 or more"),
         ("--threshold 0.9 --temperature 1", "--threshold is 0.9; allowed: --temperature 0"),
     ],

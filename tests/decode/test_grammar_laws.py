@@ -267,7 +267,7 @@ def test_an_answer_is_calls_or_a_value_and_never_a_mixture():
 
 
 def test_no_step_searches_longer_than_its_time_and_the_answer_still_obeys(monkeypatch):
-    """Each state of a large grammar takes milliseconds; whoever shares the batch waits for the search."""
+    """Each state of a large grammar takes milliseconds, and the other rows of the batch wait for the search."""
     child = EndSearch._child
 
     def slow(*args, **named):

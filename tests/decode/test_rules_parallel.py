@@ -138,7 +138,7 @@ def test_they_decode_as_their_references_do(name, rule, steps):
 
 
 def test_factor_may_leave_the_last_mask_to_the_next_step():
-    """Where only the least sure mask fails, the reference takes it all the same."""
+    """If only the least confident mask fails the test, the reference still accepts it."""
     kept, waits = goldens(), 0
     for logits, theirs in zip(kept["logits"], kept["factor"], strict=True):
         for ours, reference, before in follow(masked.factor(1.0, 0), logits, theirs, 20):

@@ -9,6 +9,7 @@ are compiled in the background, together with the small programs that move rows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as 
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet
 from mercury_jax.sharding import cache_shardings, dividing_axes, model_parallel_mesh, with_mesh
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Model
 
 SMALLEST = 256  # positions per row of the smallest bucket; larger buckets double it
 PREFILL_WIDTH = 256  # tokens per forward pass in the prefill of a long prompt; a multiple of every block size
@@ -135,9 +136,7 @@ class Buckets(NamedTuple):
     def sizes(self, capacity: int) -> programs.RowSizes:
         """Returns the sizes of the axes of a state whose rows have `capacity` positions."""
         model = self.program(capacity, sampling.PLAIN).model
-        leaves = jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, capacity)))
-        slots = tuple(leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in leaves)
-        return programs.RowSizes(capacity, self.width(capacity), slots)
+        return programs.RowSizes(capacity, self.width(capacity), _cache_slots(model, capacity))
 
     def row(self, capacity: int, request: EngineRequest, cached: int = 0) -> State:
         """Makes the state of one row that starts a request.
@@ -203,6 +202,13 @@ class Buckets(NamedTuple):
         """Places a state on the model's mesh; returns it unchanged on a single device."""
         shardings = self.shardings(state)
         return state if shardings is None else jax.device_put(state, shardings)
+
+
+@functools.lru_cache(64)  # rows move between dispatches, which must not wait for a trace
+def _cache_slots(model: Model, capacity: int) -> tuple[int, ...]:
+    """Lists the slots of each leaf of the KV cache for rows of `capacity` positions; 0 for a leaf without slots."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, capacity)))
+    return tuple(leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in leaves)
 
 
 def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
@@ -378,7 +384,7 @@ class CompiledPrograms:
             whole = jax.tree.leaves(state.cache)
             # Chunks that a ring does not hold any more are stored without the leaves of its layers.
             old = [leaf if leaf.shape[1] == bucket.capacity else None for leaf in whole]
-            for leaves in (whole, old):
+            for leaves in (whole, old) if any(leaf is None for leaf in old) else (whole,):
                 keys = prefix_cache.cut_cache(leaves, np.int32(0), np.int32(0), chunk)
                 row = prefix_cache.insert_cache(row, keys, np.int32(0))
         program = buckets.program(bucket.capacity, sampling.TRUNCATION)
