@@ -22,6 +22,7 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.hub.tokenizer import unpack
+from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, distributed, loop, lora, report
 from mercury_jax.train.data.corpus import Shards
@@ -163,6 +164,7 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
         dtype = None  # the base is never updated, so it needs no more precision than the checkpoint has
     own_mask = mask if mask is not None and hub.takes_mask(config.init, mask) else None
     first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on)
+    check_not_quantised(first.params)
     # The tokenizer of an autoregressive checkpoint has no mask token: the recipe's mask id is added.
     return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))
 

@@ -325,11 +325,12 @@ class ModelConfig:
         head_dim: Size of a head.
         ffn: Hidden units of the feed-forward.
         pattern: Which tokens each token attends to:
-            bidirectional    all tokens of the sequence (LLaDA, Dream, MDLM);
-            block_causal     blocks of `block` tokens: its own block and the blocks before it (BD3-LM, LLaDA2,
-                             SDAR); with block 1 the model is autoregressive;
-            causal_encoder   known tokens are encoded causally; the canvas of `block` tokens after them attends to
-                             all known tokens and to itself (DiffusionGemma).
+
+            - "bidirectional": all tokens of the sequence (LLaDA, Dream, MDLM).
+            - "block_causal": blocks of `block` tokens, its own block and the blocks before it (BD3-LM, LLaDA2, SDAR);
+              with block 1 the model is autoregressive.
+            - "causal_encoder": known tokens are encoded causally; the canvas of `block` tokens after them attends to
+              all known tokens and to itself (DiffusionGemma).
         block: Tokens of a block or canvas.
         rope_theta: Base of the RoPE frequencies.
         rope_fraction: Fraction of the head dimensions that RoPE rotates.

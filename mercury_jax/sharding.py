@@ -146,7 +146,7 @@ class MatrixAxes(NamedTuple):
 def matrix_axes(name: str) -> MatrixAxes | None:
     """Tells which axes of an attention, feed-forward or expert matrix are contracted.
 
-    Weight quantisation and LoRA use it to find the matrices that they apply to.
+    LoRA applies to these matrices. Weight quantisation applies to the tables as well, see `quantised_axes`.
 
     Args:
         name: `path_name` of a parameter.
@@ -158,6 +158,19 @@ def matrix_axes(name: str) -> MatrixAxes | None:
     if last not in MATRICES or "router" in stems:
         return None
     return MatrixAxes(1, 1) if last != "w" else MatrixAxes(2 if stems[-1] == "o" else 1, 0)
+
+
+def quantised_axes(name: str) -> MatrixAxes | None:
+    """Tells which axes of a parameter share a scale under weight quantisation.
+
+    Args:
+        name: `path_name` of a parameter.
+
+    Returns:
+        The axes of a matrix (`matrix_axes`); of the embedding table [V, D], whose scales are one per id, as if each id
+        were an expert with D inputs; and of the output head [D, V]. None for parameters that are never quantised.
+    """
+    return {"embed": MatrixAxes(1, 1), "head": MatrixAxes(1, 0)}.get(name) or matrix_axes(name)
 
 
 def partition_spec(

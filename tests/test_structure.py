@@ -17,22 +17,27 @@ COUNTS = structure.counts(SOURCES)
 
 # The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks. They
 # rose from 204 files and 31,000 lines with corpora as shards, LoRA, jobs of several processes and training by rewards,
-# then from 35,000 lines with rings of sliding layers and the bytes and kernels of a pass.
-AT_MOST = {"files": 230, "functions_per_1000_lines": 42.5, "code_lines": 35_400}
+# then from 35,000 lines with rings of sliding layers and the bytes and kernels of a pass, then with plans, and with
+# kernels for training, norms, routing, experts and the heads of attention, and published quantised checkpoints.
+AT_MOST = {"files": 247, "functions_per_1000_lines": 42.5, "code_lines": 38_800}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.
 SAME_NAME = {
     "app.py": {"cli", "serve", "serve/playground"},
     "attention.py": {"kernels", "kernels/hopper"},
+    "dispatch.py": {"kernels", "kernels/hopper"},
     "dit.py": {"hub/families", "models"},
     "export.py": {"checkpoint", "hub"},
     "gemma.py": {"hub/families", "models"},
     "grouped_matmul.py": {"kernels", "kernels/hopper"},
     "infill.py": {"cli", "decode"},
     "masked.py": {"decode/rules", "train/objectives"},
+    "qk_norm_rope.py": {"kernels", "kernels/hopper"},
     "report.py": {"cli", "train"},
+    "residual_norm.py": {"kernels", "kernels/hopper"},
     "request.py": {"decode", "serve/engine"},
+    "routing.py": {"kernels", "kernels/hopper"},
     "runner.py": {"bench/gpu", "evaluate"},
     "sample.py": {"cli", "decode"},
     "search.py": {"decode", "decode/grammar"},

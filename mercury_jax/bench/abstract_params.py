@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mercury_jax import hub, models, noise
 from mercury_jax.config import (
@@ -28,12 +27,20 @@ from mercury_jax.config import (
     one_of,
     refuse,
 )
+from mercury_jax.hub.family import families
 from mercury_jax.hub.load import WIDE, open_checkpoint
-from mercury_jax.hub.params import shapes_of
+from mercury_jax.hub.params import (
+    Formats,
+    formats_of,
+    input_shards,
+    param_bytes,
+    quantised_specs,
+    shapes_of,
+)
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
-from mercury_jax.sharding import matrix_axes, partition_spec
+from mercury_jax.models.weight_quant import WEIGHT_KINDS
+from mercury_jax.sharding import AXES, partition_spec, quantised_axes
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 from mercury_jax.types import LM, Model
 
@@ -69,6 +76,31 @@ LLADA = ModelConfig(
     norm_eps=1e-5, context=4096, dtype="bfloat16", mask=126336, pad=126081, eos=126081,
 )  # fmt: skip
 
+# Dream-org/Dream-v0-Instruct-7B: Qwen2.5-7B without the causal mask; the logits of a position predict the next one.
+DREAM = ModelConfig(
+    vocab=152064, width=3584, layers=28, heads=28, kv_heads=4, head_dim=128, ffn=18944, pattern="bidirectional",
+    block=32, alignment="shifted", rope_theta=1e6, qkv_bias=True, qk_norm=False, tied=False, zero_centred=False,
+    scale_embed=False, norm_eps=1e-6, context=131072, dtype="bfloat16", mask=151666, pad=151643, eos=151643,
+)  # fmt: skip
+
+# JetLM/SDAR-30B-A3B-Chat-b32: Qwen3-30B-A3B in causal blocks of 32; 128 experts in every layer, 8 of them active.
+SDAR = ModelConfig(
+    vocab=151936, width=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144,
+    experts=Experts(count=128, active=8, width=768), pattern="block_causal", block=32, rope_theta=1e6, qk_norm=True,
+    tied=False, zero_centred=False, scale_embed=False, norm_eps=1e-6, context=32768, dtype="bfloat16", mask=151669,
+    pad=151643, eos=151643,
+)  # fmt: skip
+
+# inclusionAI/LLaDA2.0-mini, 16B: a dense first layer, then 256 experts in 8 groups: 8 of 4 groups, and a shared one.
+LLADA2_MINI = ModelConfig(
+    vocab=157184, width=2048, layers=20, heads=16, kv_heads=4, head_dim=128, ffn=5120,
+    experts=Experts(count=256, active=8, width=512, score="sigmoid", scale=2.5, groups=8, active_groups=4,
+                    correction=True, shared=512, dense=(0,)),
+    pattern="block_causal", block=32, rope_theta=6e5, rope_fraction=0.5, qk_norm=True, tied=False,
+    zero_centred=False, scale_embed=False, norm_eps=1e-6, context=32768, dtype="bfloat16", mask=156895, pad=156892,
+    eos=156892,
+)  # fmt: skip
+
 
 def causal_encoder(
     width: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int
@@ -95,9 +127,19 @@ GEMMA_DECODING = {
 
 MASKED, UNIFORM = NoiseConfig(kind="absorbing"), NoiseConfig(kind="uniform")
 
+
+def family_decoding(name: str) -> Mapping[str, Any]:
+    """The published sampling settings of a family, which `load` gives its checkpoints too."""
+    found = next(family.decoding for family in families() if family.name == name)
+    return found({}, {}) if callable(found) else found
+
+
 PRESETS = {
     "diffusiongemma-26b-a4b": ModelPreset(DIFFUSION_GEMMA, UNIFORM, GEMMA_DECODING),
-    "llada-8b": ModelPreset(LLADA, MASKED),
+    "llada-8b": ModelPreset(LLADA, MASKED, family_decoding("LLaDA")),
+    "dream-7b": ModelPreset(DREAM, MASKED, family_decoding("Dream")),
+    "sdar-30b-a3b": ModelPreset(SDAR, MASKED, family_decoding("SDAR, TraDo")),
+    "llada2-mini": ModelPreset(LLADA2_MINI, MASKED, family_decoding("LLaDA2.0, 2.1")),
     "mercury-100m": ModelPreset(causal_encoder(768, 12, 12, 4, 64, 2048), MASKED),
     "mercury-350m": ModelPreset(causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED),
     "mercury-1b": ModelPreset(causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED),
@@ -135,6 +177,7 @@ class ModelSource(NamedTuple):
         stored: Dtype of its parameters.
         decoding: Sampling settings; see `LM.decoding`.
         recipe: The training recipe, if the model was given as one.
+        formats: Formats of the matrices that the checkpoint has quantised, by path.
     """
 
     name: str
@@ -143,6 +186,7 @@ class ModelSource(NamedTuple):
     stored: Any
     decoding: Mapping[str, Any] = {}
     recipe: TrainConfig | None = None
+    formats: Formats = {}
 
 
 def source(name: str, dtype: str | None = None) -> ModelSource:
@@ -179,7 +223,8 @@ def _found(name: str) -> ModelSource:
     config, stored = opened.config, opened.stored_dtype
     if opened.family is None and config.dtype in WIDE:  # in our own layout, `load` converts the parameters
         stored = jnp.dtype(config.dtype)
-    return ModelSource(opened.name, config, opened.noise, stored, opened.decoding)
+    formats = {} if opened.quantised is None else opened.quantised.formats
+    return ModelSource(opened.name, config, opened.noise, stored, opened.decoding, formats=formats)
 
 
 def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:
@@ -192,45 +237,74 @@ def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> 
 
     Returns:
         A model whose programs can be lowered but not run.
+
+    Raises:
+        ValueError: An unknown kind of quantisation, or the checkpoint is already quantised.
     """
     c = found.config
+    if quantise is not None and found.formats:
+        raise refuse("--quantise", quantise, "none: the checkpoint is quantised")
     model = models.build(c)
     corruption = noise.build(found.noise or NoiseConfig(kind="uniform"), c.vocab, c.mask)
-    params = abstract_params(model, mesh, found.stored, quantise)
+    params = abstract_params(model, mesh, found.stored, quantise or found.formats)
     return LM(model, params, IdTokenizer.of(c), corruption, found.name, decoding=found.decoding)
 
 
-def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) -> Any:
-    """Makes the tree of parameters as shapes with shardings. Scales of quantised matrices are replicated.
+def weight_bytes(found: ModelSource, sizes: Mapping[str, int], quantise: str | None = None) -> int:
+    """Computes the bytes of the weights on each device, by arithmetic.
+
+    Args:
+        found: The model, from `source`.
+        sizes: Size of the mesh by axis; an axis that is left out has one device.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+
+    Returns:
+        Bytes per device.
+
+    Raises:
+        ValueError: An unknown kind of quantisation.
+    """
+    _check_quantise(quantise)
+    mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+    return param_bytes(models.build(found.config), mesh, found.stored, quantise)
+
+
+def _check_quantise(quantise: str | None) -> None:
+    if quantise is not None and quantise not in WEIGHT_KINDS:
+        raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
+
+
+def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | Formats | None = None) -> Any:
+    """Makes the tree of parameters as shapes with shardings. Scales of outputs are replicated.
 
     Args:
         model: Pure functions of the model.
         mesh: The devices.
         dtype: Dtype of the parameters that are not quantised.
-        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits, or the formats of a quantised checkpoint.
 
     Returns:
-        A nested dict with a `jax.ShapeDtypeStruct`, or a `QuantisedWeight` of two, for each parameter.
+        A nested dict with a `jax.ShapeDtypeStruct`, or a quantised matrix of these, for each parameter.
 
     Raises:
         ValueError: An unknown kind of quantisation.
     """
-    if quantise is not None and quantise not in WEIGHT_KINDS:
-        raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
+    if isinstance(quantise, str):
+        _check_quantise(quantise)
     params: dict[str, Any] = {}
-    replicated = NamedSharding(mesh, PartitionSpec())
+    formats = formats_of(model, quantise)
     for path, like in shapes_of(model).items():
-        where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
-        axes = None if quantise is None else matrix_axes(path)
-        if quantise is None or axes is None:
-            value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
-        else:
-            inputs, batch = axes
-            small = WEIGHT_KINDS[quantise](np.ones((1,) * len(like.shape)), inputs, batch)  # for its dtypes
-            scale = (*like.shape[:batch], *like.shape[batch + inputs :])
-            value = QuantisedWeight(
-                jax.ShapeDtypeStruct(like.shape, small.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
-                jax.ShapeDtypeStruct(scale, small.scale.dtype, sharding=replicated),  # pyright: ignore[reportArgumentType]
-            )
-        params[path] = value
+        spec = partition_spec(path, like.shape, model.shardings, mesh)
+        axes, kind = quantised_axes(path), formats.get(path)
+        if kind is None or axes is None:
+            params[path] = jax.ShapeDtypeStruct(like.shape, dtype, sharding=NamedSharding(mesh, spec))
+            continue
+        arrays = kind.divisible(input_shards(like.shape, path, model, mesh)).shapes(like.shape, *axes)
+        found: Any = (
+            None
+            if x is None or one is None
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, one))
+            for x, one in zip(arrays, quantised_specs(arrays, like.shape, path, model, mesh), strict=True)
+        )
+        params[path] = type(arrays)(*found)
     return unflatten_dict(params, sep="/")

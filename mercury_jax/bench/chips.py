@@ -33,8 +33,9 @@ class Chip:
         label: Name of the product.
         memory: Memory in bytes.
         bandwidth: Memory bandwidth in bytes/s.
-        flops: Dense FLOP/s in bf16 (T4: in fp16, it has no bf16).
+        flops: Dense FLOP/s in bf16 and fp16.
         flops32: FLOP/s of fp32 products at JAX's default precision: TF32 on a GPU, one bf16 pass on a TPU.
+        bf16: Whether it multiplies bf16. Without, XLA converts bf16 to fp32 and multiplies that.
         dims: Number of dimensions of a TPU topology; 0 for a GPU.
         kernels: Kind of the device, as in `kernels.device`; no kernels are written for other kinds.
     """
@@ -45,6 +46,7 @@ class Chip:
     bandwidth: float
     flops: float
     flops32: float
+    bf16: bool = True
     dims: int = 0
     kernels: str = ""
 
@@ -52,6 +54,11 @@ class Chip:
     def platform(self) -> str:
         """Name of the platform in XLA."""
         return "tpu" if self.dims else "cuda"
+
+    def flop_rate(self, dtype: str) -> float:
+        """Returns the FLOP/s of matrix products in a dtype."""
+        wide = dtype in ("float32", "float64") or (dtype == "bfloat16" and not self.bf16)
+        return self.flops32 if wide else self.flops
 
 
 ALL = {
@@ -66,7 +73,7 @@ ALL = {
         Chip(name="l4", label="NVIDIA L4", memory=24e9, bandwidth=0.3e12, flops=121e12, flops32=60e12,
              kernels="sm_89"),
         Chip(name="t4", label="NVIDIA T4", memory=15.8e9, bandwidth=0.32e12, flops=65e12, flops32=8.1e12,
-             kernels="sm_75"),
+             bf16=False, kernels="sm_75"),
         Chip(name="rtx5090", label="NVIDIA RTX 5090", memory=34e9, bandwidth=1.792e12, flops=209e12, flops32=104e12,
              kernels="sm_120"),
         Chip(name="b200", label="NVIDIA B200", memory=190e9, bandwidth=8.0e12, flops=2250e12, flops32=1125e12,
@@ -214,8 +221,7 @@ def datasheet_roofline(chip: Chip, dtype: str, flops: float, moved: float) -> di
         `bytes`, `memory_seconds`, `compute_seconds`, the larger of both as `seconds`, and `bound`: "memory" or
         "compute".
     """
-    rate = chip.flops32 if dtype in ("float32", "float64") else chip.flops
-    memory, compute = moved / chip.bandwidth, flops / rate
+    memory, compute = moved / chip.bandwidth, flops / chip.flop_rate(dtype)
     return {
         "bytes": moved, "memory_seconds": memory, "compute_seconds": compute, "seconds": max(memory, compute),
         "bound": "memory" if memory >= compute else "compute",

@@ -13,17 +13,21 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +38,16 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo, traffic
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
-from mercury_jax.config import NoiseConfig, RematPolicy, at_least, one_of, refuse
+from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_of, refuse
 from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
-from mercury_jax.kernels.grouped_matmul import grouped_matmul
+from mercury_jax.kernels.dispatch import ExpertOutputs, kernel_dispatch
+from mercury_jax.kernels.grouped_matmul import few_rows_matmul, grouped_matmul
+from mercury_jax.kernels.qk_norm_rope import HeadFactors, Projections, kernel_norm_rope_write
+from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms
+from mercury_jax.kernels.routing import kernel_route
 from mercury_jax.train import data, lora, objectives, optim, step as steps
 from mercury_jax.train.recipe import MeshConfig, TrainConfig
 from mercury_jax.types import Batch, Device, Model, Params
@@ -48,7 +56,12 @@ PROGRAMS = ("sample", "train", "prefill")
 CONTEXT = {"sample": 32768, "prefill": 32768, "train": 2048}  # at most, where the request does not say
 ROWS = 8  # of each device, in a training step where the request names no batch
 
-MEMORY = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) \w+", re.ASCII)  # in a TPU compiler's refusal
+# What a program needs and what there is, in the refusals of a TPU's compiler.
+MEMORY = re.compile(
+    r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) \w+"
+    r"|required for [\w ]+ \(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)",
+    re.ASCII,
+)
 UNIT = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -71,8 +84,13 @@ HOST_FLAGS = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")
 BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`
 FALLBACK = {  # what runs where a kernel has no such form
     "attention": "plain XLA, whose scores are materialised",
+    "training": "blockwise attention, by XLA",
     "paged": "each row's pages gathered, then attention over them",
     "grouped": "tiles of rows in a loop, by XLA",
+    "norms": "a kernel of each norm, by XLA",
+    "routing": "softmax, a sort and a gather, by XLA",
+    "dispatch": "a sort by counting and a gather, by XLA",
+    "heads": "sums of squares, a transposition and scatters, by XLA",
 }
 WIDTHS, SLOTS = (64, 128, 256, 512), 8192  # head sizes; key slots of a row
 BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
@@ -91,6 +109,7 @@ class CompileRequest(NamedTuple):
         dtype: Of parameters and arithmetic. Default: the model's.
         mesh: As `chips.mesh_sizes` takes it. Default: experts or heads over the devices of a host.
         remat: Of a training step, what each layer keeps for its backward pass. Default: the recipe's, else "none".
+        weights_first: Compile nothing where the weights alone exceed the memory of a device.
     """
 
     model: str
@@ -102,6 +121,7 @@ class CompileRequest(NamedTuple):
     dtype: str | None = None
     mesh: str | None = None
     remat: str | None = None
+    weights_first: bool = False
 
 
 # --- the parent
@@ -116,19 +136,22 @@ class CompilerFailed(RuntimeError):
     exit_code = 1
 
 
-def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> dict[str, Any]:
+def compile_for(
+    request: CompileRequest, stage: Stage = lambda text: None, limit: float | None = None
+) -> dict[str, Any]:
     """Compiles a program for a chip that is not here.
 
     Args:
         request: What to compile.
         stage: Called with what is being done.
+        limit: Seconds after which the compiling process is ended; None: never.
 
     Returns:
         The record of `compile_program`, with the registers and spills of its GPU kernels as `kernels`.
 
     Raises:
         ValueError: A bad request, or a plugin that is not installed; where possible before anything is compiled.
-        CompilerFailed: The process ended without a result.
+        CompilerFailed: The process ended without a result, or was ended after `limit`.
     """
     target = chips.target(request.target)
     if request.what not in PROGRAMS:
@@ -147,7 +170,7 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
                 "--remat", request.remat, "with --what train only: other programs have no backward pass"
             )
     chips.check_plugin(target.chip)
-    record, printed = _child("program", json.dumps(request._asdict()), request.target, stage)
+    record, printed = _child("program", json.dumps(request._asdict()), request.target, stage, limit)
     if "kernels" not in record:
         record["kernels"] = hlo.gpu_kernels(printed)
     return record
@@ -174,9 +197,12 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
     return _child("kernels", target, target, stage)[0]["kernels"]
 
 
-def _child(work: str, argument: str, target: str, stage: Stage) -> tuple[dict[str, Any], str]:
+def _child(
+    work: str, argument: str, target: str, stage: Stage, limit: float | None = None
+) -> tuple[dict[str, Any], str]:
     """Runs `main` in a process of its own: (the record it wrote, all that was printed). ValueError for what it
     refuses."""
+    late = threading.Event()
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(HOST_FLAGS)]
     lines: list[str] = []  # of standard error, without the stages
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +213,10 @@ def _child(work: str, argument: str, target: str, stage: Stage) -> tuple[dict[st
                 stderr=subprocess.PIPE, env={**os.environ, **ENV, "XLA_FLAGS": " ".join(flags)}, text=True,
                 errors="replace",
             )  # fmt: skip
+            timer = threading.Timer(limit or 0.0, lambda: (late.set(), child.kill()))
             try:
+                if limit is not None:
+                    timer.start()
                 for line in child.stderr or ():
                     name, _, about = line.rstrip().partition("stage: ")
                     if about and not name:
@@ -196,10 +225,13 @@ def _child(work: str, argument: str, target: str, stage: Stage) -> tuple[dict[st
                         lines.append(line.rstrip())
                 code = child.wait()
             finally:
+                timer.cancel()
                 child.kill()
                 child.wait()
         record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
         text = printed.read_text(encoding="utf-8", errors="replace")
+    if record is None and late.is_set():
+        raise CompilerFailed(f"compiling for {target} was stopped after {limit:g} s")
     if record is None:
         text = f"the process that compiles for {target} ended with code {code}"
         raise CompilerFailed("\n".join([text, *lines[-3:]]).rstrip())
@@ -239,10 +271,7 @@ def lower(request: CompileRequest, found: ModelSource, target: Target) -> Lowere
     given = mesh_sizes(request.mesh)
     if request.what == "train":
         return _lower_train(request, found, target, devices, given)
-    # By default experts, or heads, lie over the devices of a host, and hosts decode rows of their own.
-    host = min(len(devices), GPUS_PER_HOST)
-    spread = {"expert" if found.config.experts is not None else "tensor": host, "data": len(devices) // host}
-    mesh = _mesh(given or spread, devices)
+    mesh = _mesh(given or default_mesh(found, len(devices)), devices)
     model = abstract_params.abstract_lm(found, mesh, request.quantise)
     model = dataclasses.replace(model, model=sharding.with_device(model.model, target.device))
     context = request.context or min(CONTEXT[request.what], found.config.context)
@@ -259,6 +288,20 @@ def lower(request: CompileRequest, found: ModelSource, target: Target) -> Lowere
         )
         raise refuse("--what", "prefill", allowed)
     return LoweredProgram(lower_prefill(model, session, wide), mesh, context, rows, f"pass of {wide} tokens")
+
+
+def default_mesh(found: ModelSource, devices: int) -> dict[str, int]:
+    """Spreads experts, or heads, over the devices of a host; hosts decode rows of their own.
+
+    Args:
+        found: The model.
+        devices: Number of devices.
+
+    Returns:
+        Size by axis.
+    """
+    host = min(devices, GPUS_PER_HOST)
+    return {"expert" if found.config.experts is not None else "tensor": host, "data": devices // host}
 
 
 def _mesh(given: dict[str, int], devices: list[Any]) -> Mesh:
@@ -339,7 +382,8 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
 
     Returns:
         A record with the sizes, memory, FLOP, collectives, calls, largest arrays and the roofline, all of one device;
-        of a program that a TPU's memory cannot hold, only the memory.
+        of a program that a TPU's memory cannot hold, only the memory. Where `weights_first` stopped the request, the
+        sizes, and the weights as `bytes_per_device` and `weight_bytes`.
 
     Raises:
         ValueError: A bad request, or the compiler refuses the program for another reason than its memory.
@@ -347,14 +391,23 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
     target = chips.target(request.target)
     stage(f"describing {request.target}")
     found = abstract_params.source(request.model, request.dtype)
-    stage(f"tracing {request.what} of {found.name}")
-    made = lower(request, found, target)
     record = {
         "model": found.name, "for": request.target, "what": request.what, "chip": target.chip.label,
-        "devices": target.devices, "mesh": {name: size for name, size in made.mesh.shape.items() if size > 1},
-        "context": made.context, "batch": made.rows, "dtype": found.config.dtype, "quantise": request.quantise,
-        "per": made.per, "layers": found.config.layers, "jax": jax.__version__, "memory": int(target.chip.memory),
+        "devices": target.devices, "dtype": found.config.dtype, "quantise": request.quantise,
+        "layers": found.config.layers, "jax": jax.__version__, "memory": int(target.chip.memory),
     }  # fmt: skip
+    if request.weights_first:
+        sizes = mesh_sizes(request.mesh) or default_mesh(found, target.devices)
+        rest = target.devices // math.prod(n for n in sizes.values() if n > 0)
+        sizes = {axis: rest if n == -1 else n for axis, n in sizes.items()}
+        weights = abstract_params.weight_bytes(found, sizes, request.quantise)
+        record["weight_bytes"] = weights
+        if weights > target.chip.memory:
+            return record | {"bytes_per_device": weights, "fits": False}
+    stage(f"tracing {request.what} of {found.name}")
+    made = lower(request, found, target)
+    mesh = {name: size for name, size in made.mesh.shape.items() if size > 1}
+    record |= {"mesh": mesh, "context": made.context, "batch": made.rows, "per": made.per}
     stage(f"compiling for {target.chip.label}")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -375,29 +428,41 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
                 raise
             program = left[-1].read_text(encoding="utf-8")
     record |= cost(compiled, target.chip, found.config.dtype, request.what, program)
-    if request.what == "sample" and target.chip.platform == "cuda":
-        record |= pass_record(program, target.chip, found.config.block * made.rows // made.mesh.shape["data"])
+    if request.what == "sample":
+        tokens = found.config.block * made.rows // made.mesh.shape["data"]
+        record |= pass_record(program, target.chip, tokens, record["roofline"], found.config.experts)
     return record
 
 
-def pass_record(program: str, chip: Chip, tokens: int) -> dict[str, Any]:
-    """What a pass of a compiled GPU program moves and launches on one device, and the time that this implies.
+def pass_record(
+    program: str, chip: Chip, tokens: int, roofline: Mapping[str, Any], experts: Experts | None = None
+) -> dict[str, Any]:
+    """What a pass of a compiled program moves and launches on one device, and the time that this implies.
 
     Args:
         program: HLO text.
         chip: The device.
         tokens: Tokens of a block, of all rows of a device.
+        roofline: Of the program.
+        experts: Of the model.
 
     Returns:
-        `bytes_per_pass`, `kernels_per_pass` and so on; {} if the program has no loop of passes.
+        `bytes_per_pass`, `kernels_per_pass` and so on; {} if the program has no loop of passes. Of a TPU only
+        `implied`, of the roofline: `traffic` does not tell arrays in VMEM, where a TPU keeps activations, from others.
     """
-    found = traffic.pass_cost(hlo.parse(program))
+    compute = roofline["compute_seconds"]
+    if chip.platform == "tpu":
+        once = traffic.PassCost(read=roofline["bytes"])
+        return {"implied": traffic.implied(once, chip.bandwidth, tokens, compute)}
+    chosen = None if experts is None else traffic.chosen_experts(experts.count, experts.active, tokens)
+    found = traffic.pass_cost(hlo.parse(program), chosen)
     if found is None:
         return {}
     return {
+        **({} if chosen is None else {"experts_per_pass": chosen}),
         "bytes_per_pass": found.bytes, "bytes_read_per_pass": found.read, "kernels_per_pass": found.kernels,
         "small_kernels_per_pass": found.small, "open_loops_per_pass": found.open_loops,
-        "implied": traffic.implied(found, chip.bandwidth, tokens),
+        "implied": traffic.implied(found, chip.bandwidth, tokens, compute),
     }  # fmt: skip
 
 
@@ -410,7 +475,8 @@ def refused_for_memory(message: str) -> dict[str, Any]:
     found = MEMORY.search(message)
     if "RESOURCE_EXHAUSTED" not in message or found is None:
         raise ValueError(f"the compiler refuses the program: {message.splitlines()[0][:400]}")
-    used, memory = (float(n) * UNIT[u] for n, u in ((found[1], found[2]), (found[3], found[4])))
+    parts = [part for part in found.groups() if part is not None]
+    used, memory = (float(n) * UNIT[u] for n, u in (parts[:2], parts[2:]))
     nothing = {"temp_bytes": None, "flops": None, "collectives": {}, "kernels": [], "roofline": None}
     return {"bytes_per_device": int(used), "memory": int(memory), "fits": False, **nothing}
 
@@ -457,17 +523,20 @@ class KernelForm(NamedTuple):
 
 
 def forms(name: str) -> list[KernelForm]:
-    """All forms for a chip, "sm_90a" or "sm_100a", in the order of compilation."""
+    """All forms for a chip, as `kernels.device` names it, in the order of compilation."""
     device = kernel_device.target(name)
-    return [*_attention(BACKENDS[name], device), *_paged(device), *_grouped(device)]
+    if name not in BACKENDS:  # only the kernels in Triton
+        return [*_grouped(device)]
+    attention = (*_attention(BACKENDS[name], device), *_training(device), *_paged(device))
+    return [*attention, *_grouped(device), *_rows(device)]
 
 
 def _attention(backend: str, device: Device) -> Iterator[KernelForm]:
-    """Head sizes x dtypes x int8 keys x ranges, for few query rows (one warpgroup, keys split) and for many; every
-    fifth form has a soft-cap."""
-    sizes = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 2, 3), (8, 512))
+    """Head sizes x dtypes x int8 keys x ranges, for few query rows (one warpgroup, keys split), for more (two
+    warpgroups, keys split) and for many; every fifth form has a soft-cap."""
+    sizes = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 6), (8, 128, 512))
     for n, (width, dtype, int8, ranges, queries) in enumerate(sizes):
-        batch = 1 if queries == 8 else 8  # with many rows keys are not split, and the output is 16 bits
+        batch = 8 if queries == 512 else 1  # with many rows keys are not split
         q = jax.ShapeDtypeStruct((batch, queries, 16, width), dtype)
         k = jax.ShapeDtypeStruct((batch, SLOTS, 2, width), dtype)
         keys = jax.eval_shape(quantise_int8, k) if int8 else k
@@ -480,6 +549,22 @@ def _attention(backend: str, device: Device) -> Iterator[KernelForm]:
         how: dict[str, Any] = dict(residual=True, cached=True, backend=backend, device=device)
         run = functools.partial(attend, softcap=softcap, **how)
         yield KernelForm("attention", shape, run, (q, keys, keys, seen))
+
+
+def _training(device: Device) -> Iterator[KernelForm]:
+    """Attention with its gradient: head sizes x ranges, without a soft-cap and with one."""
+    for width, ranges, softcap in itertools.product(WIDTHS, (1, 2, 3), (None, 30.0)):
+        q, k = (jax.ShapeDtypeStruct((2, 2048, heads, width), BF16) for heads in (16, 4))
+        seen = jax.ShapeDtypeStruct((2, 2048, ranges, 2), jnp.int32)
+        shape = f"2 x 2048 x 16/4 heads of {width}, {ranges} ranges, bf16, gradient{', capped' if softcap else ''}"
+        call = functools.partial(attend, softcap=softcap, backend="hopper_training", device=device)
+        yield KernelForm("training", shape, functools.partial(_attention_gradient, call), (q, k, k, seen))
+
+
+def _attention_gradient(call: Callable[..., Any], q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """The gradients of queries, keys and values."""
+    out, back = jax.vjp(lambda *xs: call(*xs, seen), q, k, v)
+    return back(out)
 
 
 def _paged(device: Device) -> Iterator[KernelForm]:
@@ -501,18 +586,70 @@ def _paged(device: Device) -> Iterator[KernelForm]:
 
 def _grouped(device: Device) -> Iterator[KernelForm]:
     """The widths of DiffusionGemma's experts, with few and with many rows for each, and the gradient of the rows."""
-    sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+    offsets = jax.ShapeDtypeStruct((129,), jnp.int32)
     kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
     for rows, (inputs, outputs), kind in itertools.product((2048, 16384), ((2816, 1408), (704, 2816)), kinds):
         x = jax.ShapeDtypeStruct((rows, inputs), FP16 if kind == FP16 else BF16)
         w = jax.ShapeDtypeStruct((128, inputs, outputs), kind)
         scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
-        args = (x, w, sizes, scale) if kind.itemsize == 1 else (x, w, sizes)
+        args = (x, w, offsets, scale) if kind.itemsize == 1 else (x, w, offsets)
         shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
         product = functools.partial(grouped_matmul, device=device)
         yield KernelForm("grouped", shape, product, args)
+        if outputs == 1408:
+            yield KernelForm("grouped", f"gated, {shape}", functools.partial(product, act=jax.nn.gelu), args)
         gradient = functools.partial(_row_gradient, product)
         yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
+    # One matrix: dense products of a canvas.
+    for (inputs, outputs), kind in itertools.product(((4096, 2816), (2816, 2112)), (BF16, jnp.dtype("int8"))):
+        x, w = jax.ShapeDtypeStruct((256, inputs), BF16), jax.ShapeDtypeStruct((inputs, outputs), kind)
+        gated = outputs == 2112
+        scale = jax.ShapeDtypeStruct((outputs,), jnp.float32) if kind.itemsize == 1 else None
+        run = functools.partial(few_rows_matmul, act=jax.nn.gelu if gated else None, device=device)
+        shape = f"{'gated, ' * gated}256 x {inputs} by {inputs} x {outputs} of {_short(kind)}"
+        scales = (scale, scale) if gated and scale is not None else scale
+        yield KernelForm("grouped", shape, run, (x, (w, w) if gated else w, scales))
+
+
+def _rows(device: Device) -> Iterator[KernelForm]:
+    """The sums of DiffusionGemma's layers with their norms, after attention and after the feed-forward.
+
+    After the feed-forward the second branch is the experts' outputs, which the kernel combines. Also its routing,
+    dispatch and head norms.
+    """
+    shapes: Any = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((256, 2816), (2816,), (1,)))
+    (x, factor, scale), choice = shapes, cast(Any, jax.ShapeDtypeStruct((256,), jnp.bool_))
+    attended = Residual((x,), (factor,)), [factor] * 3
+    routed = ((2048, 2816), BF16), ((256, 8), jnp.int32), ((256, 8), jnp.float32)
+    outputs = ExpertOutputs(*(cast(Any, jax.ShapeDtypeStruct(*one)) for one in routed))
+    fed = Residual((x, outputs), (factor, factor), factor, (scale, scale), choice), [factor]
+    norms = functools.partial(kernel_residual_norms, eps=1e-6, device=device)
+    yield KernelForm("norms", "256 x 2816, a branch and 3 norms", norms, (x, *attended))
+    yield KernelForm(
+        "norms", "256 x 2816, 2 branches of which one is 8 experts, and a norm", norms, (x, *fed)
+    )
+    for experts in (128, 512):
+        args = jax.ShapeDtypeStruct((256, experts), jnp.float32), jax.ShapeDtypeStruct((experts,), BF16)
+        choose = functools.partial(kernel_route, active=8, device=device)
+        yield KernelForm("routing", f"256 tokens, 8 of {experts} experts", choose, args)
+    for tokens, experts in ((256, 128), (512, 512), (32, 128)):
+        args = jax.ShapeDtypeStruct((tokens, 2816), BF16), jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
+        run = functools.partial(kernel_dispatch, count=experts, device=device)
+        yield KernelForm("dispatch", f"{tokens} x 2816, 8 of {experts} experts", run, args)
+    heads = functools.partial(kernel_norm_rope_write, eps=1e-6, device=device)
+    shaped = lambda *shape, dtype=BF16: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
+    for (width, groups), int8 in itertools.product(((256, 8), (512, 2)), (False, True)):
+        counts = (
+            (16, groups, groups) if width == 256 else (16, groups)
+        )  # the values of the other are its keys
+        q, k, *v = (shaped(1, 256, n, width) for n in counts)
+        scales = tuple(shaped(n, width, dtype=jnp.float32) for n in counts)
+        x = Projections(q, k, v[0] if v else None, scales if int8 else ())
+        factors = HeadFactors(shaped(width), shaped(width))
+        table = (shaped(1, 256, 1, width // 2, dtype=jnp.float32),) * 2
+        kv, slots = (shaped(1, SLOTS, groups, width),) * 2, shaped(1, 256, dtype=jnp.int32)
+        shape = f"256 tokens, 16/{groups} heads of {width}{', int8 matrices' * int8}"
+        yield KernelForm("heads", shape, heads, (x, factors, table, kv, slots))
 
 
 def _row_gradient(product: Callable[..., Any], x: Any, w: Any, *more: Any) -> Any:
@@ -551,14 +688,49 @@ def compile_forms(name: str) -> list[dict[str, Any]]:
         except ValueError as error:
             record |= {"refused": str(error), "fallback": FALLBACK[form.kernel]}
             continue
-        with captured_output() as read:
-            lowered.compile()
-            found = hlo.gpu_kernels(read())
+        with captured_output() as read, tempfile.TemporaryDirectory() as folder:
+            lowered.compile({"xla_dump_to": folder})
+            found = hlo.gpu_kernels(read()) or triton_kernels(folder, target.chip.kernels)
         if not found:
             raise RuntimeError(f"ptxas reports nothing for {form.kernel}, {form.shape}")
-        # A gradient has two kernels: the record is of the one that needs more.
+        # A gradient has several kernels: the record is of the one that needs more.
         record |= max(found, key=lambda row: (row["spill_bytes"], row["registers"]))
     return records
+
+
+def triton_kernels(folder: str, kind: str) -> list[dict[str, Any]]:
+    """Asks ptxas for the registers of kernels in Triton, which XLA compiles without a report.
+
+    Args:
+        folder: Where XLA wrote the PTX of its programs.
+        kind: Device that they are for, such as "sm_80".
+
+    Returns:
+        Records as of `hlo.gpu_kernels`, of our kernels only.
+
+    Raises:
+        RuntimeError: There is no ptxas, or it refuses the PTX.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    packages = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    tools = [str(tool) for place in packages for tool in place.glob("*/bin/ptxas")]
+    ptxas = shutil.which("ptxas") or next(iter(tools), None)
+    if ptxas is None:
+        raise RuntimeError("no ptxas: install the extra `deviceless`")
+    text = ""
+    for file in sorted(Path(folder).glob("*.ptx")):
+        source = file.read_text(encoding="utf-8")
+        if ".version" not in source:  # a program without a kernel
+            continue
+        arch = re.search(r"^\.target (\w+)", source, re.MULTILINE)
+        told = subprocess.run(
+            [ptxas, "-v", f"-arch={arch[1] if arch else kind}", str(file), "-o", os.devnull],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if told.returncode:
+            raise RuntimeError(f"ptxas refuses {file.name}: {told.stderr.strip()[:500]}")
+        text += source + told.stderr
+    return [row for row in hlo.gpu_kernels(text) if "grouped" in row["name"]]
 
 
 @contextlib.contextmanager

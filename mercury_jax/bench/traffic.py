@@ -8,16 +8,23 @@ difference shows what fusion misses.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from mercury_jax.bench.hlo import VIEWS, Computation, HloModule, Instruction, called_computations, trip_count
 
+ALIASED = re.compile(r"\{\d*\}: \((\d+), \{\}")  # number of an operand that shares the memory of a result
 SMALL = 4 * 2**20  # a kernel that moves fewer bytes takes about as long as its launch
 LAUNCH = 3e-6  # seconds between the starts of two small kernels, 2 to 4 us
 PASSES = 17  # denoising steps of a block and one that encodes it, for the tokens per second of `implied`
+EXPERTS = re.compile(r"\bmoe/")  # in the JAX operation of a loop over experts
 SLICES = ("dynamic-slice", "gather", "slice")
+ELEMENTWISE = (
+    "abs", "add", "and", "clamp", "compare", "convert", "divide", "exponential", "log", "maximum", "minimum",
+    "multiply", "negate", "not", "or", "select", "subtract", "tanh",
+)  # fmt: skip
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place -> index of the operand with the new values
 
 
@@ -29,8 +36,8 @@ class PassCost(NamedTuple):
         small: Those of them that move less than SMALL bytes.
         read: Bytes read.
         written: Bytes written.
-        open_loops: Loops whose number of iterations is not known, such as one over the experts that were chosen. Each
-            counts as one iteration, so that the other figures are lower bounds if there are any.
+        open_loops: Loops whose number of iterations is not known. Each counts as one iteration, so that the other
+            figures are lower bounds if there are any.
     """
 
     kernels: int = 0
@@ -49,22 +56,23 @@ class PassCost(NamedTuple):
         return PassCost(*(count * x for x in self))
 
 
-def implied(cost: PassCost, bandwidth: float, tokens: int) -> dict[str, float]:
-    """Estimates the time of a pass and the rate of decoding from the bytes and launches of a pass.
+def implied(cost: PassCost, bandwidth: float, tokens: int, compute: float = 0.0) -> dict[str, float]:
+    """Estimates the time of a pass and the rate of decoding from the bytes, products and launches of a pass.
 
     Args:
         cost: Cost of a pass.
         bandwidth: Memory bandwidth of the chip, bytes/s.
         tokens: Tokens of a block, of all rows.
+        compute: Seconds of the matrix products at the chip's FLOP/s. They overlap with the memory traffic.
 
     Returns:
-        `memory_seconds`; `launch_seconds` of the small kernels; `seconds`, their sum; and `tokens_per_second` if a
-        block takes PASSES passes.
+        `memory_seconds`; `compute_seconds`; `launch_seconds` of the small kernels; `seconds`, the launches and the
+        longer of the other two; and `tokens_per_second` if a block takes PASSES passes.
     """
     memory, launch = cost.bytes / bandwidth, cost.small * LAUNCH
-    seconds = memory + launch
+    seconds = max(memory, compute) + launch
     return {
-        "memory_seconds": memory, "launch_seconds": launch, "seconds": seconds,
+        "memory_seconds": memory, "compute_seconds": compute, "launch_seconds": launch, "seconds": seconds,
         "tokens_per_second": tokens / (PASSES * seconds),
     }  # fmt: skip
 
@@ -74,22 +82,39 @@ def total(costs: Iterable[PassCost]) -> PassCost:
     return PassCost(*map(sum, zip(PassCost(), *costs, strict=True)))
 
 
-def pass_cost(module: HloModule) -> PassCost | None:
+def chosen_experts(count: int, active: int, tokens: int) -> int:
+    """Estimates how many experts of a layer have tokens.
+
+    Args:
+        count: Experts of the layer.
+        active: Experts of a token.
+        tokens: Tokens of a pass.
+
+    Returns:
+        The expected number, rounded, if every token chooses its experts uniformly and on its own.
+    """
+    return max(round(count * (1 - (1 - active / count) ** tokens)), 1)
+
+
+def pass_cost(module: HloModule, experts: int | None = None) -> PassCost | None:
     """Counts kernels and bytes of one iteration of the main loop.
 
     The main loop is the outermost loop without a known trip count that moves most bytes per iteration. In its body, a
-    loop with a known trip count counts that often and another loop once; of a conditional, the branch that moves most
-    counts. A slice or gather reads as many bytes as it returns, also inside a fusion; an update in place writes as many
-    as it is given. Library calls and Pallas kernels count their whole operands, so that an attention kernel counts all
-    slots of the cache, visible or not.
+    loop with a known trip count counts that often, a loop over tiles of experts `experts` times, and another loop once;
+    of a conditional, the branch that moves most counts. A slice or gather reads as many bytes as it returns, also
+    inside a fusion; an update in place writes as many as it is given. Library calls and Pallas kernels count their
+    whole operands, so that an attention kernel counts all slots of the cache, visible or not; one that updates operands
+    in place does not read these, and counts at most as many bytes written as it reads.
 
     Args:
         module: The program.
+        experts: Iterations of a loop over the tiles of a mixture of experts (`models.moe`), where no grouped kernel
+            multiplies them: one tile for each expert that was chosen. None: such a loop is like others.
 
     Returns:
         The cost of an iteration; None if the program has no such loop.
     """
-    loops = [_computation(module, name) for name in _bodies(module, module.entry)]
+    loops = [_computation(module, name, experts) for name in _bodies(module, module.entry)]
     return max(loops, key=lambda cost: cost.bytes, default=None)
 
 
@@ -104,23 +129,23 @@ def _bodies(module: HloModule, name: str) -> list[str]:
     return found
 
 
-def _computation(module: HloModule, name: str) -> PassCost:
+def _computation(module: HloModule, name: str, experts: int | None) -> PassCost:
     """Counts the instructions of a computation that run as kernels, and those that it calls."""
     among = module.computations.get(name, {})
-    return total(_instruction(module, among, one) for one in among.values())
+    return total(_instruction(module, among, one, experts) for one in among.values())
 
 
-def _instruction(module: HloModule, among: Computation, one: Instruction) -> PassCost:
+def _instruction(module: HloModule, among: Computation, one: Instruction, experts: int | None) -> PassCost:
     """Counts one instruction, with the computations that it runs."""
     if one.op == "while":
-        parts = total(_computation(module, _attribute(one, key)) for key in ("body", "condition"))
-        count = trip_count(one)
+        parts = total(_computation(module, _attribute(one, key), experts) for key in ("body", "condition"))
+        count = trip_count(one) or (experts if EXPERTS.search(one.text("op_name")) else None)
         return parts.times(count) if count else parts._replace(open_loops=parts.open_loops + 1)
     if one.op == "conditional":
-        branches = [_computation(module, name) for name in called_computations(one)]
+        branches = [_computation(module, name, experts) for name in called_computations(one)]
         return max(branches, key=lambda cost: cost.bytes, default=PassCost())
     if one.op in ("call", "async-start") and called_computations(one):
-        return total(_computation(module, name) for name in called_computations(one))
+        return total(_computation(module, name, experts) for name in called_computations(one))
     if one.op in VIEWS or one.op.endswith("-done"):
         return PassCost()
     if one.op == "fusion":
@@ -130,7 +155,11 @@ def _instruction(module: HloModule, among: Computation, one: Instruction) -> Pas
     elif one.op in UPDATES and one.operands[UPDATES[one.op]] in among:
         read = written = _size(among[one.operands[UPDATES[one.op]]])
     else:
-        read, written = sum(_size(among[name]) for name in one.operands if name in among), _size(one)
+        shared = {int(i) for i in ALIASED.findall(one.rest)}
+        operands = [(i, among[name]) for i, name in enumerate(one.operands) if name in among]
+        read = sum(_size(operand) for i, operand in operands if i not in shared)
+        updated = sum(_size(operand) for i, operand in operands if i in shared)
+        written = max(_size(one) - updated, min(_size(one), read)) if shared else _size(one)
     return PassCost(1, int(read + written < SMALL), read, written)
 
 
@@ -141,12 +170,18 @@ def _fusion(body: Computation) -> tuple[int, int]:
         for name in set(one.operands) & users.keys():
             users[name].append(one)
 
+    @functools.cache
     def read(name: str) -> int:
         """Bytes of a value that its users read: less than all of them if all users take slices."""
         whole, taken = _size(body[name]), 0
+        if not users[name]:
+            return whole
         for user in users[name]:
             if user.op in ("bitcast", "reshape"):
                 taken += read(user.name)
+            elif user.op in ELEMENTWISE and _size(user):
+                # Computed for the elements that are read of it, which are few if a gather follows.
+                taken += -(-read(user.name) * whole // _size(user))
             elif user.op in SLICES and user.operands[0] == name:
                 taken += _size(user)
             elif user.op not in UPDATES or user.operands[0] != name:  # updated in place: not read

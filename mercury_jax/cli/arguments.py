@@ -310,7 +310,7 @@ class Loading:
     quantise: Annotated[str | None, option("KIND")] = None
     """Weight matrices as int8 or fp8, with a scale for each output."""
     kv: Annotated[str | None, option("KIND")] = None
-    """KV cache as int8, 4bit or 3bit: a quarter, an eighth, a tenth of fp32."""
+    """KV cache as int8 or fp8 (a quarter of fp32), 4bit or 3bit (an eighth, a tenth)."""
     mask: OptionalInt = None
     """Id of the mask token, where the checkpoint does not name it."""
     adapter: Annotated[str | None, option("FOLDER")] = None

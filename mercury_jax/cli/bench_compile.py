@@ -6,11 +6,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, option
+from mercury_jax.cli.arguments import Flag, OptionalFloat, OptionalInt, Positional, option
 from mercury_jax.config import refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.bench.plan import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +28,17 @@ class BenchCompile:
       mercury bench compile llada-8b --for h200x8 --what train --remat full
       mercury bench compile runs/mine/model --for v5e:4x4 --what prefill --json
       mercury bench compile kernels --for h200
+      mercury bench compile plan --out plan.jsonl     a table of models and chips
 
     MODEL is a folder of a saved model, a recipe, a config.json, or a name:
-    diffusiongemma-26b-a4b, llada-8b, mercury-100m, mercury-350m, mercury-1b,
-    nano. No weights are read. The program is the one that sample(), its prefill
+    diffusiongemma-26b-a4b, llada-8b, dream-7b, sdar-30b-a3b, llada2-mini,
+    mercury-100m, mercury-350m, mercury-1b, nano. No weights are read. The program is the one that sample(), its prefill
     of long prompts, or a training step runs; XLA's compiler for the chip
     compiles it in a process of its own. That needs the chip's plugin, which the
     extra `deviceless` installs, and no chip. `kernels` instead of a MODEL
     compiles every form of our Pallas kernels for one GPU, and prints what ptxas
-    reports of each, or what runs instead of it.
+    reports of each, or what runs instead of it. `plan` compiles several models
+    for several chips; `mercury bench compile plan --help` has its options.
 
     --json prints
       bytes_per_device  arguments + temporaries + outputs - what outputs share
@@ -49,13 +54,17 @@ class BenchCompile:
       roofline          seconds at the datasheet's bandwidth and FLOP/s, with the
                         arguments read once, and for an update written once
       bytes_per_pass, bytes_read_per_pass, kernels_per_pass,
-      small_kernels_per_pass, implied
+      small_kernels_per_pass
                         sample on a GPU: what a denoising pass moves and launches
-                        (small: under 4 MB); from it the seconds of a pass, and
-                        tokens per second at 17 passes a block, the 16 steps that
-                        DiffusionGemma takes and one that encodes the block
+                        (small: under 4 MB)
+      implied           sample: from it (on a TPU from the roofline) the seconds
+                        of a pass, and tokens per second at 17 passes a block,
+                        the 16 steps that DiffusionGemma takes and one that
+                        encodes the block
+      experts_per_pass  experts of a layer that uniform routing chooses; where no
+                        kernel multiplies them, their loop counts that often
       open_loops_per_pass
-                        loops of unknown length in a pass, counted as one
+                        other loops of unknown length in a pass, counted as one
                         iteration each: if not 0, the figures before are bounds
       largest, calls    the largest arrays it makes; library calls
     and of `kernels` its target (for) and a record for each form (kernels).
@@ -86,12 +95,69 @@ class BenchCompile:
     """Print the record as one JSON object."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchCompilePlan:
+    """Compile models for chips, and say which machine runs which model, and how fast.
+
+    examples:
+      mercury bench compile plan --out plan.jsonl
+      mercury bench compile plan llada-8b dream-7b --for l4 h200 \\
+          --quantise none int8 --context 4k 32k --out plan.jsonl
+      mercury bench compile plan runs/mine/model --for v5e-1,v6e-1 --json
+
+    Every cell of the table is the program that sample() runs, compiled for one
+    chip in a process of its own, as by `mercury bench compile MODEL --for CHIP`.
+    The cell names the memory that a device needs and the tokens per second that
+    the bytes, FLOP and launches of a pass imply at the datasheet's rates, with
+    17 passes a block; on a TPU that is the roofline. It was not timed. A cell
+    that does not run says why: its weights do not fit (nothing is compiled
+    then), the program needs more memory, a check or the compiler refuses it,
+    or the compiling process failed. Lists take commas or spaces.
+
+    A plan takes a minute or two a cell. With --out each record is written when
+    it is made, and the same command continues a plan that was stopped: a cell in
+    the file is compiled again only if it failed, or if the sources, the
+    compilers or the model have changed.
+
+    --json prints
+      request, status   the cell; compiled, too large, refused or failed
+      reason            why it was not compiled or does not fit
+      wall_seconds, build
+                        seconds; what the record holds for
+    and what `mercury bench compile --json` prints, without the lists of arrays,
+    calls, kernels and collectives.
+    """
+
+    models: Annotated[Positional[tuple[str, ...]], option("[MODEL ...]")] = ()
+    """As of `mercury bench compile`. Default: the six models of docs/performance.md."""
+    targets: Annotated[tuple[str, ...], option("CHIP [CHIP ...]", name="for")] = ()
+    """As of `mercury bench compile`. Default: t4 l4 a100 rtx5090 h100 h200 b200 v5e-1 v6e-1."""
+    quantise: Annotated[tuple[str, ...], option("KIND [KIND ...]")] = ("int8",)
+    """none, int8 or fp8: how weight matrices are kept."""
+    context: Annotated[tuple[str, ...], option("N [N ...]")] = ("4k",)
+    """Positions of a row; 4k is 4096."""
+    batch: OptionalInt = None
+    """Rows. Default: one for each part of the mesh axis `data`."""
+    dtype: Annotated[str | None, option("NAME")] = None
+    """Type of parameters and arithmetic. Default: the model's."""
+    limit: OptionalFloat = None
+    """Minutes after which a cell is given up. Default: never."""
+    out: Annotated[str | None, option("FILE.jsonl")] = None
+    """Append the records, and continue from those that are there."""
+    markdown: Flag = False
+    """Print the tables as Markdown."""
+    json: Flag = False
+    """Print one JSON object for each cell."""
+
+
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
         ValueError: A bad option, before a process is started.
     """
+    if argv[:1] == ["plan"]:
+        return _plan(arguments.read(BenchCompilePlan, argv[1:], "mercury bench compile plan"))
     args = arguments.read(BenchCompile, argv, "mercury bench compile")
     show.check_writable("--out", args.out)
     from mercury_jax.bench import compile as bench_compile
@@ -105,8 +171,8 @@ def run(argv: Sequence[str]) -> int:
         if kernels:
             records = bench_compile.compile_all_kernels(args.target, stage)
         else:
-            fields = bench_compile.CompileRequest._fields
-            request = bench_compile.CompileRequest(**{name: getattr(args, name) for name in fields})
+            names = [name for name in bench_compile.CompileRequest._fields if hasattr(args, name)]
+            request = bench_compile.CompileRequest(**{name: getattr(args, name) for name in names})
             records = [bench_compile.compile_for(request, stage)]
     show.write_records(args.out, records)
     if args.json:
@@ -119,6 +185,71 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _plan(args: BenchCompilePlan) -> int:
+    """Compiles the cells of a plan and prints them as tables, or one by one as JSON."""
+    if args.json and args.markdown:
+        raise refuse("--markdown", True, "without --json, which prints records")
+    if args.limit is not None and not args.limit > 0:
+        raise refuse("--limit", args.limit, "above 0 minutes")
+    show.check_writable("--out", args.out)
+    from mercury_jax.bench import plan
+
+    split = lambda words: [word for given in words for word in given.split(",") if word]
+    requests = plan.grid(
+        split(args.models or plan.MODELS), split(args.targets or plan.CHIPS), split(args.quantise),
+        [_positions(word) for word in split(args.context)], batch=args.batch, dtype=args.dtype,
+    )  # fmt: skip
+    limit = None if args.limit is None else 60 * args.limit
+    quiet = args.json or show.terminal(sys.stderr)
+    records = []
+    with show.progress("count", total=len(requests), quiet=args.json) as update:
+        stage = lambda text: update(description=text)
+        for record in plan.plan(requests, args.out, stage, limit):
+            records.append(record)
+            update(advance=1)
+            if args.json:
+                show.emit(record)
+            if not quiet:
+                cell = ", ".join(filter(None, plan.cell_text(record)))
+                name = record["request"]["model"]
+                show.say(f"{len(records)} of {len(requests)}: {name} for {record['for']}: {cell}")
+    for table in () if args.json else plan.tables(records):
+        print(plan.markdown(table)) if args.markdown else _print_table(table)
+    return 0
+
+
+def _positions(word: str) -> int:
+    """A number of positions, such as "4k" or "4096"."""
+    number = word.lower().removesuffix("k")
+    if not number.isdecimal():
+        raise refuse("--context", word, "a whole number, or one of 1024 such as 4k")
+    return int(number) * (1024 if number != word.lower() else 1)
+
+
+def _print_table(table: Table) -> None:
+    """A table of the plan with the reasons below it; as wide as it needs where no terminal limits it."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table as Grid
+
+    from mercury_jax.bench import chips, plan
+
+    grid = Grid()
+    grid.add_column("model", overflow="fold")
+    for target in table.targets:
+        grid.add_column(f"{target}\n{chips.target(target).chip.memory / 1e9:.0f} GB", justify="right")
+    for model in table.models:
+        cells = [plan.cell_text(table.cells.get((model, target))) for target in table.targets]
+        grid.add_row(escape(model), *("\n".join(filter(None, cell)) for cell in cells))
+    console = Console(width=None if show.terminal() else WIDE, highlight=False)
+    console.print(table.title, markup=False, soft_wrap=True)
+    console.print(grid)
+    for note in plan.notes(table):
+        console.print(note, markup=False, soft_wrap=True)
+    console.print()
+
+
+WIDE = 200  # columns of a table that is written to a file
 LINE = "{:10} {:72} {:>9} {:>8} {:>13}"
 
 
@@ -166,11 +297,14 @@ def table(r: Mapping[str, Any]) -> str:
             f"  {'a pass':14} moves {least}{format_bytes(r['bytes_per_pass'])} in {r['kernels_per_pass']} kernels, "
             f"{r['small_kernels_per_pass']} of them under 4 MB",
             f"  {'':14} implied: {least}{ms(pays['seconds'])} ({ms(pays['memory_seconds'])} of memory, "
-            f"{ms(pays['launch_seconds'])} of launches), "
+            f"{ms(pays['compute_seconds'])} of compute beside it, {ms(pays['launch_seconds'])} of launches), "
             f"{most}{pays['tokens_per_second']:,.0f} tokens/s at 17 passes a block",
         ]
         if open_loops:
             lines.append(f"  {'':14} {open_loops} loops of unknown length are counted as one iteration each")
+    elif "implied" in r:
+        rate = r["implied"]["tokens_per_second"]
+        lines.append(f"  {'a pass':14} at the roofline: {rate:,.0f} tokens/s at 17 passes a block")
     for kind, row in r["collectives"].items():
         looped = f", {row['per_pass']} of them in each pass of the loop" if row["per_pass"] else ""
         lines.append(f"  {'collectives':14} {row['count']} {kind}, {format_bytes(row['bytes'])}{looped}")

@@ -94,7 +94,7 @@ def _choices() -> dict[str, Any]:
 
 LISTS = (  # printed below the plain fields, each in its own way
     "rules", "processors", "stopping", "cache_refresh", "tasks", "card", "devices", "kernels", "noise",
-    "bytes_per_device", "room", "notes", "decoding",
+    "bytes_per_device", "room", "notes", "decoding", "quantised",
 )  # fmt: skip
 
 
@@ -104,6 +104,10 @@ def _print(record: Mapping[str, Any]) -> None:
     for name, value in record.items():
         if name not in LISTS and value is not None:
             print(f"{name:12} {value:,}" if name in ("parameters", "active") else f"{name:12} {value}")
+    if "quantised" in record:
+        about = record["quantised"]
+        each = ", ".join(f"{count} in {kind}" for kind, count in about["matrices"].items())
+        print(f"{'quantised':12} {about['method']}: {each}; {about['bytes_per_number']} bytes a number")
     if "devices" in record:
         kinds = record["devices"]
         print(f"{'devices':12} {', '.join(f'{kinds.count(k)} x {k}' for k in dict.fromkeys(kinds))}")
@@ -124,11 +128,14 @@ def _print(record: Mapping[str, Any]) -> None:
     for note in record["notes"]:
         print(f"{'note':12} {note}")
     # For each number of devices: parameters as stored and in 8 bits, and the KV cache of one row at full context.
-    print(f"\nmemory of each device   {'parameters':>12} {'in 8 bits':>12} {'one full row':>14}")
+    # A quantised checkpoint stays as it is stored.
+    kinds = {"params": "parameters", "params_int8": "in 8 bits", "cache": "one full row"}
+    kinds = {key: name for key, name in kinds.items() if key in record["bytes_per_device"][1]}
+    print("\nmemory of each device   " + " ".join(f"{name:>12}" for name in kinds.values()))
     for count, need in record["bytes_per_device"].items():
-        sizes = [_size(need[k]) for k in ("params", "params_int8", "cache")]
+        sizes = " ".join(f"{_size(need[k]):>12}" for k in kinds)
         mesh = f"on {count} ({need['axis']}={count})" if int(count) > 1 else "on 1"
-        print(f"  {mesh:21} {sizes[0]:>12} {sizes[1]:>12} {sizes[2]:>14}")
+        print(f"  {mesh:21} {sizes}")
     here = record["room"]
     if here["bytes"] is not None:
         print(f"  here: {here['devices']} x {here['kind']}, {_size(here['bytes'])} free on each")

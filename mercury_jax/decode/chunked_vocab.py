@@ -8,7 +8,8 @@ embedding is accumulated in the same loop, like the output of an attention whose
 
 XLA copies the slice of the table of each chunk before it multiplies. If all logits fit into `config.logit_bytes`, one
 product computes them, and the chunks are only parts of the result: a pass over one canvas of DiffusionGemma then moves
-3 GB less.
+3 GB less. Two passes over these logits follow, one for the maxima and one for all sums; the second also writes the
+weights of the expected embedding. Samples are drawn from sums over blocks of ids, and read one block each.
 
 If the embedding and the head are sharded over the mesh axis `tensor`, each device iterates over its own ids. One
 all-gather of the partial statistics and one sum of the embeddings merge the results; gathering the tables instead would
@@ -28,13 +29,14 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Param, Sampler
 from mercury_jax.decode.state import State
-from mercury_jax.decode.token_stats import NEVER, most_probable, search_cdf
+from mercury_jax.decode.token_stats import NEVER, block_of, in_blocks, most_probable, search_blocks
 from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
 
 AXIS = "tensor"  # the mesh axis that shards the vocabulary
-TABLES = {"embed": P(AXIS), "head": P(None, AXIS)}  # as the path rules of all our models shard them
+# As the path rules of all our models shard the tables; and the scales of quantised tables, one per id.
+TABLES, SCALES = {"embed": P(AXIS), "head": P(None, AXIS)}, P(AXIS)
 
 
 class ChunkStats(NamedTuple):
@@ -186,11 +188,6 @@ def _parts(
     b, window, count = logits.shape
     temperature, mixture = state.sampling.sampler.temperature, config.model.embed_mixture
     assert temperature is not None
-    soft = None
-    if mixture is not None:
-        top = logits.max(axis=-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        soft = SoftEmbedding(top, weights.sum(axis=-1, keepdims=True), mixture(params, weights, 0))
     # A last part with fewer ids is filled up with logits of weight 0. The parts of a position become positions of
     # their own, [B, L, P size] -> [B, L P, size]: that needs no copy.
     padded = jnp.pad(logits, ((0, 0), (0, 0), (0, -count % size)), constant_values=NEVER)
@@ -200,7 +197,13 @@ def _parts(
     pieces = padded.reshape(b, window * parts, size)
     stats = jax.vmap(functools.partial(chunk_stats, first))(pieces, spread(seen.view.canvas), seen.view.eos)
     stats = draw_in_chunk(stats, pieces, spread(uniforms), temperature, first)
-    return soft, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(b, window, parts), 2, 0), stats)
+    stats = jax.tree.map(lambda x: x.reshape(b, window, parts), stats)
+    soft = None
+    if mixture is not None:
+        top = stats.max.max(axis=-1, keepdims=True)  # [B, L, 1]
+        total = (stats.total * jnp.exp(stats.max - top)).sum(axis=-1, keepdims=True)
+        soft = SoftEmbedding(top, total, mixture(params, jnp.exp(logits - top), 0))
+    return soft, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), stats)
 
 
 def chunk_stats(
@@ -220,22 +223,29 @@ def chunk_stats(
     Returns:
         The statistics, with the argmax as the sample.
     """
-    # All weights are relative to the largest logit of the chunk, so that exp cannot overflow. [L, v]
-    best, at = logits.max(axis=-1), most_probable(logits)
-    centred = logits - best[:, None]
+    # Blocks of ids [L, n, b]: the first pass over the logits computes the maximum of each, the second the sums of each.
+    # The argmax and the second largest logit follow from the maxima and from the one block that holds the argmax.
+    blocks = in_blocks(logits, NEVER)
+    tops = _per_block(blocks.max(axis=-1))  # [L, n]
+    best, winner = tops.max(axis=-1), most_probable(tops)
+    inside = block_of(blocks, winner)  # [L, b]
+    column = most_probable(inside)
+    without = lambda x, index: jnp.where(jnp.arange(x.shape[-1]) == index[:, None], -jnp.inf, x).max(axis=-1)
+    # All weights are relative to the largest logit of the chunk, so that exp cannot overflow.
+    centred = blocks - best[:, None, None]
     e = jnp.exp(centred)
 
     def logit_of(id: Int[Array, "L"]) -> Float[Array, "L"]:
         inside = (id >= first_id) & (id < first_id + logits.shape[-1])
         return jnp.where(inside, _pick(logits, jnp.clip(id - first_id, 0, logits.shape[-1] - 1)), NEVER)
 
-    argmax = (at + first_id).astype(jnp.int32)
+    argmax = (winner * blocks.shape[-1] + column + first_id).astype(jnp.int32)
     return ChunkStats(
         max=best,
         argmax=argmax,
-        second=jnp.where(jnp.arange(logits.shape[-1]) == at[:, None], -jnp.inf, logits).max(axis=-1),
-        total=e.sum(axis=-1),
-        moment=(e * centred).sum(axis=-1),
+        second=jnp.maximum(without(tops, winner), without(inside, column)),
+        total=_per_block(e.sum(axis=-1)).sum(axis=-1),
+        moment=_per_block((e * centred).sum(axis=-1)).sum(axis=-1),
         canvas=logit_of(canvas),
         eos=logit_of(jnp.full_like(canvas, eos)),
         draw_total=jnp.ones_like(best),
@@ -251,7 +261,10 @@ def draw_in_chunk(
     temperature: Param,
     first_id: int | Int[Array, "*L"],
 ) -> ChunkStats:
-    """Samples an id of the chunk for every position; computed only if some row has a temperature above 0.
+    """Samples an id of the chunk for every position.
+
+    The sums over blocks have the shape of those of `chunk_stats`, so that XLA computes all of them in one pass over the
+    logits; a `cond` for the case that no row has a temperature above 0 would make it two.
 
     Args:
         stats: Statistics of the chunk [B, L].
@@ -263,17 +276,28 @@ def draw_in_chunk(
     Returns:
         The statistics with `draw_total`, `drawn` and `drawn_logit` of the samples.
     """
-    temperature = jnp.asarray(temperature, jnp.float32)
+    blocks, temperature = in_blocks(logits, NEVER), jnp.asarray(temperature, jnp.float32)  # [B, L, n, b]
+    coldness = (1.0 / jnp.maximum(temperature, 1e-6))[:, None, None, None]
+    weights = jnp.exp((blocks - stats.max[..., None, None]) * coldness)
+    sums = _per_block(weights.sum(axis=-1))  # [B, L, n]
+    block, column = search_blocks(
+        sums, functools.partial(block_of, weights), jnp.minimum(uniforms, 1.0 - 1e-6)
+    )
+    drawn = block * blocks.shape[-1] + column
+    return stats._replace(
+        draw_total=sums.sum(axis=-1),
+        drawn=(drawn + first_id).astype(jnp.int32),
+        drawn_logit=_pick(logits, drawn),
+    )
 
-    def draw() -> tuple[Array, Array, Array]:
-        scaled = (logits - stats.max[..., None]) / jnp.maximum(temperature, 1e-6)[:, None, None]
-        weights = jnp.exp(scaled)
-        column = search_cdf(weights, jnp.minimum(uniforms, 1.0 - 1e-6))
-        return weights.sum(-1), (column + first_id).astype(jnp.int32), _pick(logits, column)
 
-    greedy = lambda: (stats.draw_total, stats.drawn, stats.drawn_logit)
-    total, drawn, logit = jax.lax.cond(jnp.any(temperature > 0), draw, greedy)
-    return stats._replace(draw_total=total, drawn=drawn, drawn_logit=logit)
+def _per_block(sums: Float[Array, "*s n"]) -> Float[Array, "*s n"]:
+    """Returns reductions over blocks unchanged, but keeps XLA from reducing over all blocks at once.
+
+    XLA would merge a reduction of these reductions with them, and then need one more pass over the logits for each of
+    the two shapes.
+    """
+    return jax.lax.optimization_barrier(sums)
 
 
 def _pick(logits: Float[Array, "*s v"], column: Int[Array, "*s"]) -> Float[Array, "*s"]:
@@ -342,7 +366,10 @@ def _walk_sharded(
         chunks = gather_chunks(chunks)
         return (None if soft is None else sum_embeddings(soft, chunks.max.max(axis=0)[..., None])), chunks
 
-    specs = ({name: TABLES[name] for name in tables}, *[P(row)] * len(rows))
+    # The leaves of a quantised table are its values, with two axes, and its scales, with one.
+    leaf_spec = lambda path, x: TABLES[path[0].key] if x.ndim == 2 else SCALES
+    spec = jax.tree_util.tree_map_with_path(leaf_spec, tables)
+    specs = (spec, *[P(row)] * len(rows))
     spread = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=(P(row), P(None, row)), check_vma=False)
     return spread(tables, *rows)
 

@@ -48,13 +48,16 @@ from mercury_jax.decode.self_speculation import first_tokens, verify
 from mercury_jax.decode.state import (
     Drafter,
     Frame,
+    PackedState,
     Rows,
     State,
     ends_text,
     first_memory,
     first_state,
+    pack_state,
     sampling_params,
     step_key,
+    unpack_state,
     update_rows,
     window_of,
     window_offset,
@@ -257,13 +260,15 @@ def run_until_done(
     """
     axes = varying_axes((params, state))
 
-    def body(carry: tuple[Array, State]) -> tuple[Array, State]:
-        made, state = carry
-        return varying((made + 1, step(config, params, state)[0]), axes)
+    def body(carry: tuple[Array, PackedState]) -> tuple[Array, PackedState]:
+        made, packed = carry
+        state, _ = step(config, params, unpack_state(packed))
+        return varying((made + 1, pack_state(state)), axes)
 
-    begun, start = state.committed, varying((jnp.asarray(0), state), axes)
-    made, state = jax.lax.while_loop(lambda carry: unfinished(carry[1], begun, watch), body, start)
-    return state, made
+    begun, start = state.committed, varying((jnp.asarray(0), pack_state(state)), axes)
+    going = lambda carry: unfinished(unpack_state(carry[1]), begun, watch)
+    made, packed = jax.lax.while_loop(going, body, start)
+    return unpack_state(packed), made
 
 
 def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
@@ -307,16 +312,17 @@ def run_limited(
     empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
     most = passes if limit is None else jnp.minimum(limit, passes)
 
-    def body(carry: tuple[Array, State, Frame]) -> tuple[Array, State, Frame]:
-        i, state, frames = carry
-        state, frame = step(config, params, state)
+    def body(carry: tuple[Array, PackedState, Frame]) -> tuple[Array, PackedState, Frame]:
+        i, packed, frames = carry
+        state, frame = step(config, params, unpack_state(packed))
         frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
-        return varying((i + 1, state, frames), axes)
+        return varying((i + 1, pack_state(state), frames), axes)
 
     begun = state.committed
-    going = lambda carry: (carry[0] < most) & unfinished(carry[1], begun, watch)
-    made, state, frames = jax.lax.while_loop(going, body, varying((jnp.asarray(0), state, empty), axes))
-    return state, frames, made
+    going = lambda carry: (carry[0] < most) & unfinished(unpack_state(carry[1]), begun, watch)
+    start = varying((jnp.asarray(0), pack_state(state), empty), axes)
+    made, packed, frames = jax.lax.while_loop(going, body, start)
+    return unpack_state(packed), frames, made
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,7 @@ def temperature(logits: Logits, view: View, t: NonNegative = 1.0) -> Logits:
     Returns:
         The scaled logits.
     """
-    return keep_forbidden(logits, logits / jnp.maximum(t, 1e-6))
+    return keep_forbidden(logits, logits * (1.0 / jnp.maximum(t, 1e-6)))
 
 
 @logits_processor(needs_logits=False, source="DiffusionGemma, transformers' generation config")
@@ -108,7 +108,8 @@ def cooling(logits: Logits, view: View, last: NonNegative = 0.4, first: NonNegat
     Returns:
         The scaled logits.
     """
-    return keep_forbidden(logits, logits / jnp.maximum(last + (first - last) * view.t, 1e-6))
+    # XLA repeats a multiplication in each pass over the logits, but stores the result of a division of all of them.
+    return keep_forbidden(logits, logits * (1.0 / jnp.maximum(last + (first - last) * view.t, 1e-6)))
 
 
 @logits_processor

@@ -291,6 +291,49 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
     return record._replace(**updated)
 
 
+# Numbers and flags of a row that change from pass to pass.
+COUNTERS = (
+    "cache_length", "committed", "end", "answer_budget", "used", "step", "done", "unverified", "nfe", "nan_step",
+)  # fmt: skip
+
+
+class PackedState(NamedTuple):
+    """A state as the carry of a decoding loop, with the fields `COUNTERS` in one array.
+
+    On a GPU each small array of the carry costs a pass one kernel that computes it, and often another that copies it.
+    """
+
+    counters: Int[Array, "n B"]
+    rest: State  # with () in place of the packed fields
+
+
+def pack_state(state: State) -> PackedState:
+    """Packs the small fields of a state.
+
+    Args:
+        state: State of all rows.
+
+    Returns:
+        The packed state.
+    """
+    counters = jnp.stack([getattr(state, name).astype(jnp.int32) for name in COUNTERS])
+    return PackedState(counters, state._replace(**dict.fromkeys(COUNTERS, ())))
+
+
+def unpack_state(packed: PackedState) -> State:
+    """Inverts `pack_state`.
+
+    Args:
+        packed: The packed state.
+
+    Returns:
+        The state.
+    """
+    flags = ("done", "unverified")
+    values = {name: x > 0 if name in flags else x for name, x in zip(COUNTERS, packed.counters, strict=True)}
+    return packed.rest._replace(**values)
+
+
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
     """Makes the memories of the rule and of the stopping criterion for one row, at the start of a block.
 

@@ -7,6 +7,8 @@ the log-probabilities that a request asks for.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -92,20 +94,67 @@ def search_cdf(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> I
     Returns:
         The ids [...]. An id of weight 0 is never returned unless all weights are 0.
     """
-    *shape, vocab = weights.shape
-    # 1. Find the block: the first whose cumulative weight exceeds the target.
+    blocks = in_blocks(weights, 0.0)
+    block, column = search_blocks(blocks.sum(-1), functools.partial(block_of, blocks), uniforms)
+    return block * blocks.shape[-1] + column
+
+
+def in_blocks(x: Float[Array, "*s V"], fill: float) -> Float[Array, "*s n b"]:
+    """Splits the ids into n blocks of b = `SEARCH_BLOCK`, or into one block if there are fewer.
+
+    Args:
+        x: One number per id [..., V].
+        fill: Value that fills up the last block.
+
+    Returns:
+        The blocks [..., n, b].
+    """
+    *shape, vocab = x.shape
     size = min(SEARCH_BLOCK, vocab)
-    blocks = jnp.pad(weights, [(0, 0)] * len(shape) + [(0, -vocab % size)]).reshape(*shape, -1, size)
-    ends = jnp.cumsum(blocks.sum(-1), axis=-1)  # [*s, blocks]
+    full = jnp.pad(x, [(0, 0)] * len(shape) + [(0, -vocab % size)], constant_values=fill)
+    return full.reshape(*shape, -1, size)
+
+
+def block_of(blocks: Float[Array, "*s n b"], block: Int[Array, "*s"]) -> Float[Array, "*s b"]:
+    """Returns one block of each position.
+
+    Args:
+        blocks: All blocks [..., n, b].
+        block: Index of a block [...].
+
+    Returns:
+        The blocks [..., b].
+    """
+    return jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+
+
+def search_blocks(
+    sums: Float[Array, "*s n"],
+    weights_of: Callable[[Int[Array, "*s"]], Float[Array, "*s b"]],
+    uniforms: Float[Array, "*s"],
+) -> tuple[Int[Array, "*s"], Int[Array, "*s"]]:
+    """Inverts a cumulative distribution at two levels, from the weights of blocks and those of one block.
+
+    Args:
+        sums: Summed weight of each block.
+        weights_of: weights_of(block) -> the weights in one block of each position.
+        uniforms: Uniform numbers in [0, 1), one per position.
+
+    Returns:
+        The block, and the index in the block, of the first weight at which the cumulative weight exceeds uniform *
+        total.
+    """
+    # 1. Find the block: the first whose cumulative weight exceeds the target.
+    ends = jnp.cumsum(sums, axis=-1)  # [*s, n]
     target = uniforms[..., None] * ends[..., -1:]
-    block = jnp.minimum((ends <= target).sum(-1, keepdims=True), ends.shape[-1] - 1)
-    # 2. Find the id in the block: the target minus the cumulative weight of the blocks before it.
-    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]  # [*s, size]
-    before = jnp.take_along_axis(ends, block, axis=-1) - inside.sum(-1, keepdims=True)
-    sums = jnp.cumsum(inside, axis=-1)
+    block = jnp.minimum((ends <= target).sum(-1), ends.shape[-1] - 1)
+    # 2. Find the weight in the block: the target minus the cumulative weight of the blocks before it.
+    inside = weights_of(block)  # [*s, b]
+    before = jnp.take_along_axis(ends, block[..., None], axis=-1) - inside.sum(-1, keepdims=True)
+    within = jnp.cumsum(inside, axis=-1)
     # The two levels round differently: clip the rest into the block, so that the id found has a positive weight.
-    rest = jnp.clip(target - before, 0.0, sums[..., -1:] * (1.0 - 1e-6))
-    return block[..., 0] * size + (sums <= rest).sum(-1)
+    rest = jnp.clip(target - before, 0.0, within[..., -1:] * (1.0 - 1e-6))
+    return block, (within <= rest).sum(-1)
 
 
 def token_stats(

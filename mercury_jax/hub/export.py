@@ -82,6 +82,9 @@ def convert(
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
     stored = opened = open_checkpoint(source, mask=mask, verify=True)
+    if opened.quantised is not None:
+        allowed = "an unquantised checkpoint: quantised parameters are not written"
+        raise refuse("source", f"{source} ({opened.quantised.quantisation.layout})", allowed)
     found = None if adapter is None else open_adapter(adapter)
     opened = opened if found is None else found.config_for(opened, None)
     check_mask(opened, mask)

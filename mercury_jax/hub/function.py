@@ -90,11 +90,13 @@ def from_function(
         apply: A pure function `apply(params, tokens) -> logits`, from ids int32 [B, L] to logits [B, L, V] of the token
             at each position, with bidirectional attention. L varies between calls. If it has parameters with these
             names, it also receives
-                lengths         int32 [B]: the first `lengths` positions of a row hold tokens, the rest is padding;
-                attention_mask  bool [B, L, L]: whether query i may attend to key j;
-                positions       int32 [B, L], only with `attention_mask`: the position of each token, for rules that
-                                append masks which no token attends to (`wino`, `blind_editing`);
-                time            float32 [B] in [0, 1]: the noise level of each row; 1 is all noise.
+
+            - `lengths`, int32 [B]: the first `lengths` positions of a row hold tokens, the rest is padding;
+            - `attention_mask`, bool [B, L, L]: whether query i may attend to key j;
+            - `positions`, int32 [B, L], only with `attention_mask`: the position of each token, for rules that append
+              masks which no token attends to (`wino`, `blind_editing`);
+            - `time`, float32 [B] in [0, 1]: the noise level of each row; 1 is all noise.
+
             Without `lengths` and `attention_mask` a function cannot tell padding from tokens. It is then called without
             padding: all rows of a batch must have the same length, and each length is compiled separately.
         params: Parameters of the function, a pytree of arrays.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from mercury_jax.hub.params import (
     shapes_of,
     to_ours,
 )
+from mercury_jax.hub.quant_config import KEYS as QUANTISATION, quantisation_of
+from mercury_jax.hub.quant_params import ACTIVATIONS, QuantisedTensors, find_quantised
 from mercury_jax.hub.tokenizer import HFTokenizer, IdTokenizer, unpack
 from mercury_jax.hub.tokenizer_files import read_files
 from mercury_jax.models import cache
@@ -77,7 +79,8 @@ def load(
             layout, parameters are converted to it. Default: the dtype of the checkpoint.
         quantise: Format in which weight matrices are stored, "int8" or "fp8", with one scale per output. Default: not
             quantised.
-        kv: Format in which the KV cache is stored: "int8", "4bit" or "3bit". Default: the dtype of the computation.
+        kv: Format in which the KV cache is stored: "int8", "fp8", "4bit" or "3bit". Default: the dtype of the
+            computation.
         mask: The mask id of a masked diffusion model, for a checkpoint that does not name it or names a wrong one.
         adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. Each
             parameter is merged with it when it is read, before quantisation.
@@ -243,6 +246,7 @@ class Opened:
         noise: The noise that it was trained with; None for an autoregressive model.
         card: Metadata. In Hugging Face's layout: family, architecture, licence and notes.
         decoding: Sampling settings of the reference implementation; see `LM.decoding`.
+        quantised: The matrices that the checkpoint has quantised; None without any.
     """
 
     path: Path
@@ -254,13 +258,16 @@ class Opened:
     noise: NoiseConfig | None
     card: Mapping[str, Any]
     decoding: Mapping[str, Any]
+    quantised: QuantisedTensors | None = None
 
     @property
     def stored_dtype(self) -> np.dtype:
-        """The dtype in which most bytes of the tensors are stored; without tensors, the dtype of the config."""
+        """The dtype in which most bytes of the unquantised tensors are stored; without tensors, that of the config."""
         sizes: dict[np.dtype, int] = {}
-        for entry in self.folder.tensors.values():
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+        skip = set() if self.quantised is None else self.quantised.tensors()
+        for name, entry in self.folder.tensors.items():
+            if name not in skip and (self.quantised is None or entry.dtype.name in FLOATS):
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
         return max(sizes, key=lambda kind: sizes[kind]) if sizes else np.dtype(jnp.dtype(self.config.dtype))
 
 
@@ -296,12 +303,9 @@ def open_checkpoint(
     if mask is not None:
         about["mask_token_id"] = mask
     where = folder.path / (path.name if alone else "config.json")
-    if (kind := about.get("quantization_config")) is not None:
-        method = kind.get("quant_method") if isinstance(kind, Mapping) else kind
-        allowed = "none: load the unquantised files, with quantise='int8' or 'fp8'"
-        raise refuse(f"{where}: quantization_config", method, allowed)
+    quantisation = quantisation_of(about, str(where))
     family, notes = family_of(about)
-    config = family.read(about, str(where))
+    config = family.read({key: x for key, x in about.items() if key not in QUANTISATION}, str(where))
     if config.tied and HEAD in folder.tensors and not family.uses(HEAD, config):
         # As in transformers 5: with `tie_word_embeddings`, embedding and head share a parameter if the two stored
         # tensors are equal. If they differ, the head is a parameter of its own.
@@ -310,8 +314,12 @@ def open_checkpoint(
             config = dataclasses.replace(config, tied=False)
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     model = models.build(config)
+    quantised = None
+    if quantisation is not None and not alone:
+        quantised = find_quantised(quantisation, folder.tensors, family.names(config), model)
+        notes = [*notes, *_quantisation_notes(quantised, str(where), config)]
     if not alone:
-        _check_tensors(folder, family, model)
+        _check_tensors(folder, family, model, quantised)
     written = read_json(folder.path, generation.FILE, optional=True)
     if callable(family.decoding):
         decoding = family.decoding(about, written)
@@ -325,8 +333,31 @@ def open_checkpoint(
             "family": family.name, "architecture": about["architectures"][0],
             "licence": _licence(folder.path) or family.licence, "notes": [*folder.notes, *notes],
         },
-        decoding=decoding,
+        decoding=decoding, quantised=quantised,
     )  # fmt: skip
+
+
+def _quantisation_notes(quantised: QuantisedTensors, where: str, config: ModelConfig) -> list[str]:
+    """Says what of the reference's computation differs; ValueError if no matrix is quantised."""
+    about = quantised.quantisation
+    if not quantised.formats:
+        raise refuse(
+            f"{where}: quantization_config", about.method, "null: no matrix of this checkpoint is quantised"
+        )
+    notes = [f"weights stay as stored: {about.layout}"]
+    if about.activations:
+        notes.append(f"the reference also rounds activations; here they stay in {config.dtype}")
+    if widened := sorted(set(quantised.matrices) - set(_matrices_of(quantised))):
+        notes.append(
+            f"dequantised when loaded, because the model keeps them in {config.dtype}: {', '.join(widened)}"
+        )
+    return notes
+
+
+def _matrices_of(quantised: QuantisedTensors) -> Iterator[str]:
+    """Lists the matrices that stay quantised."""
+    for path in quantised.formats:
+        yield from quantised.sources[path].names
 
 
 def is_native(folder: Path) -> bool:
@@ -352,22 +383,36 @@ def _open_native(path: Path, dtype: str | None, mask: int | None, verify: bool) 
     )  # fmt: skip
 
 
-def _check_tensors(folder: Folder, family: Family, model: Model) -> None:
-    """Checks names, shapes and dtypes of all tensors against the headers, before any tensor is read."""
+def _check_tensors(
+    folder: Folder, family: Family, model: Model, quantised: QuantisedTensors | None = None
+) -> None:
+    """Checks names, shapes and dtypes of all tensors against the headers, before any tensor is read.
+
+    Those of quantised matrices are already checked (`find_quantised`).
+    """
     # The family's table must name exactly the parameters of the model; an error here is a bug of the family.
     names, shapes = family.names(model.config), shapes_of(model)
     if odd := sorted(set(names) ^ set(shapes)):
         allowed = "a name in both the model and the family's table"
         raise refuse(f"{family.name}: parameter", odd[0], allowed)
+    sources = names if quantised is None else quantised.sources
+    matrices = {} if quantised is None else quantised.matrices
+    known = set() if quantised is None else quantised.tensors()
     wanted = {
         name: shape
-        for path, source in names.items()
+        for path, source in sources.items()
         for name, shape in source.shapes(shapes[path].shape).items()
+        if name not in matrices
     }
     more = lambda found: f", and {len(found) - 1} more" if len(found) > 1 else ""
     if missing := sorted(set(wanted) - set(folder.tensors)):
         raise CheckpointError(f"{folder.path}: tensor {missing[0]!r} is missing" + more(missing))
-    surplus = sorted(n for n in folder.tensors if n not in wanted and family.uses(n, model.config))
+    surplus = sorted(
+        n
+        for n in folder.tensors
+        if n not in wanted and n not in known and family.uses(n, model.config)
+        and not (quantised is not None and _unread(folder, quantised, n))
+    )  # fmt: skip
     if surplus:
         where = f"{folder.path}: tensor {surplus[0]!r}"
         raise CheckpointError(f"{where} has no place in {family.name}" + more(surplus))
@@ -379,6 +424,22 @@ def _check_tensors(folder: Folder, family: Family, model: Model) -> None:
         if entry.dtype.name not in FLOATS:
             error = refuse(f"dtype of {name}", entry.dtype.name, ", ".join(FLOATS.values()))
             raise CheckpointError(f"{folder.path}: {error}")
+
+
+def _unread(folder: Folder, quantised: QuantisedTensors, name: str) -> bool:
+    """Says whether a quantised checkpoint may have a tensor that is not read.
+
+    These are scales of activations, tables of what is quantised in another way here, and the zeros that AutoGPTQ writes
+    for the bias of a matrix without one.
+    """
+    if ACTIVATIONS.search(name):
+        return True
+    module, _, last = name.rpartition(".")
+    if last == "g_idx" or last.endswith("_g_idx"):
+        return any(name.startswith(matrix.removesuffix(".weight")) for matrix in quantised.matrices)
+    return last == "bias" and f"{module}.weight" in quantised.matrices and not np.any(
+        folder.read(name).astype(np.float32)
+    )  # fmt: skip
 
 
 def _complete_ids(folder: Folder) -> None:
@@ -466,6 +527,11 @@ def load_opened(
         CheckpointError: A file is damaged, or a parameter is missing or has the wrong shape.
     """
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
+    if opened.quantised is not None and (quantise is not None or adapter is not None):
+        name, value = ("quantise", quantise) if quantise is not None else ("adapter", "an adapter")
+        layout = opened.quantised.quantisation.layout
+        allowed = f"None: the checkpoint is quantised ({layout}); load the unquantised one"
+        raise refuse(name, value, allowed)
     forbidden: tuple[int, ...] = ()
     if isinstance(opened.folder, Exported):
         about, tokenizer = opened.folder.config, _opened_tokenizer(opened)
@@ -482,10 +548,20 @@ def load_opened(
     else:
         assert opened.family is not None
         dtype = opened.stored_dtype if dtype is None else dtype
-        check_memory(model, mesh, dtype, quantise, opened.name)
+        found = opened.quantised
+        check_memory(model, mesh, dtype, quantise if found is None else found.formats, opened.name)
         tokenizer = _opened_tokenizer(opened)
-        sources, stored = opened.family.names(config), opened.folder.read
-        read = lambda path: to_ours(sources[path], shapes[path].shape, stored)
+        sources = opened.family.names(config) if found is None else found.sources
+        stored = opened.folder.read
+        dense = stored if found is None else found.dense(stored, dtype)
+
+        def of_tensors(path: str) -> Any:
+            if found is not None and path in found.formats:
+                return found.parameter(path, shapes[path].shape, stored)
+            return to_ours(sources[path], shapes[path].shape, dense)
+
+        read = of_tensors
+
     if adapter is not None:
         read = adapter.merged(opened, read)
         forbidden = forbidden if adapter.forbidden is None else adapter.forbidden
@@ -584,8 +660,10 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
         about |= {"licence": opened.card["licence"]}
         more = {"notes": opened.card["notes"]}
     total, active = count_parameters(opened.model)
-    plan = {n: need._asdict() for n, need in memory_plan(opened.model, dtype).items()}
-    for n, need in memory_plan(opened.model, dtype, quantise="int8").items():
+    found = opened.quantised
+    formats = None if found is None else found.formats
+    plan = {n: need._asdict() for n, need in memory_plan(opened.model, dtype, formats).items()}
+    for n, need in memory_plan(opened.model, dtype, quantise="int8").items() if found is None else ():
         plan[n]["params_int8"] = need.params
     return {
         **about,
@@ -593,6 +671,7 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
         "parameters": total,
         "active": active,
         "dtype": jnp.dtype(dtype).name,
+        **({} if found is None else {"quantised": found.about(opened.model)}),
         **{name: getattr(c, name) for name in ("vocab", "width", "layers", "heads")},
         "experts": None if c.experts is None else f"{c.experts.active} of {c.experts.count}",
         **{

@@ -22,8 +22,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
 
 from mercury_jax.config import refuse
-from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
-from mercury_jax.sharding import AXES, matrix_axes, partition_spec
+from mercury_jax.models.weight_quant import (
+    FORMATS,
+    WEIGHT_KINDS,
+    AnyQuantised,
+    GroupedWeight,
+    QuantisedWeight,
+    WeightFormat,
+    stored_bytes,
+    with_divisible_groups,
+)
+from mercury_jax.sharding import AXES, partition_spec, quantised_axes
 from mercury_jax.types import Model, Params
 
 
@@ -168,7 +177,7 @@ def to_theirs(source: TensorSource, ours: np.ndarray) -> dict[str, np.ndarray]:
 
 def load_params(
     model: Model,
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], np.ndarray | AnyQuantised],
     *,
     dtype: DTypeLike | None = None,
     quantise: str | None = None,
@@ -179,26 +188,23 @@ def load_params(
 
     Args:
         model: The model, for the paths and the sharding of its parameters.
-        read: Returns a parameter by its path.
+        read: Returns a parameter by its path; a quantised matrix in numpy if the checkpoint has it.
         dtype: Dtype of parameters that are not quantised. Default: as read.
-        quantise: Format in which matrices are stored, "int8" or "fp8", with one scale per output. Default: not
-            quantised.
+        quantise: Format in which matrices, the embedding table and the output head are stored, "int8" or "fp8", with
+            one scale per output, in a table per id. Default: not quantised.
         mesh: The devices. Default: the first device.
         progress: Called after each parameter with its number of bytes.
 
     Returns:
-        The tree of parameters; quantised matrices are `QuantisedWeight`s.
+        The tree of parameters; quantised matrices are `QuantisedWeight` or `GroupedWeight`.
     """
     params: dict[str, Any] = {}
     for path in shapes_of(model):
-        host, matrix = read(path), matrix_axes(path)
-        if quantise is not None and matrix is not None:
-            small = WEIGHT_KINDS[quantise](host, *matrix)
-            # Scales are small, so they are replicated on all devices.
-            whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-            value: Any = QuantisedWeight(
-                _placed(small.values, path, model, mesh), jax.device_put(small.scale, whole)
-            )
+        host, matrix = read(path), quantised_axes(path)
+        if quantise is not None and matrix is not None and not isinstance(host, AnyQuantised):
+            host = WEIGHT_KINDS[quantise](host, *matrix)
+        if isinstance(host, AnyQuantised):
+            value: Any = _placed_quantised(host, path, model, mesh)
         else:
             value = _placed(host if dtype is None else host.astype(dtype, copy=False), path, model, mesh)
         # Wait for the copy before reading on: an unfinished copy keeps its host array alive.
@@ -212,11 +218,99 @@ def _placed(host: np.ndarray | jax.Array, path: str, model: Model, mesh: Mesh | 
     """Copies a parameter to the devices; each device receives only its shard."""
     if mesh is None:
         return jnp.array(host)
-    where = NamedSharding(mesh, partition_spec(path, host.shape, model.shardings, mesh))
+    return _on_mesh(host, NamedSharding(mesh, partition_spec(path, host.shape, model.shardings, mesh)))
+
+
+def quantised_specs(
+    like: AnyQuantised, shape: tuple[int, ...], path: str, model: Model, mesh: Mesh | AbstractMesh
+) -> list[PartitionSpec | None]:
+    """Chooses the PartitionSpec of each array of a quantised matrix.
+
+    Scales of outputs are small, so they are replicated on all devices. Scales and zero points of groups are split like
+    the values, along the outputs and the first input axis.
+
+    Args:
+        like: The matrix, or its shapes.
+        shape: Shape of the matrix [batch..., inputs..., outputs...].
+        path: Path of the parameter.
+        model: The model.
+        mesh: The mesh.
+
+    Returns:
+        A spec for each array; None for an array that the matrix does not have.
+    """
+    spec = partition_spec(path, shape, model.shardings, mesh)
+    if isinstance(like, QuantisedWeight):
+        return [spec, PartitionSpec()]
+    lead, inputs, outputs = _split_spec(spec, path, len(shape))
+    grouped = PartitionSpec(*lead, *outputs, None if like.group is not None else inputs[0])
+    values = PartitionSpec(*lead, *outputs, *inputs)
+    specs = (values, PartitionSpec(), grouped, grouped, PartitionSpec(*lead, inputs[0]))
+    return [None if x is None else one for x, one in zip(like, specs, strict=True)]
+
+
+def _split_spec(spec: PartitionSpec, path: str, ndim: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Divides the entries of a matrix's spec into those of its batch, inputs and outputs."""
+    axes = quantised_axes(path)
+    assert axes is not None
+    each = [*spec, *[None] * (ndim - len(spec))]
+    middle = axes.batch + axes.inputs
+    return each[: axes.batch], each[axes.batch : middle], each[middle:]
+
+
+def input_shards(shape: tuple[int, ...], path: str, model: Model, mesh: Mesh | AbstractMesh) -> int:
+    """Counts the parts into which a mesh divides the inputs of a matrix.
+
+    Args:
+        shape: Shape of the matrix.
+        path: Path of the parameter.
+        model: The model.
+        mesh: The mesh.
+
+    Returns:
+        The number of parts.
+    """
+    spec = partition_spec(path, shape, model.shardings, mesh)
+    _, inputs, _ = _split_spec(spec, path, len(shape))
+    return math.prod(mesh.shape[axis] for axis in jax.tree.leaves(inputs[0]))
+
+
+def _placed_quantised(host: AnyQuantised, path: str, model: Model, mesh: Mesh | None) -> AnyQuantised:
+    """Copies a quantised matrix to the devices."""
+    if mesh is None:
+        return jax.tree.map(jnp.array, host)
+    shape = shapes_of(model)[path].shape
+    host = with_divisible_groups(host, input_shards(shape, path, model, mesh))
+    found: Any = (
+        None if x is None or one is None else _on_mesh(x, NamedSharding(mesh, one))
+        for x, one in zip(host, quantised_specs(host, shape, path, model, mesh), strict=True)
+    )
+    return (QuantisedWeight if isinstance(host, QuantisedWeight) else GroupedWeight)(*found)
+
+
+def _on_mesh(host: np.ndarray | jax.Array, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, where, lambda index: np.ascontiguousarray(host[index]))
 
 
 # --- memory
+
+
+Formats = Mapping[str, WeightFormat]  # of the matrices that are quantised, by path
+
+
+def formats_of(model: Model, quantise: str | Formats | None) -> Formats:
+    """Lists the formats of quantised matrices.
+
+    Args:
+        model: The model.
+        quantise: "int8" or "fp8" for every matrix; formats, which are returned; or None for none.
+
+    Returns:
+        Formats by path.
+    """
+    if not isinstance(quantise, str):
+        return quantise or {}
+    return {path: FORMATS[quantise] for path in shapes_of(model) if quantised_axes(path) is not None}
 
 
 class MemoryNeed(NamedTuple):
@@ -234,7 +328,11 @@ class MemoryNeed(NamedTuple):
 
 
 def param_bytes(
-    model: Model, mesh: Mesh | AbstractMesh | None, dtype: DTypeLike, quantise: str | None = None
+    model: Model,
+    mesh: Mesh | AbstractMesh | None,
+    dtype: DTypeLike,
+    quantise: str | Formats | None = None,
+    packed: bool = True,
 ) -> int:
     """Computes the bytes of the parameters on each device.
 
@@ -242,33 +340,39 @@ def param_bytes(
         model: The model.
         mesh: The mesh, of which only the shape is used. None: one device.
         dtype: Dtype of parameters that are not quantised.
-        quantise: "int8", "fp8" or None.
+        quantise: "int8", "fp8", the formats of a quantised checkpoint, or None.
+        packed: Whether the device stores two values of 4 bits in a byte.
 
     Returns:
         Bytes per device.
     """
-    total = 0
+    total, formats = 0, formats_of(model, quantise)
     for path, like in shapes_of(model).items():
-        size = math.prod(like.shape)
-        if mesh is not None:  # one dimension may be split along several mesh axes
-            spec = partition_spec(path, like.shape, model.shardings, mesh)
-            size //= math.prod(mesh.shape[axis] for axis in jax.tree.leaves(tuple(spec)))
-        matrix = None if quantise is None else matrix_axes(path)
-        if matrix is None:
-            total += size * jnp.dtype(dtype).itemsize
-        else:  # one byte per weight, and fp32 scales [experts, outputs], which are replicated
-            inputs, batch = matrix
-            total += size + 4 * math.prod(like.shape[:batch]) * math.prod(like.shape[batch + inputs :])
+        axes, kind = quantised_axes(path), formats.get(path)
+        if kind is not None and axes is not None:
+            kind = kind if mesh is None else kind.divisible(input_shards(like.shape, path, model, mesh))
+            arrays = kind.shapes(like.shape, *axes)
+            specs = None if mesh is None else quantised_specs(arrays, like.shape, path, model, mesh)
+        else:
+            arrays = [jax.ShapeDtypeStruct(like.shape, dtype)]
+            specs = None if mesh is None else [partition_spec(path, like.shape, model.shardings, mesh)]
+        for i, array in enumerate(arrays):
+            if array is not None:  # one dimension may be split along several mesh axes
+                split = jax.tree.leaves(tuple((specs[i] if specs is not None else None) or ()))
+                parts = math.prod(mesh.shape[axis] for axis in split) if mesh is not None else 1
+                total += stored_bytes(array, packed) // parts
     return total
 
 
-def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> dict[int, MemoryNeed]:
+def memory_plan(
+    model: Model, dtype: DTypeLike, quantise: str | Formats | None = None
+) -> dict[int, MemoryNeed]:
     """Estimates the memory per device when a model is split over 1, 2, 4 or 8 devices.
 
     Args:
         model: The model.
         dtype: Dtype of parameters that are not quantised.
-        quantise: "int8", "fp8" or None.
+        quantise: "int8", "fp8", the formats of a quantised checkpoint, or None.
 
     Returns:
         Memory per device by number of devices, for the mesh axis that leaves the fewest bytes on each.
@@ -321,14 +425,16 @@ def _host_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: str | None, name: str) -> None:
+def check_memory(
+    model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: str | Formats | None, name: str
+) -> None:
     """Refuses a model whose parameters do not fit into the free memory of the devices.
 
     Args:
         model: The model.
         mesh: The devices. Default: the first device.
         dtype: Dtype of parameters that are not quantised.
-        quantise: "int8", "fp8" or None.
+        quantise: "int8", "fp8", the formats of a quantised checkpoint, or None.
         name: The model's name, for the message.
 
     Raises:
@@ -336,14 +442,16 @@ def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: st
     """
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     local = [d for d in devices if d.process_index == jax.process_index()]
-    need, have = param_bytes(model, mesh, dtype, quantise), free_memory(local or devices)
+    packed = devices[0].platform != "cpu"
+    need, have = param_bytes(model, mesh, dtype, quantise, packed), free_memory(local or devices)
     if have is None or need <= have:
         return
     count = sum(math.prod(x.shape) for x in shapes_of(model).values())
+    formats = quantise if not isinstance(quantise, str) else None
     raise refuse(
         f"memory for {name}",
         f"{need / 1e9:.1f} GB on each of {len(devices)} device(s), for {count / 1e9:.2f}B parameters as "
-        f"{quantise or jnp.dtype(dtype).name}",
+        f"{quantise if isinstance(quantise, str) else jnp.dtype(dtype).name}{' and as stored' if formats else ''}",
         f"up to {have / 1e9:.1f} GB, which is free: more devices (mesh=), dtype='bfloat16', or quantise='int8'",
     )
 

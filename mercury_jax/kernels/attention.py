@@ -19,7 +19,13 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.kernels import chunked, device as kernel_device, reference
-from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors, KVArray, KVPool
+from mercury_jax.kernels.attention_inputs import (
+    AttentionCall,
+    AttentionResult,
+    KVArray,
+    KVPool,
+    RoundedVectors,
+)
 from mercury_jax.types import Device
 
 
@@ -42,7 +48,7 @@ class Backend(NamedTuple):
     device: str | None = None
 
 
-def _kernel_backend(module: str, kind: str, label: str, platform: str) -> Backend:
+def _kernel_backend(module: str, kind: str, label: str, platform: str, cached: bool = True) -> Backend:
     """Makes the backend of a module, which is only imported on its kind of device, because importing Mosaic is slow."""
     load = functools.partial(importlib.import_module, f"mercury_jax.kernels.{module}")
 
@@ -51,7 +57,7 @@ def _kernel_backend(module: str, kind: str, label: str, platform: str) -> Backen
             return f"the device is no {label}"
         return load().refuses(call)
 
-    return Backend(refuses, lambda call: load().run(call), (platform,), cached=True, device=kind)
+    return Backend(refuses, lambda call: load().run(call), (platform,), cached=cached, device=kind)
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -59,6 +65,9 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _BACKENDS: dict[str, Backend] = {
     "chunked": Backend(chunked.refuses_cached, chunked.run_cached, ("cpu",), cached=True),
     "hopper": _kernel_backend("hopper", kernel_device.HOPPER, "Hopper (sm_90a)", "cuda"),
+    "hopper_training": _kernel_backend(
+        "hopper.training", kernel_device.HOPPER, "Hopper (sm_90a)", "cuda", cached=False
+    ),
     "blackwell": _kernel_backend("blackwell", kernel_device.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
     "tpu": _kernel_backend("tpu", kernel_device.TPU, "TPU", "tpu"),
     "chunked_long": Backend(
@@ -100,7 +109,7 @@ def attend(
 
     Args:
         q: Queries. H is a multiple of G (grouped queries: head h reads key head h // (H / G)).
-        k: Keys [B, S, G, K], an array or `Int8Vectors`.
+        k: Keys [B, S, G, K], an array, `Int8Vectors` or `Fp8Vectors`.
         v: Values, with the shape of k.
         ranges: Key ranges of each query; those of one query must not overlap.
         scale: Factor of the scores; None: 1 / sqrt(K).
@@ -108,7 +117,7 @@ def attend(
         residual: Whether to also return the log-sum-exp of each query's scores, with which the results of calls over
             parts of the keys can be merged.
         cached: True: the keys are a cache with unused slots, and no gradient is needed. False: the result is
-            differentiable in reverse mode.
+            differentiable in reverse mode, and all keys and values are finite.
         backend: One of `backends()`; None: the first that supports the call on the platform of lowering.
         device: Device to compile for; None: the device of this machine.
 
@@ -158,7 +167,7 @@ def attend_paged(
 
     Args:
         q: Queries.
-        k: Pool of keys [P, page, G, K], an array or `Int8Vectors` (scale [P, page, G]).
+        k: Pool of keys [P, page, G, K], an array, or rounded vectors (scale [P, page, G]).
         v: Pool of values.
         pages: Indices of each row's pages, in order of slots; rows may share pages.
         ranges: Key ranges in slots, 0 <= start <= end <= N * page.
@@ -191,6 +200,38 @@ def attend_paged(
     return _by_platform(call, gathered, {"cuda": hopper.run})
 
 
+def attention_kernel(
+    q: Float[Array, "B T H K"],
+    k: KVArray,
+    v: KVArray,
+    ranges: Int[Array, "B T R 2"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    cached: bool = False,
+    device: Device | None = None,
+) -> str | None:
+    """Finds the kernel that `attend` runs for a call by default. XLA cannot partition kernels over a mesh.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        ranges: Key ranges.
+        scale: As in `attend`.
+        softcap: As in `attend`.
+        cached: As in `attend`.
+        device: As in `attend`.
+
+    Returns:
+        The name of its backend; None: plain XLA computes the call on the device.
+    """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, ranges, factor, softcap, False, device)
+    chosen = [_choose(platform, cached, call) for platform in PLATFORMS]
+    return next((name for name, one in _BACKENDS.items() if one in chosen and one.device is not None), None)
+
+
 def _attend_gathered(backend: str | None, call: AttentionCall) -> AttentionResult:
     """Gathers each row's pages to [B, N * page, G, K], and calls `attend`."""
     pages = jnp.asarray(call.pages)
@@ -219,7 +260,8 @@ def _run_named(backend: str, call: AttentionCall) -> AttentionResult:
 
 def _choose(platform: str, cached: bool, call: AttentionCall) -> Backend:
     """Finds the first backend of a platform that supports a call and, if it is a kernel, is enabled."""
-    kernel = kernel_device.chosen(kernel_device.attention_form(call.q, call.k, call.softcap), call.device)
+    form = kernel_device.attention_form(call.q, call.k, call.softcap, gradient=not cached)
+    kernel = kernel_device.chosen(form, call.device)
     return next(
         one
         for one in _BACKENDS.values()
@@ -258,7 +300,7 @@ def _check(call: AttentionCall) -> None:
         if bad or (pages is None and x.shape[0] != b):
             allowed = f"[{leading}, G, {width}], {slots} at least 1 and G a divisor of {h} heads"
             raise refuse(name, list(x.shape), allowed)
-        if isinstance(x, Int8Vectors) and x.scale.shape != x.shape[:3]:
+        if isinstance(x, RoundedVectors) and x.scale.shape != x.shape[:3]:
             raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
     if k.shape != v.shape:
         raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")

@@ -1,7 +1,8 @@
-"""Inputs of the attention backends: the record of one call, and keys and values that may be int8.
+"""Inputs of the attention backends: the record of one call, and keys and values that may be int8 or fp8.
 
-`attention` builds an `AttentionCall`, which is the argument of every backend. The kernels read int8 keys directly;
-formats with fewer bits are unpacked before the attention (`models.kv_quant`).
+`attention` builds an `AttentionCall`, which is the argument of every backend. The kernels read int8 keys directly; for
+fp8 keys, `reference` and `chunked` widen the keys that they read. Formats with fewer bits are unpacked before the
+attention (`models.kv_quant`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Float8e4m3fn, Int, Int8
 
 from mercury_jax.types import Device, accumulation_dtype
 
@@ -27,8 +28,24 @@ class Int8Vectors(NamedTuple):
         return self.values.shape
 
 
-KVArray = Float[Array, "B S G K"] | Int8Vectors  # keys or values
-KVPool = Float[Array, "P page G K"] | Int8Vectors  # the same, in P pages that all rows share
+class Fp8Vectors(NamedTuple):
+    """Vectors x = values * scale in float8_e4m3fn, with one fp32 scale per position and head.
+
+    The scale is computed from the vector when it is written, so no calibration is needed and no number overflows.
+    """
+
+    values: Float8e4m3fn[Array, "B S G K"]
+    scale: Float[Array, "B S G"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, S, G, K]."""
+        return self.values.shape
+
+
+RoundedVectors = Int8Vectors | Fp8Vectors
+KVArray = Float[Array, "B S G K"] | RoundedVectors  # keys or values
+KVPool = Float[Array, "P page G K"] | RoundedVectors  # the same, in P pages that all rows share
 # softmax(scores) v [B, T, H, K]; with `residual` also the log-sum-exp of the scores [B, T, H]
 AttentionResult = Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]
 
@@ -42,7 +59,7 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         q: Queries; H is a multiple of G.
-        k: Keys [B, S, G, K], an array or `Int8Vectors`. With `pages`, a pool [P, page, G, K].
+        k: Keys [B, S, G, K], an array or `RoundedVectors`. With `pages`, a pool [P, page, G, K].
         v: Values, with the shape of k.
         ranges: Key ranges [start, end) of each query.
         scale: Factor of the scores.
@@ -53,8 +70,8 @@ class AttentionCall(NamedTuple):
     """
 
     q: Float[Any, "B T H K"]
-    k: Float[Any, "_ _ G K"] | Int8Vectors
-    v: Float[Any, "_ _ G K"] | Int8Vectors
+    k: Float[Any, "_ _ G K"] | RoundedVectors
+    v: Float[Any, "_ _ G K"] | RoundedVectors
     ranges: Int[Any, "B T R 2"]
     scale: float
     softcap: float | None = None
@@ -82,8 +99,25 @@ def quantise_int8(x: Float[Array, "*s K"]) -> Int8Vectors:
     return Int8Vectors(jnp.rint(x / scale[..., None]).astype(jnp.int8), scale.astype(jnp.float32))
 
 
+def quantise_fp8(x: Float[Array, "*s K"]) -> Fp8Vectors:
+    """Rounds vectors to float8_e4m3fn, scaled so that the largest magnitude in each vector becomes 448, the largest.
+
+    A number keeps 3 bits of mantissa, so its error is at most 1/16 of it, where int8 has at most 1/254 of the largest:
+    int8 is the more precise of the two unless a few numbers of a vector are much larger than the others.
+
+    Args:
+        x: Vectors.
+
+    Returns:
+        Values and fp32 scales.
+    """
+    x = x.astype(accumulation_dtype(x.dtype))
+    scale = jnp.maximum(jnp.abs(x).max(-1), 1e-12) / float(jnp.finfo(jnp.float8_e4m3fn).max)
+    return Fp8Vectors((x / scale[..., None]).astype(jnp.float8_e4m3fn), scale.astype(jnp.float32))
+
+
 def dequantise(x: KVArray, dtype: DTypeLike) -> Float[Array, "B S G K"]:
-    """Converts keys or values to an array of a dtype; multiplies int8 vectors by their scales.
+    """Converts keys or values to an array of a dtype; multiplies rounded vectors by their scales.
 
     Args:
         x: Keys or values.
@@ -92,4 +126,6 @@ def dequantise(x: KVArray, dtype: DTypeLike) -> Float[Array, "B S G K"]:
     Returns:
         The vectors as an array.
     """
-    return (x.values * x.scale[..., None] if isinstance(x, Int8Vectors) else x).astype(dtype)
+    if isinstance(x, RoundedVectors):
+        return (x.values.astype(x.scale.dtype) * x.scale[..., None]).astype(dtype)
+    return x.astype(dtype)

@@ -38,6 +38,7 @@ from mercury_jax.kernels.hopper.tile_loop import (
     Value,
     across_columns,
     clear_values,
+    heads_of,
     is_covered,
     is_unmasked,
     key_tiles,
@@ -101,10 +102,11 @@ def config_of(call: AttentionCall) -> AttentionConfig:
     (batch, slots, groups, width), int8 = call.k.shape, isinstance(call.k, Int8Vectors)
     ranges = call.ranges.shape[2]
     keys = min(KEYS[width], 64) if int8 else KEYS[width]  # int8 tiles are in shared memory twice
-    line, edge = 2 * width, 8 * ranges  # bytes of a row of queries or keys, and of its ranges
+    line, edge = 2 * width, 8 * ranges + 8  # bytes of a row of queries or keys, and of its gaps
     free = SMEM_BYTES - ROWS * (line + edge + 4 * COLUMNS) - (INT8_STAGES * keys * (line + 8) if int8 else 0)
     slots = max(slots + -slots % ALIGN, keys)
     programs = batch * groups * -(-call.group_rows // ROWS)
+    heads = heads_of(call.q.shape[2], call.k.shape[2])
     lacks_tcgen05 = not hasattr(gpu_callbacks, "tcgen05_mma")
     return AttentionConfig(
         rows=ROWS,
@@ -114,6 +116,8 @@ def config_of(call: AttentionCall) -> AttentionConfig:
         splits=tiling.choose_splits(programs, -(-slots // keys), PROCESSORS),
         slots=slots,
         groups=groups,
+        heads=heads,
+        block=ROWS // heads,
         ranges=ranges,
         scale=call.scale,
         softcap=call.softcap,
@@ -153,10 +157,10 @@ def scratch_of(c: AttentionConfig, width: int, dtype: DTypeLike) -> tuple[Shared
     tiles = swizzled_tile(c.stages, c.keys, width, dtype=dtype)
     shared = SharedMemory(
         q=swizzled_tile(ROWS, width, dtype=dtype),
-        edges=plgpu.SMEM((2 * c.ranges, ROWS), jnp.int32),
+        gaps=plgpu.SMEM((2 * c.ranges + 2, ROWS), jnp.int32),
         k=tiles,
         v=tiles,
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=1),  # queries and their ranges
+        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=1),  # queries and their gaps
         k_full=loaded,
         v_full=loaded,
         k_free=finished(num_barriers=c.stages),
@@ -222,9 +226,9 @@ def _start_product(
 
 def _program(c: AttentionConfig, inputs: int, *refs: Ref) -> None:
     """One program of the grid; `refs` are those of `tile_loop.launch`, the scratch is that of `scratch_of`."""
-    (q, edges, bounds, *sources), (out, lse, s, t) = refs[:inputs], refs[inputs:]
+    (q, gaps, bounds, *sources), (out, lse, s, t) = refs[:inputs], refs[inputs:]
     warpgroup, tiles = jax.lax.axis_index("warpgroup"), key_tiles(c, bounds)
-    pl.when(warpgroup == 0)(lambda: _compute(c, s, t, tiles, q, edges, out, lse))
+    pl.when(warpgroup == 0)(lambda: _compute(c, s, t, tiles, q, gaps, out, lse))
     pl.when(warpgroup == 1)(lambda: produce(c, s, tiles, tuple(sources)))
 
 
@@ -234,16 +238,16 @@ def _compute(
     t: TensorMemory,
     tiles: KeyTiles,
     q: Ref,
-    edges: Ref,
+    gaps: Ref,
     out: Ref,
     lse: Ref,
 ) -> None:
     """All steps of the computing warpgroup, and the store of its result."""
     pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
     rows = pl.ds(tile * ROWS, ROWS)
-    # 1. The queries [128, K] and their ranges [2 R, 128] into shared memory: two copies, two arrivals.
+    # 1. The queries [128, K] and their gaps [2 R + 2, 128] into shared memory: two copies, two arrivals.
     plgpu.copy_gmem_to_smem(q.at[pair, rows], s.q, s.q_full.at[0])
-    plgpu.copy_gmem_to_smem(edges.at[tiles.batch, :, rows], s.edges, s.q_full.at[0])
+    plgpu.copy_gmem_to_smem(gaps.at[tiles.batch, :, rows], s.gaps, s.q_full.at[0])
     plgpu.barrier_wait(s.q_full.at[0])
     # 2. The loop over key tiles. Each step starts the scores of the next one; those of the first start here.
     pl.when(tiles.steps > 0)(lambda: _start_scores(c, s, t, jnp.int32(0)))
@@ -254,7 +258,7 @@ def _compute(
     safe = jnp.where(total > 0, total, 1.0)
     lse[split, pair, rows] = jnp.where(total > 0, peak * math.log(2) + jnp.log(safe), -jnp.inf)
     # 3. The result, in parts: tensor memory -> registers -> shared memory -> global memory.
-    factor, to = jnp.where(total > 0, 1.0 / safe, 0.0), out.at[split, pair, rows]
+    factor, queries = jnp.where(total > 0, 1.0 / safe, 0.0), pl.ds(tile * c.block, c.block)
     for columns, part in _column_parts(t.sum):
         sums = _read(c, part)
         factors = across_columns(factor, sums)
@@ -262,7 +266,9 @@ def _compute(
         # Zeros where the factor is 0, because no product may have written there.
         t.out[...] = jnp.where(factors > 0, sums * factors, 0.0)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(t.out, to.at[:, columns])
+        for head in range(c.heads):
+            to = out.at[split, tiles.batch, queries, tiles.group * c.heads + head, columns]
+            plgpu.copy_smem_to_gmem(t.out.at[pl.ds(head * c.block, c.block)], to)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -303,7 +309,7 @@ def _step(
     found = [_read(c, part) for _, part in _column_parts(t.scores.at[:, pl.ds(half, c.keys)])]
     pl.when(i + 1 < tiles.steps)(lambda: _start_scores(c, s, t, i + 1))
     scaled = [scaled_scores(c, x) for x in found]
-    mask = functools.partial(_mask_parts, s.edges, tiles.start(c, i), (tiles.first + i) * c.keys)
+    mask = functools.partial(_mask_parts, s.gaps, tiles.start(c, i), (tiles.first + i) * c.keys)
     scores = jax.lax.cond(is_unmasked(c, tiles, i), lambda *xs: xs, mask, *(x for x, _ in scaled))
     # 2. Weights relative to the new maximum, into tensor memory.
     unit = scaled[0][1]
@@ -319,10 +325,10 @@ def _step(
     return peak, total
 
 
-def _mask_parts(edges: Ref, begin: Value, own: Value, *scores: Value) -> tuple[Value, ...]:
+def _mask_parts(gaps: Ref, begin: Value, own: Value, *scores: Value) -> tuple[Value, ...]:
     """`mask_scores` for the column parts of a tile."""
     width = scores[0].shape[1]
-    return tuple(mask_scores(edges, begin + n * width, own, x, layout=LAYOUT) for n, x in enumerate(scores))
+    return tuple(mask_scores(gaps, begin + n * width, own, x, layout=LAYOUT) for n, x in enumerate(scores))
 
 
 def _start_sum(

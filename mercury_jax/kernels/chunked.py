@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.kernels.attention_inputs import (
     AttentionCall,
     AttentionResult,
-    Int8Vectors,
+    RoundedVectors,
     dequantise,
 )
 from mercury_jax.kernels.reference import apply_softcap, fold_heads, unfold_heads
@@ -158,10 +158,10 @@ def refuses_blockwise(call: AttentionCall) -> str | None:
         call: The call; only the type of the keys and the lengths are read.
 
     Returns:
-        A reason for int8 keys, which have no gradient, and for short sequences, for which one product is as fast; None:
-        it supports the call.
+        A reason for rounded keys, which have no gradient, and for short sequences, for which one product is as fast;
+        None: it supports the call.
     """
-    if isinstance(call.k, Int8Vectors):
+    if isinstance(call.k, RoundedVectors):
         return "rounded keys have no gradient"
     queries, keys = call.q.shape[1], call.k.shape[1]
     if min(queries, keys) < MIN_LENGTH:
@@ -226,6 +226,36 @@ def _blockwise_backward(
     config: BlockwiseConfig, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Any, ...]:
     return *_by_platform(_gradients, config, *saved, *cotangents), None
+
+
+def gradients(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    ranges: Int[Array, "B T R 2"],
+    out: Float[Array, "B T H K"],
+    lse: Float[Array, "B T H"],
+    d_out: Float[Array, "B T H K"],
+    d_lse: Float[Array, "B T H"],
+    config: BlockwiseConfig,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    """Computes the gradients of q, k and v from the results of any exact forward pass.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        ranges: Key ranges of each query.
+        out: Output of the forward pass.
+        lse: Its log-sum-exp.
+        d_out: Cotangent of the output.
+        d_lse: Cotangent of the log-sum-exp.
+        config: Scale and softcap; the tiles are those of the platform.
+
+    Returns:
+        The gradients.
+    """
+    return _by_platform(_gradients, config, q, k, v, ranges, out, lse, d_out, d_lse)
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)

@@ -28,14 +28,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.attention_inputs import Int8Vectors
+from mercury_jax.kernels.attention_inputs import Fp8Vectors, Int8Vectors
 from mercury_jax.types import Device
 
 SWITCH = "MERCURY_KERNELS"
 FILE, FOLDER = "MERCURY_KERNEL_CHECKS", "MERCURY_CACHE"
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # matrix instructions: wgmma, tcgen05
+AMPERE, ADA, BLACKWELL_RTX = "sm_80", "sm_89", "sm_120"
+TRITON = (AMPERE, ADA, BLACKWELL_RTX, BLACKWELL)  # those that run the kernels in Triton
 TPU = "tpu"  # all generations use the same kernels
-_BY_CAPABILITY = {"9.0": HOPPER, "10.0": BLACKWELL}
+_BY_CAPABILITY = {
+    "8.0": AMPERE, "8.6": AMPERE, "8.7": AMPERE, "8.9": ADA, "9.0": HOPPER, "10.0": BLACKWELL, "12.0": BLACKWELL_RTX
+}  # fmt: skip
 
 
 # --- the device
@@ -47,7 +51,7 @@ def target(kind: str) -> Device:
     Compile for one device per process: Mosaic's cache does not distinguish them.
 
     Args:
-        kind: "sm_90a", "sm_100a" or "tpu".
+        kind: "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120" or "tpu".
 
     Returns:
         The device.
@@ -55,7 +59,7 @@ def target(kind: str) -> Device:
     Raises:
         ValueError: For another kind.
     """
-    if kind not in (allowed := (*_BY_CAPABILITY.values(), TPU)):
+    if kind not in (allowed := (*dict.fromkeys(_BY_CAPABILITY.values()), TPU)):
         raise refuse("device", kind, ", ".join(allowed))
     return Device(kind)
 
@@ -81,9 +85,10 @@ def present(device: Device | None = None) -> str | None:
 
 def attention_form(
     q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct | Int8Vectors,
+    k: jax.Array | jax.ShapeDtypeStruct | Int8Vectors | Fp8Vectors,
     softcap: float | None,
     paged: bool = False,
+    gradient: bool = False,
 ) -> str:
     """Names the form of the attention kernel for a call, for example "attention-128-bfloat16-int8-paged".
 
@@ -92,26 +97,34 @@ def attention_form(
         k: Keys as `attend` or `attend_paged` take them.
         softcap: Softcap of the scores, or None.
         paged: Whether the keys are in pages of a pool.
+        gradient: Whether the call is one without a cache, whose result is differentiable: forward and backward pass
+            are one form.
 
     Returns:
-        Head size, dtype of the queries, "int8" for int8 keys, "paged", "softcap".
+        Head size, dtype of the queries, "int8" or "fp8" for such keys, "paged", "softcap", "gradient".
     """
     parts = ["attention", str(q.shape[-1]), str(jnp.dtype(q.dtype))]
-    parts += ["int8"] * isinstance(k, Int8Vectors) + ["paged"] * paged + ["softcap"] * (softcap is not None)
+    parts += ["int8"] * isinstance(k, Int8Vectors) + ["fp8"] * isinstance(k, Fp8Vectors)
+    parts += ["paged"] * paged + ["softcap"] * (softcap is not None) + ["gradient"] * gradient
     return "-".join(parts)
 
 
-def grouped_form(dtype: DTypeLike, gradient: bool = False) -> str:
+# The forms of `residual_norm`, `routing`, `dispatch` and `qk_norm_rope`.
+NORM_FORM, ROUTING_FORM, DISPATCH_FORM, HEADS_FORM = "norm", "routing", "dispatch", "heads"
+
+
+def grouped_form(dtype: DTypeLike, gradient: bool = False, gated: bool = False) -> str:
     """Names the form of the grouped product for matrices of a dtype.
 
     Args:
         dtype: Dtype of the matrices.
         gradient: Whether it is the product of the backward pass, with transposed matrices.
+        gated: Whether the kernel also computes the gate of a gated feed-forward.
 
     Returns:
-        For example "grouped-int8" or "grouped-int8-gradient".
+        For example "grouped-int8", "grouped-int8-gated" or "grouped-int8-gradient".
     """
-    return f"grouped-{jnp.dtype(dtype)}" + "-gradient" * gradient
+    return f"grouped-{jnp.dtype(dtype)}" + "-gated" * gated + "-gradient" * gradient
 
 
 def chosen(form: str, device: Device | None = None) -> str | None:

@@ -1,12 +1,14 @@
 """`grouped_matmul`: multiplies rows that are sorted by expert by the matrix of their expert; few rows per expert.
 
-The kernel is `hopper.grouped_matmul`. This module decides whether the kernel supports a call, cuts the rows into tiles
-of one expert each, and defines the gradient. `models.moe` calls it, and uses `tiles_of` for its loop in plain jnp.
+The kernels are `hopper.grouped_matmul` and, for other GPUs, `triton`. This module decides whether one supports a call,
+and defines the gradient. `models.moe` calls it for experts, and uses `tiles_of` for its loop in plain jnp; `models.ops`
+calls `few_rows_matmul`, the Hopper kernel with one matrix, for the dense products of a canvas.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +19,19 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.kernels import device as kernel_device
-from mercury_jax.kernels.device import BLACKWELL, HOPPER, grouped_form
+from mercury_jax.kernels.device import AMPERE, HOPPER, TRITON, grouped_form
 from mercury_jax.types import Device
 
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
-ALIGN = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
+ALIGN = 8  # rows of the groups in which the kernel loads
 # Maximum rows of a tile: with 128 rows, the accumulator of 128 outputs takes 128 registers per thread.
 MAX_TILE = 128
+FEW_ROWS = 384  # rows up to which a product waits for its matrix rather than for arithmetic
+PROCESSORS = 132  # of an H100 and an H200
+BLOCK = 64  # outputs of a program of a product of few rows
+ACTIVATIONS = (jax.nn.silu, jax.nn.gelu)  # those that the kernel computes; gelu is the approximation by tanh
+
+Activation = Callable[[Array], Array]
 
 
 # --- tiles of rows
@@ -47,6 +55,29 @@ def tile_rows(rows: int, count: int) -> int:
     return min(max(-(-quarter_more // 8) * 8, 16), 128)
 
 
+def few_rows_tile(rows: int, outputs: int, itemsize: int) -> int:
+    """Chooses the rows per tile of a product of few rows, so that all processors have work.
+
+    A program reads its tile of the rows and its block of the matrix; the time is that of the processor that reads most.
+    256 rows by 2,816 outputs are 88 programs of 128 rows, but 132 programs of 88 rows, each of which reads less.
+
+    Args:
+        rows: Number of rows.
+        outputs: Outputs of the matrix.
+        itemsize: Bytes of a number of the matrix, or of both the gate and the up projection.
+
+    Returns:
+        A multiple of 8 in 8..128.
+    """
+    tile = lambda count: -(-rows // (count * ALIGN)) * ALIGN
+
+    def bytes_read(count: int) -> int:
+        programs = count * (outputs // BLOCK)
+        return -(-programs // PROCESSORS) * (2 * tile(count) + BLOCK * itemsize)
+
+    return tile(min(range(-(-rows // MAX_TILE), -(-rows // ALIGN) + 1), key=bytes_read))
+
+
 class RowTiles(NamedTuple):
     """Tiles of sorted rows, each with rows of one expert; only the first `count` tiles are used."""
 
@@ -56,23 +87,37 @@ class RowTiles(NamedTuple):
     count: Int[Array, ""]
 
 
-def tiles_of(sizes: Int[Array, "E"], rows: int, tile: int) -> RowTiles:
+def offsets_of(sizes: Int[Array, "E"] | np.ndarray | Sequence[int]) -> Int[Array, "offsets"]:
+    """Computes the first row of each expert, and the end of the last one's rows.
+
+    Args:
+        sizes: Number of rows of each expert.
+
+    Returns:
+        The sums of the sizes before each expert.
+    """
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.asarray(sizes)).astype(jnp.int32)])
+
+
+def tiles_of(offsets: Int[Array, "offsets"], rows: int, tile: int) -> RowTiles:
     """Cuts each expert's rows into tiles; the last tile of an expert may reach into the next expert's rows.
 
     Args:
-        sizes: Rows of each expert.
-        rows: Upper bound of sum(sizes); static.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1.
+        rows: Upper bound of offsets[E]; static.
         tile: Rows of a tile.
 
     Returns:
         The tiles. Their number is static: enough for any sizes.
     """
-    ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
+    count = len(offsets) - 1
+    starts, ends = offsets[:-1], offsets[1:]
+    tiles = -(-(ends - starts) // tile)
     last = jnp.cumsum(tiles)
     # At most one partly filled tile per expert.
-    index = jnp.arange(rows // tile + len(sizes), dtype=jnp.int32)
-    expert = jnp.minimum((index[:, None] >= last).sum(-1), len(sizes) - 1)
-    start = (ends - sizes)[expert] + (index - (last - tiles)[expert]) * tile
+    index = jnp.arange(rows // tile + count, dtype=jnp.int32)
+    expert = jnp.minimum((index[:, None] >= last).sum(-1), count - 1)
+    start = starts[expert] + (index - (last - tiles)[expert]) * tile
     return RowTiles(expert, start, ends[expert], last[-1])
 
 
@@ -84,8 +129,10 @@ Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 def refuses(
     x: Shaped,
-    w: Shaped,
-    scale: Shaped | None = None,
+    w: Shaped | tuple[Shaped, ...],
+    scale: Shaped | tuple[Shaped, ...] | None = None,
+    *,
+    act: Activation | None = None,
     dtype: DTypeLike | None = None,
     tile: int | None = None,
     device: Device | None = None,
@@ -94,8 +141,9 @@ def refuses(
 
     Args:
         x: Rows [M, I].
-        w: Matrices [E, I, O].
-        scale: Scales [E, O], as in `grouped_matmul`.
+        w: Matrices, as in `grouped_matmul`.
+        scale: Scales, as in `grouped_matmul`.
+        act: As in `grouped_matmul`.
         dtype: Dtype of the result.
         tile: Rows of a tile.
         device: Device to compile for.
@@ -104,46 +152,60 @@ def refuses(
         The reason in words; None: it supports them.
     """
     kind = kernel_device.present(device)
-    if kind == BLACKWELL:
-        return f"the kernel multiplies by wgmma, which {BLACKWELL} does not have: there, tiles go in a loop"
-    if kind != HOPPER:
-        return f"the kernel is for {HOPPER}, not for {kind or 'this machine'}"
+    if kind not in (HOPPER, *TRITON):
+        return f"the kernels are for {HOPPER}, {', '.join(TRITON)}, not for {kind or 'this machine'}"
     if x.dtype != jnp.bfloat16:
         return f"rows are {x.dtype}, not bfloat16"
-    if w.dtype not in (jnp.bfloat16, *QUANTISED):
-        return f"matrices are {w.dtype}, not bfloat16, int8 or float8_e4m3fn"
-    if (w.dtype in QUANTISED) != (scale is not None):
-        return "8-bit matrices have a scale, and no others have"
     if dtype is not None and dtype not in (jnp.bfloat16, jnp.float32):
         return f"out is {dtype}, neither bfloat16 nor float32"
-    if w.shape[1] % 64 or w.shape[2] % 64:
-        return f"a matrix is {w.shape[1]} by {w.shape[2]}, not in multiples of 64"
-    if x.shape[0] == 0 or w.shape[0] == 0:
-        return f"there are {x.shape[0]} rows and {w.shape[0]} experts"
     if tile is not None and (tile % ALIGN or not 0 < tile <= MAX_TILE):
         return f"a tile has {tile} rows, no multiple of {ALIGN} up to {MAX_TILE}"
-    return kernel_device.why_off(grouped_form(w.dtype), device)
+    if act is not None and act not in ACTIVATIONS:
+        return f"the activation is {getattr(act, '__name__', act)}, not jax.nn.silu or jax.nn.gelu"
+    matrices = w if isinstance(w, tuple) else (w,)
+    outputs = (
+        128 if act is not None and len(matrices) == 1 else 64
+    )  # of gate and up side by side twice as many
+    for one in matrices:
+        if one.dtype not in (jnp.bfloat16, *QUANTISED):
+            return f"matrices are {one.dtype}, not bfloat16, int8 or float8_e4m3fn"
+        if kind == AMPERE and one.dtype == jnp.float8_e4m3fn:
+            return f"matrices are {one.dtype}, which {kind} cannot convert"
+        if (one.dtype in QUANTISED) != (scale is not None):
+            return "8-bit matrices have a scale, and no others have"
+        if one.shape[1] % 64 or one.shape[2] % outputs:
+            return f"a matrix is {one.shape[1]} by {one.shape[2]}, not in multiples of 64 by {outputs}"
+        if x.shape[0] == 0 or one.shape[0] == 0:
+            return f"there are {x.shape[0]} rows and {one.shape[0]} experts"
+        why = kernel_device.why_off(grouped_form(one.dtype, gated=act is not None), device)
+        if why is not None:
+            return why
+    return None
 
 
 def grouped_matmul(
     x: Float[Array, "M I"],
-    w: Array,
-    sizes: Int[Array, "E"],
-    scale: Float[Array, "E O"] | None = None,
+    w: Array | tuple[Array, Array],
+    offsets: Int[Array, "offsets"],
+    scale: Array | tuple[Array, Array] | None = None,
+    *,
+    act: Activation | None = None,
     dtype: DTypeLike | None = None,
     tile: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M O"]:
-    """Computes y_m = x_m w_e (* scale_e), where e is the expert of row m.
+    """Computes y_m = x_m w_e (* scale_e), where e is the expert of row m, or act(x_m gate_e) * (x_m up_e).
 
     Differentiable in x and w; 8-bit matrices and their scales are constants. If M is not a multiple of 8, x is copied.
 
     Args:
         x: Rows sorted by expert, bfloat16.
-        w: Matrices [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale.
-        sizes: Number of rows of each expert, sum(sizes) <= M. Results and gradients of rows after sum(sizes) are
-            undefined.
-        scale: Scale of each output of 8-bit matrices; None for bfloat16.
+        w: Matrices [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale. With `act` gate and up, two arrays
+            [E, I, O] or one [E, I, 2 O] with the gate first.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; offsets[E] <= M. Results and gradients of
+            rows from offsets[E] on are undefined. Numbers after the first E + 1 are not read.
+        scale: Scale of each output of 8-bit matrices, of the structure of w; None for bfloat16.
+        act: Activation of the gate, one of `ACTIVATIONS`; None: a plain product.
         dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
         tile: Rows of a tile, a multiple of 8 up to 128; None: `tile_rows`.
         device: Device to compile for; None: the device of this machine.
@@ -154,67 +216,178 @@ def grouped_matmul(
     Raises:
         ValueError: If `refuses` gives a reason.
     """
-    why = refuses(x, w, scale, dtype, tile, device)
+    why = refuses(x, w, scale, act=act, dtype=dtype, tile=tile, device=device)
+    matrices = w if isinstance(w, tuple) else (w,)
     if why is not None:
-        raise refuse("x, w", f"{x.dtype}{list(x.shape)}, {w.dtype}{list(w.shape)}", f"others: {why}")
-    # The first tile of an expert may begin with up to 7 rows of the expert before it (`_visits`).
-    tile = tile or tile_rows(len(x) + (ALIGN - 1) * len(sizes), len(sizes))
-    return _grouped((jnp.dtype(dtype or x.dtype), tile, device), x, w, sizes, scale)
+        given = ", ".join(f"{a.dtype}{list(a.shape)}" for a in (x, *matrices))
+        raise refuse("x, w", given, f"others: {why}")
+    scales = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
+    # The first tile of an expert may begin with up to 7 rows of the expert before it.
+    count = matrices[0].shape[0]
+    tile = tile or tile_rows(len(x) + (ALIGN - 1) * count, count)
+    static = _Static(jnp.dtype(dtype or x.dtype), tile, act, device)
+    return _grouped(static, x, matrices, offsets.astype(jnp.int32), scales)
 
 
-Static = tuple[Any, int, Device | None]  # dtype of the result, rows of a tile, device
+def few_rows_refuses(
+    x: Shaped,
+    w: Shaped | tuple[Shaped, ...],
+    scale: Shaped | tuple[Shaped, ...] | None,
+    *,
+    act: Activation | None = None,
+    device: Device | None = None,
+) -> str | None:
+    """Gives the reason why `few_rows_matmul` does not support its arguments.
+
+    Args:
+        x: Rows [M, I].
+        w: Matrix [I, O]; with `act` gate and up.
+        scale: Scale of each output [O], of the structure of w; None: the matrix is not quantised.
+        act: As in `few_rows_matmul`.
+        device: Device to compile for.
+
+    Returns:
+        The reason in words; None: it supports them.
+    """
+    if kernel_device.present(device) in TRITON:
+        return "XLA writes such products in Triton too"
+    if x.shape[0] > FEW_ROWS:
+        return f"{x.shape[0]} rows are more than {FEW_ROWS}: XLA's products are as fast"
+    stack = lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype)
+    return refuses(x, jax.tree.map(stack, w), jax.tree.map(stack, scale), act=act, device=device)
 
 
-def _scaled(x: Float[Array, "M O"], scale: Array, sizes: Int[Array, "E"], dtype: Any) -> Float[Array, "M O"]:
-    """Multiplies each row by the scales of its expert."""
-    expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(x))
-    return (x * scale[expert]).astype(dtype)
+def few_rows_matmul(
+    x: Float[Array, "M I"],
+    w: Array | tuple[Array, Array],
+    scale: Array | tuple[Array, Array] | None,
+    *,
+    act: Activation | None = None,
+    dtype: DTypeLike | None = None,
+    device: Device | None = None,
+) -> Float[Array, "M O"]:
+    """Multiplies few rows by a matrix with the grouped kernel: one expert, which has all rows.
+
+    For so few rows XLA divides the inputs and writes several partial sums in fp32; here the scales of an 8-bit matrix,
+    and the gate of a gated feed-forward, are applied to the sums before anything is written.
+
+    Args:
+        x: Rows, at most `FEW_ROWS`.
+        w: Matrix [I, O], bfloat16, int8 or float8_e4m3fn; with `act` gate and up.
+        scale: Scale of each output [O], of the structure of w; None for bfloat16.
+        act: The result is act(x gate) * (x up); None: a plain product.
+        dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
+        device: Device to compile for; None: the device of this machine.
+
+    Returns:
+        The products [M, O], summed in fp32.
+    """
+    one = functools.partial(jax.tree.map, lambda a: a[None])
+    offsets = jnp.asarray([0, len(x)], jnp.int32)
+    matrices = jax.tree.leaves(w)
+    tile = few_rows_tile(len(x), matrices[0].shape[1], sum(a.dtype.itemsize for a in matrices))
+    return grouped_matmul(x, one(w), offsets, one(scale), act=act, dtype=dtype, tile=tile, device=device)
 
 
-def _forward(static: Static, x: Array, w: Array, sizes: Array, scale: Array | None) -> tuple[Array, Any]:
-    dtype, tile, device = static
-    y = _kernel_product(x, w, sizes, dtype, tile, device)
-    if scale is not None:
-        y = _scaled(y, scale, sizes, dtype)
-    return y, (x, w, sizes, scale)
+class _Static(NamedTuple):
+    """What a product is traced for."""
+
+    dtype: Any  # of the result
+    tile: int
+    act: Activation | None
+    device: Device | None
 
 
-def _backward(static: Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
+def _forward(
+    static: _Static, x: Array, matrices: tuple[Array, ...], offsets: Array, scales: tuple[Array, ...]
+) -> tuple[Array, Any]:
+    return _kernel_product(static, x, matrices, offsets, scales), (x, matrices, offsets, scales)
+
+
+def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
     """Computes dx = dy w^T with the same kernel, or with a loop if this form is off; and dw by `outer_products`."""
-    (x, w, sizes, scale), (_, tile, device) = saved, static
-    no_gradient = np.zeros(sizes.shape, jax.dtypes.float0)
-    on = kernel_device.why_off(grouped_form(w.dtype, gradient=True), device) is None
-    product = functools.partial(_kernel_product, device=device, transposed=True) if on else _loop_product
-    if scale is None:
-        dy = dy.astype(x.dtype)
-        return product(dy, w, sizes, x.dtype, tile), outer_products(x, dy, sizes), no_gradient, None
-    dx = product(_scaled(dy, scale, sizes, x.dtype), w, sizes, x.dtype, tile)
-    return dx, np.zeros(w.shape, jax.dtypes.float0), no_gradient, jnp.zeros_like(scale)
+    x, matrices, offsets, scales = saved
+    no_gradient = np.zeros(offsets.shape, jax.dtypes.float0)
+    offsets = offsets[: matrices[0].shape[0] + 1]
+    dys = (dy,) if static.act is None else _gate_gradients(static, saved, dy)
+    dx, dws = jnp.zeros((), x.dtype), []
+    for i, (w, dy) in enumerate(zip(matrices, dys, strict=True)):
+        on = kernel_device.why_off(grouped_form(w.dtype, gradient=True), static.device) is None
+        plain = static._replace(dtype=x.dtype, act=None)
+        if scales:
+            dy = _scaled(dy, scales[i], offsets, x.dtype)
+            dws.append(np.zeros(w.shape, jax.dtypes.float0))
+        else:
+            dy = dy.astype(x.dtype)
+            dws.append(outer_products(x, dy, offsets))
+        if on:
+            dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=True)
+        else:
+            dx += _loop_product(dy, w, offsets, x.dtype, static.tile)
+    return dx, tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
+
+
+def _gate_gradients(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Array, ...]:
+    """Computes the cotangents of the projections of a gated product, which are computed again."""
+    x, matrices, offsets, scales = saved
+    assert static.act is not None
+    act, plain = static.act, static._replace(dtype=x.dtype, act=None)
+    each = scales or [None] * len(matrices)
+    projected = [
+        _kernel_product(plain, x, (w,), offsets, () if s is None else (s,))
+        for w, s in zip(matrices, each, strict=True)
+    ]
+    joined = len(projected) == 1
+    gate, up = jnp.split(projected[0], 2, axis=-1) if joined else projected
+    _, back = jax.vjp(lambda gate, up: act(gate) * up, gate, up)
+    found = back(dy.astype(x.dtype))
+    return (jnp.concatenate(found, axis=-1),) if joined else found
 
 
 _grouped = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
 _grouped.defvjp(_forward, _backward)
 
 
-def _kernel_product(
-    x: Array, w: Array, sizes: Array, dtype: Any, tile: int, device: Device | None, transposed: bool = False
+def _scaled(
+    x: Float[Array, "M O"], scale: Array, offsets: Int[Array, "offsets"], dtype: Any
 ) -> Float[Array, "M O"]:
-    from mercury_jax.kernels.hopper import (
-        grouped_matmul as kernel,
-    )  # here, because importing Mosaic takes time
+    """Multiplies each row by the scales of its expert."""
+    expert = jnp.repeat(jnp.arange(len(scale)), jnp.diff(offsets), total_repeat_length=len(x))
+    return (x * scale[expert]).astype(dtype)
 
-    readable = max(len(x) + -len(x) % ALIGN, tile)
-    visits = _visits(sizes, len(x), tile, readable)
+
+def _kernel_product(
+    static: _Static,
+    x: Array,
+    matrices: Sequence[Array],
+    offsets: Array,
+    scales: Sequence[Array],
+    transposed: bool = False,
+) -> Float[Array, "M O"]:
+    # Imported here, because importing Mosaic takes time.
+    if kernel_device.present(static.device) in TRITON:
+        from mercury_jax.kernels import triton
+
+        return triton.run(
+            x, tuple(matrices), tuple(scales), offsets, len(x), static.tile, static.dtype,
+            transposed=transposed, act=static.act, device=static.device,
+        )  # fmt: skip
+    from mercury_jax.kernels.hopper import grouped_matmul as kernel
+
+    readable = max(len(x) + -len(x) % ALIGN, static.tile)
     padded = jnp.pad(x, ((0, readable - len(x)), (0, 0)))
-    return kernel.run(padded, w, visits, len(x), tile, transposed, dtype, device)
+    return kernel.run(
+        padded, tuple(matrices), tuple(scales), offsets, len(x), static.tile, static.dtype,
+        transposed=transposed, act=static.act, device=static.device,
+    )  # fmt: skip
 
 
-def _loop_product(dy: Array, w: Array, sizes: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:
+def _loop_product(dy: Array, w: Array, offsets: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:
     """Computes dy_m w_e^T in plain jnp, in a loop over tiles.
 
     A tile may write wrong results to rows of the next expert, which the tiles of that expert overwrite.
     """
-    tiles, padded = tiles_of(sizes, len(dy), tile), jnp.pad(dy, ((0, tile), (0, 0)))
+    tiles, padded = tiles_of(offsets, len(dy), tile), jnp.pad(dy, ((0, tile), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, tiles.start[i], tile)
@@ -225,44 +398,8 @@ def _loop_product(dy: Array, w: Array, sizes: Array, dtype: Any, tile: int) -> F
     return jax.lax.fori_loop(0, tiles.count, step, start)[: len(dy)]
 
 
-def _visits(sizes: Int[Array, "E"], rows: int, tile: int, readable: int) -> Int[Array, "4 t"]:
-    """Cuts each expert's rows into tiles for the kernel.
-
-    TMA addresses x [M, I] as [M / 8, I / 64, 8, 64]. A load that starts inside a group of 8 rows would reach past the
-    end of the group's axis and get zeros there. The first tile of an expert therefore starts at the last multiple of 8
-    that is not after the expert's first row. A tile also multiplies the rows of other experts that it reads, but does
-    not write their results; this is correct because each row of the result depends only on the same row of x. The
-    alternative, padding the rows of every expert to a multiple of 8, would copy all rows twice.
-
-    Args:
-        sizes: Rows of each expert.
-        rows: Upper bound of sum(sizes); static.
-        tile: Rows of a tile, a multiple of 8.
-        readable: Number of rows that may be read, a multiple of 8; no tile reaches past them.
-
-    Returns:
-        For each tile: the expert, the first row to read, and the rows [low, high) to write. Their number is static and
-        enough for any sizes; tiles that these sizes do not need write no row (low = high).
-    """
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
-    bases = starts - starts % ALIGN
-    tiles = jnp.where(sizes > 0, -(-(ends - bases) // tile), 0)
-    last = jnp.cumsum(tiles)
-    # An expert with k tiles has more than (k - 1) * tile - 7 rows. `more` bounds the sum of k - 1 over the experts in
-    # two ways: by adding this inequality over all experts, or over the experts with k > 1 only.
-    more = min((rows + (ALIGN - 2) * len(sizes)) // tile, rows // (tile - ALIGN + 2))
-    index = jnp.arange(min(len(sizes), rows) + more)
-    expert = jnp.minimum((index[:, None] >= last).sum(-1), len(sizes) - 1)
-    first = bases[expert] + (index - (last - tiles)[expert]) * tile
-    used = index < last[-1]
-    low = jnp.where(used, jnp.maximum(first, starts[expert]), 0)
-    high = jnp.where(used, jnp.minimum(first + tile, ends[expert]), 0)
-    return jnp.stack([expert, jnp.clip(first, 0, readable - tile), low, high]).astype(jnp.int32)
-
-
 def outer_products(
-    x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int[Array, "E"]
+    x: Float[Array, "M I"], dy: Float[Array, "M O"], offsets: Int[Array, "offsets"]
 ) -> Float[Array, "E I O"]:
     """Computes the gradient of the matrices: for each expert, the sum of x_m dy_m^T over its rows, in plain jnp.
 
@@ -272,25 +409,25 @@ def outer_products(
     Args:
         x: Rows sorted by expert.
         dy: Cotangent of the product.
-        sizes: Rows of each expert.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1.
 
     Returns:
         The gradients in the dtype of x, summed in fp32.
     """
-    tile = tile_rows(len(x), len(sizes))
+    count = len(offsets) - 1
+    tile = tile_rows(len(x), count)
     padded_x, padded_dy = (jnp.pad(a, ((0, tile), (0, 0))) for a in (x, dy))
-    ends = jnp.cumsum(sizes)
 
     def one_expert(e: Array) -> Float[Array, "I O"]:
-        start = ends[e] - sizes[e]
+        start, end = offsets[e], offsets[e + 1]
 
         def step(i: Array, total: Array) -> Array:
             row = start + i * tile
             a, b = (jax.lax.dynamic_slice_in_dim(v, row, tile) for v in (padded_x, padded_dy))
-            a = jnp.where((row + jnp.arange(tile) < ends[e])[:, None], a, 0)
+            a = jnp.where((row + jnp.arange(tile) < end)[:, None], a, 0)
             return total + jnp.matmul(a.T, b, preferred_element_type=jnp.float32)
 
         total = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
-        return jax.lax.fori_loop(0, -(-sizes[e] // tile), step, total).astype(x.dtype)
+        return jax.lax.fori_loop(0, -(-(end - start) // tile), step, total).astype(x.dtype)
 
-    return jax.lax.map(one_expert, jnp.arange(len(sizes)))
+    return jax.lax.map(one_expert, jnp.arange(count))

@@ -8,30 +8,35 @@ number of rows (queries times heads) of each pair.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+BEHIND = 1 << 30  # behind every key
 
 
-def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int) -> Float[Array, "P M K"]:
+def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int, block: int = 1) -> Float[Array, "P M K"]:
     """Makes a matrix of the queries of each key head.
 
-    Rows are ordered by query, then by head, so that a tile holds few queries, whose ranges are close to each other.
+    Rows are ordered by block of queries, then by head, then by query, so that a tile holds few queries, whose ranges
+    are close to each other.
 
     Args:
         q: Queries.
         groups: G, number of key heads.
         rows: Rows of a tile; M is padded with zeros to a multiple of it.
+        block: Number of queries of a block, a divisor of `rows`. The rows of one head of a block follow each other.
 
     Returns:
         P = B * G matrices of M = T * H / G rows, padded.
     """
     b, t, h, width = q.shape
-    x = q.reshape(b, t, groups, h // groups, width).transpose(0, 2, 1, 3, 4)  # [B, G, T, H / G, K]
-    x = x.reshape(b * groups, t * (h // groups), width)
+    q = jnp.pad(q, ((0, 0), (0, -t % block), (0, 0), (0, 0)))
+    x = q.reshape(b, -1, block, groups, h // groups, width).transpose(0, 3, 1, 4, 2, 5)
+    x = x.reshape(b * groups, -1, width)  # from [B, G, T / block, H / G, block, K]
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % rows), (0, 0)))
 
 
 def unfold_queries(
-    x: Float[Array, "P M *K"], batch: int, queries: int, heads: int
+    x: Float[Array, "P M *K"], batch: int, queries: int, heads: int, block: int = 1
 ) -> Float[Array, "B T H *K"]:
     """Inverts `fold_queries`, for outputs and for log-sum-exps.
 
@@ -40,28 +45,60 @@ def unfold_queries(
         batch: B.
         queries: T.
         heads: H.
+        block: Number of queries of a block.
 
     Returns:
         Results of each query and head.
     """
-    groups, rest = x.shape[0] // batch, x.shape[2:]
-    x = x[:, : queries * (heads // groups)].reshape(batch, groups, queries, heads // groups, *rest)
-    return jnp.moveaxis(x, 1, 2).reshape(batch, queries, heads, *rest)
+    groups, rest, blocks = x.shape[0] // batch, x.shape[2:], -(-queries // block)
+    x = x[:, : blocks * block * (heads // groups)]
+    x = x.reshape(batch, groups, blocks, heads // groups, block, *rest)
+    x = jnp.moveaxis(x, (1, 3), (3, 4))  # [B, T / block, block, G, H / G, ...]
+    return x.reshape(batch, blocks * block, heads, *rest)[:, :queries]
 
 
-def fold_ranges(ranges: Int[Array, "B T R 2"], heads: int, rows: int) -> Int[Array, "B E M"]:
+def fold_ranges(ranges: Int[Array, "B T R 2"], heads: int, rows: int, block: int = 1) -> Int[Array, "B E M"]:
     """Lays out the key ranges in the order of the rows of `fold_queries`.
 
     Args:
         ranges: Key ranges.
         heads: H / G, number of query heads per key head.
-        rows: Rows of a tile; M is padded with the last row's ranges to a multiple of it.
+        rows: Rows of a tile; M is padded with the last query's ranges to a multiple of it.
+        block: Number of queries of a block.
 
     Returns:
         E = 2 R numbers per row: start 0, end 0, start 1, ...
     """
-    x = jnp.repeat(ranges.reshape(*ranges.shape[:2], -1), heads, axis=1).transpose(0, 2, 1)
+    b, t, count, _ = ranges.shape
+    x = jnp.pad(ranges.reshape(b, t, 2 * count), ((0, 0), (0, -t % block), (0, 0)), mode="edge")
+    x = jnp.repeat(x.reshape(b, -1, 1, block, 2 * count), heads, axis=2).reshape(b, -1, 2 * count)
+    x = x.transpose(0, 2, 1)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % rows)), mode="edge").astype(jnp.int32)
+
+
+def gaps(ranges: Int[Array, "B T R 2"]) -> Int[Array, "B T _ 2"]:
+    """Finds the keys between the ranges of each query, to which the query does not attend.
+
+    A kernel sets the scores of one gap after the other to -inf, which takes fewer registers than a mask of all ranges.
+
+    Args:
+        ranges: Key ranges in any order; some may be empty.
+
+    Returns:
+        R + 1 gaps [start, end): before the first range, between ranges, and after the last. Some may be empty.
+    """
+    empty = ranges[..., 1] <= ranges[..., 0]
+    found = [jnp.where(empty[:, :, r, None], BEHIND, ranges[:, :, r]) for r in range(ranges.shape[2])]
+    for i in range(len(found)):  # odd-even transposition sort by start: elementwise, so that XLA fuses it
+        for r in range(i % 2, len(found) - 1, 2):
+            a, b = found[r], found[r + 1]
+            swap = a[..., :1] > b[..., :1]
+            found[r], found[r + 1] = jnp.where(swap, b, a), jnp.where(swap, a, b)
+    ends = [jnp.zeros_like(ranges[:, :, 0, 0])]
+    for one in found:
+        ends.append(jnp.maximum(ends[-1], one[..., 1]))
+    starts = [*(one[..., 0] for one in found), jnp.full_like(ends[0], BEHIND)]
+    return jnp.stack([jnp.stack(pair, axis=-1) for pair in zip(ends, starts, strict=True)], axis=2)
 
 
 def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B N C"]:
@@ -93,7 +130,59 @@ def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) ->
     return jnp.concatenate([jnp.stack([first, last, *unmasked], axis=1), hulls], axis=1).transpose(0, 2, 1)
 
 
-def choose_splits(programs: int, steps: int, processors: int) -> int:
+def key_visits(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B N C"]:
+    """Lists the key tiles that each tile of rows visits: those with a key that one of its rows attends to.
+
+    Args:
+        edges: Result of `fold_ranges`.
+        rows: Rows of a tile.
+        keys: Keys of a tile.
+        slots: S, number of keys, a multiple of `keys`.
+
+    Returns:
+        C = 1 + S / keys numbers for each of the N = M / rows tiles: how many key tiles it visits, then 2 j for every
+        key tile j that all of its rows attend to in one range, 2 j + 1 for every other that it visits (it needs a
+        mask), rising, and then any numbers.
+    """
+    return _visits(*_seen_tiles(edges, rows, keys, slots))
+
+
+def row_visits(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B J C"]:
+    """Lists the tiles of rows that visit each key tile.
+
+    Args:
+        edges: Result of `fold_ranges`.
+        rows: Rows of a tile.
+        keys: Keys of a tile.
+        slots: S, number of keys, a multiple of `keys`.
+
+    Returns:
+        C = 1 + M / rows numbers for each of the J = S / keys key tiles, as those of `key_visits`.
+    """
+    seen, unmasked = _seen_tiles(edges, rows, keys, slots)
+    return _visits(seen.swapaxes(1, 2), unmasked.swapaxes(1, 2))
+
+
+def _seen_tiles(
+    edges: Int[Array, "B E M"], rows: int, keys: int, slots: int
+) -> tuple[Bool[Array, "B N J"], Bool[Array, "B N J"]]:
+    """For each tile of rows and each key tile: whether some row attends to some key, and whether all attend to all."""
+    b, e, m = edges.shape
+    x = jnp.clip(edges, 0, slots).reshape(b, e // 2, 2, m // rows, rows, 1)
+    start, end = x[:, :, 0], x[:, :, 1]  # [B, R, N, rows, 1]
+    begin = jnp.arange(0, slots, keys)
+    seen = (jnp.maximum(start, begin) < jnp.minimum(end, begin + keys)).any(axis=(1, 3))
+    return seen, ((start <= begin) & (end >= begin + keys)).any(axis=1).all(axis=2)
+
+
+def _visits(seen: Bool[Array, "B N J"], unmasked: Bool[Array, "B N J"]) -> Int[Array, "B N C"]:
+    index = jnp.arange(seen.shape[2], dtype=jnp.int32)
+    order = jnp.where(seen, 2 * index + jnp.logical_not(unmasked), 2 * seen.shape[2])
+    count = seen.sum(axis=2, keepdims=True, dtype=jnp.int32)
+    return jnp.concatenate([count, jnp.sort(order, axis=2)], axis=2)
+
+
+def choose_splits(programs: int, steps: int, processors: int, most: int | None = None) -> int:
     """Chooses into how many parts the keys of each program are split, so that all processors are busy.
 
     Programs run in waves of `processors`. A few programs, or a last wave that is not full, leave processors idle;
@@ -103,18 +192,19 @@ def choose_splits(programs: int, steps: int, processors: int) -> int:
         programs: Number of programs without splitting.
         steps: Number of key tiles of the longest program.
         processors: Number of programs that run at the same time.
+        most: Largest number of parts; None: `processors`.
 
     Returns:
         The number of parts with the least estimated cost.
     """
     # Waves of programs, times the steps of each program.
     cost = lambda n: -(-programs * n // processors) * (-(-steps // n) + 1)
-    return min(range(1, max(1, min(steps, processors)) + 1), key=lambda n: (cost(n), n))
+    return min(range(1, max(1, min(steps, most or processors)) + 1), key=lambda n: (cost(n), n))
 
 
 def merge_splits(
-    outs: Float[Array, "N P M K"], lses: Float[Array, "N P M"]
-) -> tuple[Float[Array, "P M K"], Float[Array, "P M"]]:
+    outs: Float[Array, "N *r K"], lses: Float[Array, "N *r"]
+) -> tuple[Float[Array, "*r K"], Float[Array, "*r"]]:
     """Merges the results of attention over disjoint parts of the keys.
 
     Args:

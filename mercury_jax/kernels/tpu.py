@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mercury_jax.kernels import tiling
-from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
+from mercury_jax.kernels.attention_inputs import (
+    AttentionCall,
+    AttentionResult,
+    Fp8Vectors,
+    Int8Vectors,
+    RoundedVectors,
+)
 
 MAX_ROWS = 1024  # of a tile of queries of one key head
 KEYS = (512, 256, 128)  # of a tile, the first that fits
@@ -57,6 +63,8 @@ def refuses(call: AttentionCall) -> str | None:
         The reason in words; None: it takes the call.
     """
     q, k, v = call.q, call.k, call.v
+    if isinstance(k, Fp8Vectors) or isinstance(v, Fp8Vectors):
+        return "keys and values are fp8, which it does not read; it reads int8"
     if isinstance(k, Int8Vectors) != isinstance(v, Int8Vectors):
         return "of keys and values one is int8 and the other is not"
     for x in (x for x in (q, k, v) if not isinstance(x, Int8Vectors)):
@@ -123,7 +131,7 @@ def config_of(call: AttentionCall) -> TpuConfig | None:
     (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
     int8, rows, (memory, cores) = isinstance(call.k, Int8Vectors), call.group_rows, _vmem_and_cores()
     fewest = 1 if batch % cores == 0 or rows < cores * SUBLANES else cores
-    itemsizes = call.q.dtype.itemsize, 1 if isinstance(call.k, Int8Vectors) else call.k.dtype.itemsize
+    itemsizes = call.q.dtype.itemsize, 1 if isinstance(call.k, RoundedVectors) else call.k.dtype.itemsize
     for tiles in range(max(fewest, -(-rows // MAX_ROWS)), -(-rows // SUBLANES) + 1):
         even = -(-rows // (tiles * SUBLANES)) * SUBLANES
         for keys in KEYS:

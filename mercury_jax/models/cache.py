@@ -1,9 +1,9 @@
 """The KV cache as an explicit value. Slot s holds absolute position s; the batch axis comes first.
 
 A layer with a sliding window may keep fewer slots, a ring in which slot s holds the newest position p with p % size = s
-(`with_rings`). Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.attention_inputs`), or in 4
-or 3 bits (`models.kv_quant`). Slots that have not been written may hold any values: no key range of a pass includes
-them.
+(`with_rings`). Keys and values are stored in the dtype of the arithmetic, as int8 or fp8 (`kernels.attention_inputs`),
+or in 4 or 3 bits (`models.kv_quant`). Slots that have not been written may hold any values: no key range of a pass
+includes them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.kernels.attention_inputs import Int8Vectors, KVArray, quantise_int8
+from mercury_jax.kernels.attention_inputs import (
+    Fp8Vectors,
+    Int8Vectors,
+    KVArray,
+    RoundedVectors,
+    quantise_fp8,
+    quantise_int8,
+)
+from mercury_jax.kernels.qk_norm_rope import write_rows
 from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.sharding import cache_shardings
 from mercury_jax.types import Cache, Model
 
 # Quantised formats of the cache: each function converts arrays [..., K].
-KV_KINDS: dict[str, Callable[[Array], Int8Vectors | RotatedVectors]] = {
+KV_KINDS: dict[str, Callable[[Array], RoundedVectors | RotatedVectors]] = {
     "int8": quantise_int8,
+    "fp8": quantise_fp8,
     "4bit": functools.partial(quantise_rotated, bits=4),
     "3bit": functools.partial(quantise_rotated, bits=3),
 }
@@ -72,11 +81,12 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
 
     if isinstance(kv.k, Int8Vectors):
         new = KV(quantise_int8(k), quantise_int8(v))
+    elif isinstance(kv.k, Fp8Vectors):
+        new = KV(quantise_fp8(k), quantise_fp8(v))
     elif isinstance(kv.k, RotatedVectors):
         new = KV(quantise_rotated(k, kv.k.bits), quantise_rotated(v, kv.k.bits))
     else:
         new = KV(k, v)
-    write_rows = jax.vmap(lambda old, new, at: old.at[at].set(new.astype(old.dtype), mode="drop"))
     return jax.tree.map(lambda old, new: write_rows(old, new, slots), kv, new)
 
 
@@ -97,11 +107,11 @@ def check_kv_kind(kind: str | None) -> None:
 def with_kv_kind(model: Model, kind: str | None) -> Model:
     """Returns a model that stores its KV cache in another format.
 
-    A key or value of K numbers takes K + 4 bytes in int8, K / 2 + 2 in 4 bits and K * 3 / 8 + 2 in 3 bits.
+    A key or value of K numbers takes K + 4 bytes in int8 and fp8, K / 2 + 2 in 4 bits and K * 3 / 8 + 2 in 3 bits.
 
     Args:
         model: A model.
-        kind: "int8", "4bit" or "3bit"; None: the model itself.
+        kind: "int8", "fp8", "4bit" or "3bit"; None: the model itself.
 
     Returns:
         The model; equal arguments give the same object.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from mercury_jax.config import ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, masks
-from mercury_jax.models.layers import Linear, rope, rope_frequencies
+from mercury_jax.models.layers import Linear, rope, rope_frequencies, weight
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.network import model_of, rematerialised
 from mercury_jax.models.ops import Ops
@@ -206,7 +206,7 @@ class DiT(nn.Module):
     def setup(self) -> None:
         """Creates the parameters and blocks."""
         c = self.config
-        self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
+        self.embed = weight(self, "embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         self.condition = NoiseLevelEmbedding(c, self.ops, name="condition")
         block = rematerialised(DiTBlock, self.remat)
         self.blocks = [block(c, self.ops, name=f"block_{i}") for i in range(c.layers)]
@@ -232,7 +232,8 @@ class DiT(nn.Module):
         """
         c = self.config
         condition = self.condition(noise_level(c, time) if c.timed else time)
-        x = self.embed[inputs.tokens].astype(c.dtype)
+        table = self.ops.embed(self.embed, inputs.tokens, lambda x: x.astype(c.dtype))
+        x = self.ops.sum_terms([table])[0]
         new_cache = []
         for i, block in enumerate(self.blocks):
             x, kv = block(x, inputs, None if cache is None else cache[i], condition)

@@ -21,6 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Experts, ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
+from mercury_jax.kernels.qk_norm_rope import HeadFactors, rotate
+from mercury_jax.kernels.residual_norm import Residual, rms_normalise
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -28,18 +30,17 @@ from mercury_jax.models.layers import (
     OutputProjection,
     RMSNorm,
     fan_in,
-    rms_normalise,
-    rope,
+    rope_table,
     weight,
 )
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.network import embed_mixture, lm_head, model_of, rematerialised
-from mercury_jax.models.ops import Ops, Term
+from mercury_jax.models.ops import Ops, Term, Weight, project_heads
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, Routing, SelfCond, accumulation_dtype
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_tanh": jax.nn.gelu,  # approximate by default
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "silu": jax.nn.silu,
 }
@@ -238,18 +239,29 @@ class GemmaAttention(nn.Module):
         c = self.config
         groups, width = c.kv_shape(self.layer)
         norm = functools.partial(RMSNorm, c.norm_eps, False)
-        project = lambda heads, name: Linear((c.width,), (heads, width), ops=self.ops, name=name)(x)
+        linear = lambda heads, name: Linear((c.width,), (heads, width), ops=self.ops, name=name)
         frequencies = rotary_frequencies(c, c.is_global(self.layer))
-        rotate = lambda y: rope(y, inputs.positions, frequencies, context=c.context)
-        q = rotate(norm(name="q_norm")(project(c.heads, "q")))  # [B, T, H, K]
-        if shared is None:
-            k = project(groups, "k")  # [B, T, G, K]
+        table = rope_table(
+            inputs.positions, frequencies, context=c.context, dtype=accumulation_dtype(x.dtype)
+        )
+        query, q_norm = linear(c.heads, "q"), norm(name="q_norm")
+        if shared is not None:
+            q = rotate(q_norm(query(x)), table)  # [B, T, H, K]
+        else:
+            key, k_norm = linear(groups, "k"), norm(name="k_norm")
             # Values are the keys before their norm and RoPE, or have a projection of their own.
-            v = k if c.keys_as_values and c.is_global(self.layer) else project(groups, "v")
-            k = rotate(norm(name="k_norm")(k))
-            v = rms_normalise(v, c.norm_eps).astype(v.dtype)
-            cached = kv is not None and inputs.slots is not None
-            shared = self.ops.write(kv, k, v, inputs.slots) if cached else kv_cache.KV(k, v)
+            value = None if c.keys_as_values and c.is_global(self.layer) else linear(groups, "v")
+            if kv is not None and inputs.slots is not None and self.ops.whole_heads:
+                matrices = [None if y is None else y.parameters()[0] for y in (query, key, value)]
+                factors = HeadFactors(q_norm.factors(width), k_norm.factors(width))
+                heads = project_heads(x, matrices), factors, table
+                q, shared = self.ops.norm_rope_write(*heads, kv, inputs.slots, c.norm_eps)
+            else:
+                q, k = query(x), key(x)  # [B, T, H or G, K]
+                v = rms_normalise(k if value is None else value(x), c.norm_eps).astype(k.dtype)
+                q, k = rotate(q_norm(q), table), rotate(k_norm(k), table)
+                cached = kv is not None and inputs.slots is not None
+                shared = self.ops.write(kv, k, v, inputs.slots) if cached else kv_cache.KV(k, v)
         out = self.ops.attend(q, *shared, inputs.ranges, scale=1.0, cached=inputs.slots is not None)
         scale = 1.0 / (2 * c.layers)
         return OutputProjection((c.heads, width), (c.width,), scale, ops=self.ops, name="o")(out), shared
@@ -265,20 +277,36 @@ class GemmaRouter(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
+    def _parameters(self) -> tuple[Array, Weight, Array]:
         c = self.config
         assert c.experts is not None
         scale = self.param("scale", nn.initializers.ones, (c.width,))
         w = weight(self, "w", fan_in(), (c.width, c.experts.count))
-        expert_scale = self.param("expert_scale", nn.initializers.ones, (c.experts.count,))
-        x_normed = rms_normalise(x, c.norm_eps).astype(x.dtype) * scale.astype(x.dtype) * c.width**-0.5
-        logits = self.ops.dot(x_normed, w, 1).astype(accumulation_dtype(x.dtype))  # [B, T, E]
-        top_k = functools.partial(jax.lax.top_k, k=c.experts.active)
-        scores = jax.nn.softmax(logits, axis=-1)
-        weights, ids = self.ops.map_rows(top_k, scores)
-        self.sow("routing", "routed", Routing(scores, ids))
-        weights = weights / weights.sum(axis=-1, keepdims=True)
-        return ids, weights * expert_scale[ids].astype(weights.dtype)
+        return scale, w, self.param("expert_scale", nn.initializers.ones, (c.experts.count,))
+
+    def factors(self) -> Float[Array, "D"]:
+        """Returns what normalised hidden states are multiplied by."""
+        return self._parameters()[0]
+
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
+        """Chooses the experts.
+
+        Args:
+            x: Hidden states, normalised and multiplied by `factors`.
+
+        Returns:
+            Ids and weights [B, T, k].
+        """
+        c = self.config
+        assert c.experts is not None
+        _, w, expert_scale = self._parameters()
+        logits = self.ops.exact_dot(x, w)  # [B, T, E]
+        # 1 / sqrt(D) multiplies the logits instead of the input, where it would need an array of its own.
+        scale = c.width**-0.5
+        choose = functools.partial(self.ops.route, active=c.experts.active, scale=scale)
+        ids, weights = self.ops.map_rows(choose, logits, expert_scale)
+        self.sow("routing", "routed", Routing(jax.nn.softmax(logits * scale, axis=-1), ids))
+        return ids, weights
 
 
 class GemmaExperts(nn.Module):
@@ -287,21 +315,25 @@ class GemmaExperts(nn.Module):
     config: GemmaConfig
     ops: Ops = Ops()
 
+    def setup(self) -> None:
+        """Creates the router."""
+        self.router = GemmaRouter(self.config, self.ops)
+
     @nn.compact
     def term(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> Term:
         """Returns the output of the branch as a term of a sum.
 
         Args:
-            routed: Input of the router: hidden states before any norm.
+            routed: Input of the router.
             x: Input of the experts.
 
         Returns:
-            Weighted sum of the chosen experts' outputs [B, T, D] as a term.
+            Weighted sum of the chosen experts' outputs [B, T, D], or these outputs, as a term.
         """
         c = self.config
         assert c.experts is not None
         e = c.experts
-        ids, weights = GemmaRouter(c, self.ops, name="router")(routed)
+        ids, weights = self.router(routed)
         init = lambda scale: (
             lambda key, shape, dtype=jnp.float32: (
                 jax.random.normal(key, shape, dtype) * (scale / shape[1]) ** 0.5
@@ -309,7 +341,8 @@ class GemmaExperts(nn.Module):
         )
         gate_up = weight(self, "gate_up", init(1.0), (e.count, c.width, 2 * e.width))
         down = weight(self, "down", init(1.0 / (2 * c.layers)), (e.count, e.width, c.width))
-        return self.ops.experts(x, ids, weights, (gate_up, down), ACTIVATIONS[c.activation])
+        # Not combined: the kernel of `residual_norms` also computes the weighted sum.
+        return self.ops.experts(x, ids, weights, (gate_up, down), ACTIVATIONS[c.activation], combined=False)
 
 
 class SelfConditioning(nn.Module):
@@ -359,19 +392,19 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """Adds the per-layer embedding of this layer to the hidden states, after gating, projection and norm."""
+    """Computes what the per-layer embedding of this layer adds to the hidden states, after gating and projection."""
 
     config: GemmaConfig
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], embedding: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], embedding: Float[Array, "B T P"]) -> Residual:
         c = self.config
         gate = ACTIVATIONS[c.activation](
             Linear((c.width,), (c.per_layer_width,), ops=self.ops, name="gate")(x)
         )
         out = Linear((c.per_layer_width,), (c.width,), ops=self.ops, name="projection")(gate * embedding)
-        return x + RMSNorm(c.norm_eps, False, name="norm")(out)
+        return Residual((out,), (RMSNorm(c.norm_eps, False, name="norm").factors(c.width),))
 
 
 class GemmaBlock(nn.Module):
@@ -384,54 +417,72 @@ class GemmaBlock(nn.Module):
     layer: int
     ops: Ops = Ops()
 
+    def setup(self) -> None:
+        """Creates the norm that the layer before computes."""
+        self.attention_norm = RMSNorm(self.config.norm_eps, False)
+
+    def input_factors(self) -> Float[Array, "D"]:
+        """Returns the factors of the norm of this layer's input."""
+        return self.attention_norm.factors(self.config.width)
+
     @nn.compact
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        normed: Float[Array, "B T D"],
         inputs: NetworkInputs,
         kv: kv_cache.KV | None,
         shared: kv_cache.KV | None,
         clean: Bool[Array, "B T"],
         embedding: Float[Array, "B T P"] | None,
-    ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
+        after: Float[Array, "D"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], kv_cache.KV]:
         """Computes the layer.
 
         Args:
             x: Hidden states.
+            normed: Their norm, with `input_factors`.
             inputs: Positions, slots, and the key ranges of this kind of layer.
             kv: The cache of this layer; None: a pass without a cache.
             shared: Keys and values of an earlier layer to read; None: this layer computes its own.
             clean: Whether each token is encoded (True) or denoised.
             embedding: Per-layer embedding of each token; None: the model has none.
+            after: Factors of the norm that follows the layer, which is computed with its last sum.
 
         Returns:
-            Hidden states, and the keys and values of the layer.
+            Hidden states, their norm with the factors `after`, and the keys and values of the layer.
         """
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_eps, False)
         attention = GemmaAttention(c, self.layer, self.ops, name="attention")
-        y, kv = attention(norm(name="attention_norm")(x), inputs, kv, shared)
-        x = x + norm(name="attention_post_norm")(y)
+        y, kv = attention(normed, inputs, kv, shared)
         own_keys = c.source(self.layer) == self.layer
         ffn = c.ffn if own_keys or c.shared_ffn is None else c.shared_ffn
         mlp = _gated_mlp(c, ffn, self.ops, "mlp")
-        branches = [mlp.term(norm(name="mlp_norm")(x))]
+        # The dense branch, the router and the experts each read x with a norm of their own.
+        factors = [norm(name="mlp_norm").factors(c.width)]
         if c.experts is not None:
-            # The router reads x before any norm; the experts have a norm of their own.
             experts = GemmaExperts(c, self.ops, name="moe")
-            branches.append(experts.term(x, norm(name="moe_norm")(x)))
+            factors += [experts.router.factors(), norm(name="moe_norm").factors(c.width)]
+        post = norm(name="attention_post_norm").factors(c.width)
+        x, read = self.ops.residual_norms(x, Residual((y,), (post,)), factors, c.norm_eps)
+        branches = [mlp.term(read[0])]
+        if c.experts is not None:
+            branches.append(experts.term(*read[1:]))
         # Each branch is normalised before the branches are added. They are therefore two sums, in one all-reduce.
-        y, *mixed = self.ops.sum_terms(*([branch] for branch in branches))
-        if mixed:
-            y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed[0])
-        x = x + norm(name="mlp_post_norm")(y)
+        found = self.ops.sum_terms(*([branch] for branch in branches))
+        names = ("mlp_branch_norm", "moe_branch_norm") if len(found) > 1 else ()
+        own = tuple(norm(name=name).factors(c.width) for name in names) or (None,)
+        residual = Residual(tuple(found), own, norm(name="mlp_post_norm").factors(c.width))
         if embedding is not None:
-            x = PerLayerInput(c, self.ops, name="per_layer")(x, embedding)
-        scalar = self.param("scalar", nn.initializers.ones, (1,))
+            x, _ = self.ops.residual_norms(x, residual, [], c.norm_eps)
+            residual = PerLayerInput(c, self.ops, name="per_layer")(x, embedding)
+        scalars = (self.param("scalar", nn.initializers.ones, (1,)),)
         if c.encoder_scalars:
-            encoder = self.param("encoder_scalar", nn.initializers.ones, (1,))
-            scalar = jnp.where(clean[..., None], encoder, scalar)
-        return x * scalar.astype(x.dtype), kv
+            scalars += (self.param("encoder_scalar", nn.initializers.ones, (1,)),)
+        residual = residual._replace(scales=scalars, choice=clean if c.encoder_scalars else None)
+        x, (normed,) = self.ops.residual_norms(x, residual, [after], c.norm_eps)
+        return x, normed, kv
 
 
 def _gated_mlp(c: GemmaConfig, hidden: int, ops: Ops, name: str) -> GatedMLP:
@@ -448,7 +499,7 @@ class Gemma(nn.Module):
     def setup(self) -> None:
         """Creates the parameters and blocks."""
         c = self.config
-        self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
+        self.embed = weight(self, "embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         block = rematerialised(GemmaBlock, self.remat)
         self.blocks = [block(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.norm = RMSNorm(c.norm_eps, False, name="norm")
@@ -457,7 +508,7 @@ class Gemma(nn.Module):
         if c.self_conditioning:
             self.conditioned = SelfConditioning(c, self.ops, name="self_conditioning")
         if not c.tied:
-            self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
+            weight(self, "head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
     def __call__(
         self,
@@ -494,13 +545,17 @@ class Gemma(nn.Module):
         if cache is not None and (size := kv_cache.ring_slots(c, cache, tokens.shape[1])) is not None:
             sliding = masks.in_ring(sliding, size)
         kvs: list[kv_cache.KV] = []
+        # The factors of the norm before each layer and after the last.
+        factors = [*(block.input_factors() for block in self.blocks), self.norm.factors(c.width)]
+        normed = (rms_normalise(x, c.norm_eps) * factors[0]).astype(dtype)
         for i, block in enumerate(self.blocks):
             shared = kvs[c.source(i)] if c.source(i) != i else None
             kv = cache[i] if cache is not None and shared is None else None
             embedding = None if per_layer is None else per_layer[:, :, i]
-            x, kv = block(x, inputs if c.is_global(i) else sliding, kv, shared, clean, embedding)
+            seen = inputs if c.is_global(i) else sliding
+            x, normed, kv = block(x, normed, seen, kv, shared, clean, embedding, factors[i + 1])
             kvs.append(kv)
-        return self.norm(x), tuple(kvs[: c.layers - c.shared_kv])
+        return normed, tuple(kvs[: c.layers - c.shared_kv])
 
 
 # --- the model as pure functions

@@ -12,7 +12,7 @@ need fewer operations, but the rotation of so few rows costs little; it also exi
 a vector with one large coordinate to only two levels, for which the codebook is not optimal.
 
 This format saves memory but no time: vectors are unpacked before the attention. The kernels read int8
-(`kernels.attention_inputs`) directly.
+(`kernels.attention_inputs`) directly; fp8 is widened like this format.
 """
 
 from __future__ import annotations

@@ -13,11 +13,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import RopeScaling
+from mercury_jax.kernels.qk_norm_rope import Table, rotate
+from mercury_jax.kernels.residual_norm import rms_normalise
 from mercury_jax.models.ops import Activation, Ops, Term, Weight
-from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.models.weight_quant import AnyQuantised
 from mercury_jax.types import LoraWeight, accumulation_dtype
 
 Init = nn.initializers.Initializer
@@ -41,7 +44,7 @@ def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
 
 
 def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Weight:
-    """Declares a parameter that may have been loaded as int8 or fp8, or have a LoRA addition.
+    """Declares a parameter that may have been loaded quantised, or have a LoRA addition.
 
     Args:
         module: The module that owns the parameter, inside a compact method.
@@ -50,27 +53,13 @@ def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> 
         shape: Shape of the matrix.
 
     Returns:
-        The array, or the `QuantisedWeight` or `LoraWeight` that replaces it in the parameters.
+        The array, or the quantised matrix or `LoraWeight` that replaces it in the parameters.
     """
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
-        if isinstance(found, QuantisedWeight | LoraWeight):
+        if isinstance(found, AnyQuantised | LoraWeight):
             return found
     return module.param(name, init, shape)
-
-
-def rms_normalise(x: Float[Array, "*s D"], eps: float) -> Float[Array, "*s D"]:
-    """Computes x / rms(x) in at least fp32, and returns it in that dtype.
-
-    Args:
-        x: Vectors.
-        eps: Added to the mean square.
-
-    Returns:
-        The normalised vectors.
-    """
-    y = x.astype(accumulation_dtype(x.dtype))
-    return y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
 
 
 class RMSNorm(nn.Module):
@@ -85,11 +74,16 @@ class RMSNorm(nn.Module):
     zero_centred: bool = True
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*s D"]) -> Float[Array, "*s D"]:
+    def factors(self, width: int) -> Float[Array, "D"]:
+        """Returns what normalised vectors of a width are multiplied by."""
         init = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        scale = self.param("scale", init, (x.shape[-1],))
-        y = rms_normalise(x, self.eps)
-        return (y * (1.0 + scale if self.zero_centred else scale)).astype(x.dtype)
+        scale = self.param("scale", init, (width,))
+        return 1.0 + scale if self.zero_centred else scale
+
+    def __call__(
+        self, x: Float[Array, "*s D"], inverse: Float[Array, "*s 1"] | None = None
+    ) -> Float[Array, "*s D"]:
+        return (rms_normalise(x, self.eps, inverse) * self.factors(x.shape[-1])).astype(x.dtype)
 
 
 class Linear(nn.Module):
@@ -110,30 +104,22 @@ class Linear(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
+    def parameters(self) -> tuple[Weight, Array | None]:
+        """Returns the matrix and the bias, if there is one."""
+        w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
+        return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
+
     def __call__(self, x: Float[Array, "*s"]) -> Float[Array, "*o"]:
-        count = len(self.inputs)
-        w = weight(self, "w", fan_in(count, self.scale), (*self.inputs, *self.outputs))
-        y = self.ops.dot(x, w, count)
-        return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
+        w, bias = self.parameters()
+        y = self.ops.dot(x, w, len(self.inputs))
+        return y if bias is None else y + bias.astype(x.dtype)
 
 
-class OutputProjection(nn.Module):
+class OutputProjection(Linear):
     """The last `Linear` of an attention or feed-forward layer, whose result is a term of a sum (`ops.Term`).
 
     With tensor parallelism each device holds part of the contracted axis, so that the product is a sum over devices.
-    The attributes are those of `Linear`.
     """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    scale: float = 1.0
-    bias: bool = False
-    ops: Ops = Ops()
-
-    @nn.compact
-    def _parameters(self) -> tuple[Weight, Array | None]:
-        w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
-        return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
     def term(self, x: Float[Array, "B T *s"]) -> Term:
         """Returns the product as a term, so that several sums can share one all-reduce. Only without a bias.
@@ -144,12 +130,12 @@ class OutputProjection(nn.Module):
         Returns:
             x @ w [B, T, *outputs].
         """
-        w, bias = self._parameters()
+        w, bias = self.parameters()
         assert bias is None
         return self.ops.dot_term(x, w, len(self.inputs))
 
     def __call__(self, x: Float[Array, "B T *s"]) -> Float[Array, "B T *o"]:
-        w, bias = self._parameters()
+        w, bias = self.parameters()
         y = self.ops.sum_terms([self.ops.dot_term(x, w, len(self.inputs))])[0]
         return y if bias is None else y + bias.astype(y.dtype)
 
@@ -188,10 +174,16 @@ class GatedMLP(nn.Module):
         Returns:
             The output [B, T, D].
         """
-        return self.down.term(self.act(self.gate(x)) * self.up(x))
+        return self.down.term(self._hidden(x))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(self._hidden(x))
+
+    def _hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        (gate, gate_bias), (up, _) = self.gate.parameters(), self.up.parameters()
+        if gate_bias is None:
+            return self.ops.gated_dot(x, gate, up, self.act)
+        return self.act(self.gate(x)) * self.up(x)
 
 
 ROPE_TABLE = 1 << 17  # maximum number of cosines in a table; each program holds the table as a constant
@@ -219,19 +211,37 @@ def rope(
     Returns:
         The rotated x in the dtype of x, computed in at least fp32.
     """
-    half, dtype = len(frequencies), accumulation_dtype(x.dtype)
-    if context is not None and context * half <= ROPE_TABLE:
+    return rotate(x, rope_table(positions, frequencies, amplitude, context, accumulation_dtype(x.dtype)))
+
+
+def rope_table(
+    positions: Int[Array, "B T"],
+    frequencies: Float[np.ndarray, "C"],
+    amplitude: float = 1.0,
+    context: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Table:
+    """Computes the cosines and sines of `rope`.
+
+    Args:
+        positions: Absolute position of each token.
+        frequencies: Angle per position of each of the C pairs.
+        amplitude: Factor of cosines and sines.
+        context: All positions are below this number; None: unknown.
+        dtype: Of the table.
+
+    Returns:
+        Cosines and sines [B, T, 1, C].
+    """
+    if context is not None and context * len(frequencies) <= ROPE_TABLE:
         # Look up cosines in a table: otherwise XLA fuses them into the products, and a CPU computes each cosine again
         # for every head.
         angle = np.arange(context)[:, None] * frequencies
         table = jnp.asarray(amplitude * np.stack([np.cos(angle), np.sin(angle)]), dtype)  # [2, context, C]
         cos, sin = (x.at[positions].get(mode="clip", wrap_negative_indices=False)[:, :, None] for x in table)
-    else:
-        angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequencies, dtype)  # [B, T, 1, C]
-        cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
-    a, b = x[..., :half].astype(dtype), x[..., half : 2 * half].astype(dtype)
-    parts = [a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :].astype(dtype)]
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+        return cos, sin
+    angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequencies, dtype)  # [B, T, 1, C]
+    return jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
 
 
 def rope_frequencies(

@@ -1,14 +1,15 @@
 """Mixture of experts as plain functions: routing (the choice of experts), and the feed-forward of the chosen experts.
 
-A token has one row for each of its experts. Rows are sorted by expert, each expert applies its gated feed-forward to
-its rows, and the results are weighted and summed per token. The matrix products use `kernels.grouped_matmul` on Hopper,
-`ragged_dot` on TPUs, and a loop over tiles of rows elsewhere. `ops.experts` and `tensor_parallel.experts` call
-`apply_experts`.
+A token has one row for each of its experts. Rows are sorted by expert (`kernels.dispatch`), each expert applies its
+gated feed-forward to its rows, and the results are weighted and summed per token (`combine`). The matrix products use
+`kernels.grouped_matmul` on GPUs, `ragged_dot` on TPUs, and a loop over tiles of rows elsewhere. `ops.experts` and
+`tensor_parallel.experts` call `apply_experts`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,25 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import Experts
-from mercury_jax.kernels.grouped_matmul import grouped_matmul, refuses as grouped_refuses, tile_rows, tiles_of
-from mercury_jax.models.weight_quant import QuantisedWeight
-from mercury_jax.types import Device, LoraWeight, accumulation_dtype
+from mercury_jax.kernels.dispatch import (
+    Dispatched,
+    ExpertOutputs,
+    combine,
+    dispatch,
+    kernel_dispatch,
+    refuses as dispatch_refuses,
+)
+from mercury_jax.kernels.grouped_matmul import (
+    grouped_matmul,
+    refuses as grouped_refuses,
+    tile_rows,
+    tiles_of,
+)
+from mercury_jax.models.weight_quant import AnyQuantised, GroupedWeight, QuantisedWeight, multiply
+from mercury_jax.types import Device, LoraWeight
 
 Activation = Callable[[Array], Array]
-Stack = Array | QuantisedWeight | LoraWeight  # [E, in, out], one matrix per expert
+Stack = Array | AnyQuantised | LoraWeight  # [E, in, out], one matrix per expert
 
 
 def route(
@@ -87,28 +101,70 @@ def apply_experts(
     Returns:
         The sums [..., D] in the dtype of x, accumulated in at least fp32.
     """
-    shape, count = x.shape, gate_up.shape[0]
-    x, ids, weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))  # N tokens
-    expert = ids.reshape(-1)  # [N * k] expert of each row; row i belongs to token i // k
+    outputs = expert_outputs(x, ids, weights, gate_up, down, act, first, total, device)
+    # The kernels do not write rows of skipped experts, which may hold NaN.
+    return combine(outputs, None if first is None else (ids >= first) & (ids < first + gate_up.shape[0]))
+
+
+def expert_outputs(
+    x: Float[Array, "*s D"],
+    ids: Int[Array, "*s k"],
+    weights: Float[Array, "*s k"],
+    gate_up: Stack,
+    down: Stack,
+    act: Activation,
+    first: Int[Array, ""] | None = None,
+    total: int | None = None,
+    device: Device | None = None,
+) -> ExpertOutputs:
+    """Computes `apply_experts` without the sum (`combine`).
+
+    Args:
+        x: Hidden states.
+        ids: Experts of each token.
+        weights: Weight of each of these experts.
+        gate_up: Gate and up matrices [E, D, 2F].
+        down: Down matrices [E, F, D].
+        act: Activation of the gate.
+        first: Id of the first of the E experts on this device. Outputs of other experts are undefined. None: the
+            stacks hold all experts.
+        total: Number of experts on all devices; None: E.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The outputs of the experts, in the dtype of x.
+    """
+    count, flat = gate_up.shape[0], x.reshape(-1, x.shape[-1])  # N tokens
+    expert = ids.reshape(-1, ids.shape[-1])
     if first is not None:  # give rows of other devices' experts the id E, which sorts them last
         expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
-    order = jnp.argsort(expert, stable=True)  # sorts rows by expert; row r is of token order[r] // k
-    sizes = jnp.bincount(expert, length=count).astype(jnp.int32)  # rows of each expert [E]
     tile = tile_rows(expert.size, total or count)
-    out = jax.lax.platform_dependent(
-        x[order // ids.shape[1]], sizes, gate_up, down,
-        cuda=lambda *args: grouped_or_tiled(act, *args, tile=tile, device=device),
-        tpu=lambda *args: ragged(act, *args, tile=tile),
-        default=lambda *args: tiled(act, *args, tile=tile),
+
+    # On GPUs the dispatch kernel is used where the products have kernels, too, and else a sort by counting.
+    rows = jax.ShapeDtypeStruct((expert.size, flat.shape[1]), x.dtype)
+    why = refuses(rows, gate_up, down, tile, device) or dispatch_refuses(flat, expert, count, device)
+    counting = functools.partial(dispatch, by_counting=True)
+    on_gpu = counting if why else functools.partial(kernel_dispatch, device=device)
+
+    def branch(
+        products: Callable[..., Array], dispatch: Callable[..., Dispatched] = dispatch
+    ) -> Callable[..., tuple[Array, Array]]:
+        def run(x: Array, expert: Array, gate_up: Stack, down: Stack) -> tuple[Array, Array]:
+            found = dispatch(x, expert, count)
+            return products(act, found.rows, found.offsets, gate_up, down, tile=tile), found.rank
+
+        return run
+
+    rows, rank = jax.lax.platform_dependent(
+        flat, expert, gate_up, down,
+        cuda=branch(functools.partial(grouped_or_tiled, device=device), on_gpu),
+        tpu=branch(ragged),
+        default=branch(tiled),
     )  # fmt: skip
-    # Put the results back in the order of tokens: [N * k, D] -> [N, k, D], then sum over k.
-    index = jnp.arange(expert.size, dtype=order.dtype)
-    rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)  # inverse of `order`
-    out, exact = out[rank].reshape(*ids.shape, -1), accumulation_dtype(x.dtype)  # [N, k, D]
-    if first is not None:  # the kernels do not write rows of skipped experts, which may hold NaN
-        out = jnp.where((expert < count).reshape(*ids.shape, 1), out, 0)
-    out = jnp.einsum("nk,nkd->nd", weights.astype(exact), out.astype(exact)).astype(x.dtype)
-    return out.reshape(shape)
+    return ExpertOutputs(rows, rank.reshape(ids.shape), weights)
+
+
+# --- the feed-forward of sorted rows
 
 
 def gated(act: Activation, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
@@ -128,7 +184,7 @@ def gated(act: Activation, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]
 def grouped_or_tiled(
     act: Activation,
     rows: Float[Array, "M D"],
-    sizes: Int[Array, "E"],
+    offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
@@ -142,7 +198,8 @@ def grouped_or_tiled(
     Args:
         act: Activation of the gate.
         rows: Rows sorted by expert.
-        sizes: Number of rows of each expert. The results of rows after sum(sizes) are undefined.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. The results of rows from offsets[E] on are
+            undefined.
         gate_up: [E, D, 2F].
         down: [E, F, D].
         tile: Rows of a tile; None: `tile_rows`.
@@ -152,44 +209,52 @@ def grouped_or_tiled(
         [M, D].
     """
     if refuses(rows, gate_up, down, tile, device) is not None:
-        return tiled(act, rows, sizes, gate_up, down, tile)
+        return tiled(act, rows, offsets, gate_up, down, tile)
 
-    def product(x: Array, w: Any) -> Array:
-        if isinstance(w, QuantisedWeight):
-            return grouped_matmul(x, w.values, sizes, w.scale, tile=tile, device=device)
-        return grouped_matmul(x, w.astype(x.dtype), sizes, tile=tile, device=device)
+    def product(x: Array, w: Any, act: Activation | None = None) -> Array:
+        quantised = isinstance(w, QuantisedWeight)
+        values, scale = (w.values, w.scale) if quantised else (w.astype(x.dtype), None)
+        return grouped_matmul(x, values, offsets, scale, act=act, tile=tile, device=device)
 
-    return product(gated(act, product(rows, gate_up)), down)
+    fused = refuses(rows, gate_up, down, tile, device, act) is None
+    hidden = product(rows, gate_up, act) if fused else gated(act, product(rows, gate_up))
+    return product(hidden, down)
 
 
 def refuses(
-    rows: Float[Array, "M D"],
+    rows: Array | jax.ShapeDtypeStruct,
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
     device: Device | None = None,
+    act: Activation | None = None,
 ) -> str | None:
     """Gives the reason why the grouped kernel does not support these experts.
 
     Args:
-        rows: Sorted by expert.
+        rows: Rows [M, D] sorted by expert.
         gate_up: [E, D, 2F].
         down: [E, F, D].
         tile: Rows of a tile; None: `tile_rows`.
         device: To compile for.
+        act: Activation of the gate that the kernel of the first product is to compute; None: it computes no gate.
 
     Returns:
         The reason in words; None: it supports both products.
     """
-    for w in (gate_up, down):
+    for w, own in ((gate_up, act), (down, None)):
         if isinstance(w, LoraWeight):
             return "experts with a low-rank addition: its inner axis is narrower than a tile of the kernel"
+        if isinstance(w, GroupedWeight):
+            return (
+                f"experts in {w.values.dtype} with scales per group of inputs, which the kernel does not read"
+            )
         x = jax.ShapeDtypeStruct((rows.shape[0], w.shape[1]), rows.dtype)
         quantised = isinstance(w, QuantisedWeight)
         values, scale = (
             (w.values, w.scale) if quantised else (jax.ShapeDtypeStruct(w.shape, rows.dtype), None)
         )
-        why = grouped_refuses(x, values, scale, tile=tile, device=device)
+        why = grouped_refuses(x, values, scale, act=own, tile=tile, device=device)
         if why is not None:
             return why
     return None
@@ -198,7 +263,7 @@ def refuses(
 def ragged(
     act: Activation,
     rows: Float[Array, "M D"],
-    sizes: Int[Array, "E"],
+    offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
@@ -209,8 +274,8 @@ def ragged(
 
     Args:
         act: Activation of the gate.
-        rows: Sorted by expert.
-        sizes: Rows of each expert.
+        rows: Rows [M, D] sorted by expert.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; only the first E + 1 are read.
         gate_up: [E, D, 2F].
         down: [E, F, D].
         tile: Rows of a tile of `tiled`.
@@ -219,12 +284,12 @@ def ragged(
         [M, D].
     """
     if _quantised(gate_up) or _quantised(down):
-        return tiled(act, rows, sizes, gate_up, down, tile)
+        return tiled(act, rows, offsets, gate_up, down, tile)
 
     def product(x: Array, w: Any) -> Array:
         if isinstance(w, LoraWeight):
             return product(x, w.base) + jnp.asarray(w.scale, x.dtype) * product(product(x, w.a), w.b)
-        return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes)
+        return jax.lax.ragged_dot(x, w.astype(x.dtype), jnp.diff(offsets[: gate_up.shape[0] + 1]))
 
     return product(gated(act, product(rows, gate_up)), down)
 
@@ -232,7 +297,7 @@ def ragged(
 def tiled(
     act: Activation,
     rows: Float[Array, "M D"],
-    sizes: Int[Array, "E"],
+    offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
@@ -241,8 +306,8 @@ def tiled(
 
     Args:
         act: Activation of the gate.
-        rows: Sorted by expert.
-        sizes: Rows of each expert.
+        rows: Rows [M, D] sorted by expert.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; only the first E + 1 are read.
         gate_up: [E, D, 2F].
         down: [E, F, D].
         tile: Rows of a tile; None: `tile_rows`.
@@ -250,14 +315,15 @@ def tiled(
     Returns:
         [M, D].
     """
-    tile = tile or tile_rows(len(rows), len(sizes))
+    offsets = offsets[: gate_up.shape[0] + 1]
+    tile = tile or tile_rows(len(rows), gate_up.shape[0])
     if _quantised(gate_up) or _quantised(down):
-        return _tiled(act, tile, rows, sizes, gate_up, down)
-    return _tiled_differentiable(act, tile, rows, sizes, gate_up, down)
+        return _tiled(act, tile, rows, offsets, gate_up, down)
+    return _tiled_differentiable(act, tile, rows, offsets, gate_up, down)
 
 
 def _quantised(w: Stack) -> bool:
-    return isinstance(w.base if isinstance(w, LoraWeight) else w, QuantisedWeight)
+    return isinstance(w.base if isinstance(w, LoraWeight) else w, AnyQuantised)
 
 
 def _of_expert(w: Stack, e: Array) -> Any:
@@ -271,20 +337,20 @@ def _one_expert(act: Activation, x: Float[Array, "t D"], gate_up: Any, down: Any
     def product(x: Array, w: Any) -> Array:
         if isinstance(w, LoraWeight):
             return product(x, w.base) + jnp.asarray(w.scale, x.dtype) * product(product(x, w.a), w.b)
-        if isinstance(w, QuantisedWeight):
-            return (x @ w.values.astype(x.dtype)) * w.scale.astype(x.dtype)
+        if isinstance(w, AnyQuantised):
+            return multiply(x, w, 1)
         return x @ w.astype(x.dtype)
 
     return product(gated(act, product(x, gate_up)), down)
 
 
-def _tiled(act: Activation, tile: int, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> Array:
+def _tiled(act: Activation, tile: int, rows: Array, offsets: Array, gate_up: Stack, down: Stack) -> Array:
     """Runs the loop over tiles.
 
     The last tile of an expert may reach into the rows of the next expert and write wrong results there. Tiles run in
     the order of experts, so the tiles of the next expert overwrite these results.
     """
-    tiles, padded = tiles_of(sizes, len(rows), tile), jnp.pad(rows, ((0, tile), (0, 0)))
+    tiles, padded = tiles_of(offsets, len(rows), tile), jnp.pad(rows, ((0, tile), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
         x = jax.lax.dynamic_slice_in_dim(padded, tiles.start[i], tile)
@@ -301,8 +367,8 @@ def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M 
     Hidden units are computed again for each tile, and the gradients of each expert are summed in place. In a stack with
     a low-rank addition only the two factors get a gradient, because the base is frozen.
     """
-    rows, sizes, gate_up, down = saved
-    tiles = tiles_of(sizes, len(rows), tile)
+    rows, offsets, gate_up, down = saved
+    tiles = tiles_of(offsets, len(rows), tile)
     padded_rows, padded_dy = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, dy))
 
     def step(i: Array, grads: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -320,7 +386,7 @@ def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M 
     dx, (dw, dv) = jax.lax.fori_loop(0, tiles.count, step, zeros)
     no_gradient = lambda w: jax.tree.map(jnp.zeros_like, w)  # for the frozen bases; never read
     dw, dv = (_with_learnt(no_gradient(w), d) for w, d in ((gate_up, dw), (down, dv)))
-    return dx[: len(rows)], np.zeros(sizes.shape, jax.dtypes.float0), dw, dv
+    return dx[: len(rows)], np.zeros(offsets.shape, jax.dtypes.float0), dw, dv
 
 
 def _learnt(w: Any) -> Any:

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig, RematPolicy
 from mercury_jax.models import cache as kv_cache, masks
-from mercury_jax.models.ops import INIT_OPS, device_ops
+from mercury_jax.models.ops import INIT_OPS
 from mercury_jax.models.row_layout import DocumentLayout
-from mercury_jax.models.tensor_parallel import cache_ops
+from mercury_jax.models.tensor_parallel import cache_ops, training_ops
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.sharding import ShardingRule
 from mercury_jax.types import (
     Cache,
@@ -103,7 +104,7 @@ def model_of(
         # Routers write their outputs to the Flax collection "routing", which is only written if it is mutable. It
         # also carries values out of rematerialised layers.
         run = nn.apply(
-            apply, net.clone(ops=device_ops(device, mesh)), mutable=["routing"] if routing else False
+            apply, net.clone(ops=training_ops(mesh, device)), mutable=["routing"] if routing else False
         )
         if not routing:
             return run({"params": params}, given)
@@ -148,7 +149,7 @@ def lm_head(
     `decode.chunked_vocab` calls it for chunks of ids, so that it never stores all logits of a large vocabulary.
 
     Args:
-        params: Parameters with `head` [D, V]; without it, the head is tied to `embed` [V, D].
+        params: Parameters with `head` [D, V]; without it, the head is tied to `embed` [V, D]. Both may be quantised.
         hidden: Final hidden states.
         first: The first id; may be traced.
         size: Number of ids; None: all.
@@ -157,12 +158,11 @@ def lm_head(
     Returns:
         Logits [B, T, size]. Products are in the dtype of `hidden`, sums in at least fp32.
     """
-    if "head" in params:
-        w, equation = _slice(params["head"], first, size, 1), "btd,dv->btv"
-    else:
-        w, equation = _slice(params["embed"], first, size, 0), "btd,vd->btv"
+    name, axis, equation = ("head", 1, "btd,dv->btv") if "head" in params else ("embed", 0, "btd,vd->btv")
+    w, scale = _slice(params[name], first, size, axis)
     dtype = accumulation_dtype(hidden.dtype)
     out = jnp.einsum(equation, hidden, w.astype(hidden.dtype), preferred_element_type=dtype)
+    out = out if scale is None else out * scale.astype(dtype)
     return out if softcap is None else softcap * jnp.tanh(out / softcap)
 
 
@@ -176,7 +176,7 @@ def embed_mixture(
     """Computes a weighted sum of embeddings: scale * sum over v of weights[..., v] * embed[first + v].
 
     Args:
-        params: Parameters with `embed` [V, D].
+        params: Parameters with `embed` [V, D], possibly quantised.
         weights: Weight of each id of the chunk.
         first: First id of the chunk; may be traced.
         dtype: Dtype of the products; sums are in at least fp32.
@@ -185,12 +185,24 @@ def embed_mixture(
     Returns:
         Embeddings [B, T, D].
     """
-    table = _slice(params["embed"], first, weights.shape[-1], 0).astype(dtype)
+    table, per_id = _slice(params["embed"], first, weights.shape[-1], 0)
+    # The scales of a quantised table multiply the weights, which are fewer than the entries of the table.
+    weights = weights if per_id is None else weights * per_id.astype(weights.dtype)
     summed = accumulation_dtype(dtype)
-    return scale * jnp.einsum("btv,vd->btd", weights.astype(dtype), table, preferred_element_type=summed)
+    products = (weights.astype(dtype), table.astype(dtype))
+    return scale * jnp.einsum("btv,vd->btd", *products, preferred_element_type=summed)
 
 
-def _slice(x: Array, first: int | Int[Array, ""], size: int | None, axis: int) -> Array:
-    if size is None or size == x.shape[axis]:
-        return x
-    return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
+def _slice(
+    table: Array | QuantisedWeight, first: int | Int[Array, ""], size: int | None, axis: int
+) -> tuple[Array, Array | None]:
+    """Slices the ids first .. first + size - 1 of a table whose ids are along `axis`.
+
+    Returns:
+        The values, and one scale per id; None if the table is not quantised.
+    """
+    values, scale = table if isinstance(table, QuantisedWeight) else (table, None)
+    if size is None or size == values.shape[axis]:
+        return values, scale
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
+    return cut(values, axis=axis), None if scale is None else cut(scale, axis=0)

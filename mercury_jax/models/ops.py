@@ -8,6 +8,7 @@ parallelism.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +18,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.kernels import qk_norm_rope, residual_norm, routing
+from mercury_jax.kernels.dispatch import ExpertOutputs
+from mercury_jax.kernels.grouped_matmul import few_rows_matmul, few_rows_refuses
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
-from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.models.weight_quant import AnyQuantised, QuantisedWeight, lookup, multiply, unscaled
 from mercury_jax.sharding import constrain_rows
-from mercury_jax.types import Device, LoraWeight
+from mercury_jax.types import Device, LoraWeight, accumulation_dtype
 
 Activation = Callable[[Array], Array]
-Weight = Array | QuantisedWeight | LoraWeight
+Weight = Array | AnyQuantised | LoraWeight
 
 
 class Term(NamedTuple):
@@ -40,7 +44,7 @@ class Term(NamedTuple):
         axes: Mesh axes over which the values of the devices must be summed.
     """
 
-    run: Callable[..., Array]
+    run: Callable[..., Any]
     args: tuple[Any, ...]
     specs: tuple[Any, ...] = ()
     axes: tuple[str, ...] = ()
@@ -51,7 +55,7 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
 
     Args:
         x: Activations.
-        w: A matrix. If it is quantised, its scales multiply the result; a low-rank addition (LoRA) is added.
+        w: A matrix, possibly quantised (`weight_quant.multiply`); a low-rank addition (LoRA) is added.
         count: Number of contracted axes.
         mesh: Mesh of a training step, on which the rows of x and of the result stay sharded
             (`sharding.constrain_rows`); None: no constraint.
@@ -62,41 +66,172 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
     if isinstance(w, LoraWeight):
         low_rank = dot(dot(x, w.a, count, mesh), w.b, 1, mesh)
         return dot(x, w.base, count, mesh) + jnp.asarray(w.scale, x.dtype) * low_rank
-    axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-    values = w.values if isinstance(w, QuantisedWeight) else w
     x = x if mesh is None else constrain_rows(x, mesh)
-    y = jax.lax.dot_general(x, values.astype(x.dtype), (axes, ((), ())))
-    y = y if mesh is None else constrain_rows(y, mesh)
-    return y * w.scale.astype(x.dtype) if isinstance(w, QuantisedWeight) else y
+    if isinstance(w, AnyQuantised):
+        y = multiply(x, w, count)
+    else:
+        axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+        y = jax.lax.dot_general(x, w.astype(x.dtype), (axes, ((), ())))
+    return y if mesh is None else constrain_rows(y, mesh)
 
 
-def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> Term:
+def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, product: Callable[..., Array] = dot) -> Term:
     """Makes a term of `dot`.
 
     Args:
         x: Activations.
         w: A matrix, possibly quantised.
         count: Number of contracted axes.
-        mesh: Mesh of a training step, or None.
+        product: Computes the product: `dot` or `local_dot` with some of their arguments.
 
     Returns:
         The product [B, T, *o] as a term.
     """
-    return Term(functools.partial(dot, count=count, mesh=mesh), (x, w))
+    return Term(functools.partial(product, count=count), (x, w))
 
 
-def embed(table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> Term:
+def gated_dot(
+    x: Float[Array, "*s D"],
+    gate: Weight,
+    up: Weight,
+    act: Activation,
+    product: Callable[..., Array] = dot,
+) -> Float[Array, "*s F"]:
+    """Computes act(x gate) * (x up).
+
+    Args:
+        x: Activations.
+        gate: A matrix [D, F], possibly quantised or with a low-rank addition.
+        up: The same.
+        act: Activation of the gate.
+        product: Computes the products: `dot` with some of its arguments.
+
+    Returns:
+        The hidden units.
+    """
+    return act(product(x, gate, 1)) * product(x, up, 1)
+
+
+def local_dot(
+    x: Float[Array, "*s"], w: Weight, count: int, device: Device | None = None
+) -> Float[Array, "*o"]:
+    """Computes `dot` on one device, of few rows with the kernel (`few_rows_matmul`).
+
+    Args:
+        x: Activations.
+        w: A matrix.
+        count: Number of contracted axes.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The product, in the dtype of x.
+    """
+    found = _few_rows(x, (w,), count, None, lambda x, w: dot(x, w, count), device)
+    return dot(x, w, count) if found is None else found
+
+
+def exact_dot(x: Float[Array, "*s D"], w: Weight) -> Float[Array, "*s F"]:
+    """Computes x w in at least fp32 from `dot`, for the logits of a router.
+
+    Args:
+        x: Activations.
+        w: A matrix [D, F].
+
+    Returns:
+        The product.
+    """
+    return dot(x, w, 1).astype(accumulation_dtype(x.dtype))
+
+
+def local_exact_dot(x: Float[Array, "*s D"], w: Weight, device: Device | None = None) -> Float[Array, "*s F"]:
+    """Computes `exact_dot` on one device, of few rows with the kernel, whose sums are fp32.
+
+    Args:
+        x: Activations.
+        w: A matrix [D, F].
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The product.
+    """
+    if not isinstance(w, jax.Array):  # quantised, or with a low-rank addition
+        return exact_dot(x, w)
+    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    if few_rows_refuses(flat, jax.ShapeDtypeStruct(w.shape, x.dtype), None, device=device) is not None:
+        return exact_dot(x, w)
+
+    def kernel(x: Array, w: Array) -> Array:
+        y = few_rows_matmul(x.reshape(flat.shape), w.astype(x.dtype), None, dtype=jnp.float32, device=device)
+        return y.reshape(*x.shape[:-1], -1)
+
+    return jax.lax.platform_dependent(x, w, cuda=kernel, default=exact_dot)
+
+
+def local_gated_dot(
+    x: Float[Array, "*s D"], gate: Weight, up: Weight, act: Activation, device: Device | None = None
+) -> Float[Array, "*s F"]:
+    """Computes `gated_dot` on one device, of few rows with the kernel (`few_rows_matmul`).
+
+    Args:
+        x: Activations.
+        gate: A matrix [D, F].
+        up: The same.
+        act: Activation of the gate.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The hidden units.
+    """
+    found = _few_rows(x, (gate, up), 1, act, lambda x, gate, up: gated_dot(x, gate, up, act), device)
+    return gated_dot(x, gate, up, act) if found is None else found
+
+
+def _few_rows(
+    x: Array,
+    matrices: tuple[Weight, ...],
+    count: int,
+    act: Activation | None,
+    default: Callable[..., Array],
+    device: Device | None,
+) -> Array | None:
+    """Computes a product with the kernel for few rows on a GPU, with `default` elsewhere; None if it refuses."""
+    if not all(isinstance(w, (jax.Array, QuantisedWeight)) for w in matrices):
+        return None  # low-rank additions, and matrices with a scale for each group of inputs
+    rows, inputs = math.prod(x.shape[: x.ndim - count]), math.prod(x.shape[x.ndim - count :])
+    outputs = matrices[0].shape[count:]
+    unpacked = lambda f: f if act is not None else f[0]  # one matrix or a pair
+
+    def operands(*matrices: Array | QuantisedWeight) -> tuple[Any, Any]:
+        """The matrices [I, O] and their scales [O], which matrices in the dtype of x do not have."""
+        parts = [w if isinstance(w, QuantisedWeight) else (w.astype(x.dtype), None) for w in matrices]
+        values = tuple(values.reshape(inputs, -1) for values, _ in parts)
+        scales = tuple(None if scale is None else scale.reshape(-1) for _, scale in parts)
+        return unpacked(values), None if None in scales else unpacked(scales)
+
+    shapes = jax.eval_shape(operands, *matrices)
+    flat = jax.ShapeDtypeStruct((rows, inputs), x.dtype)
+    if few_rows_refuses(flat, *shapes, act=act, device=device) is not None:
+        return None
+
+    def kernel(x: Array, *matrices: Array | QuantisedWeight) -> Array:
+        y = few_rows_matmul(x.reshape(rows, inputs), *operands(*matrices), act=act, device=device)
+        return y.reshape(*x.shape[: x.ndim - count], *outputs)
+
+    return jax.lax.platform_dependent(x, *matrices, cuda=kernel, default=default)
+
+
+def embed(table: Array | QuantisedWeight, tokens: Int[Array, "B T"], then: Activation) -> Term:
     """Makes a term that looks up embeddings.
 
     Args:
-        table: Embeddings.
+        table: Embeddings [V, *w], possibly quantised.
         tokens: Ids.
         then: Function applied to the embeddings; it must map zeros to zeros.
 
     Returns:
         then(table[tokens]) [B, T, *w] as a term.
     """
-    return Term(lambda tokens, table: then(table[tokens]), (tokens, table))
+    return Term(lambda tokens, table: then(lookup(table, tokens)), (tokens, table))
 
 
 def experts(
@@ -105,6 +240,7 @@ def experts(
     weights: Float[Array, "B T k"],
     stacks: tuple[Weight, Weight],
     act: Activation,
+    combined: bool = True,
     device: Device | None = None,
 ) -> Term:
     """Makes a term of `moe.apply_experts`.
@@ -115,24 +251,159 @@ def experts(
         weights: Weight of each of these experts.
         stacks: Matrices of all experts: gate and up [E, D, 2F], and down [E, F, D].
         act: Activation of the gate.
+        combined: False: a sum of no other terms may be `ExpertOutputs`, which `residual_norms` combines.
         device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
-        The weighted sum of the experts' outputs [B, T, D] as a term.
+        The weighted sum of the experts' outputs [B, T, D], or these outputs, as a term.
     """
-    return Term(functools.partial(moe.apply_experts, act=act, device=device), (x, ids, weights, *stacks))
+    run = moe.apply_experts if combined else moe.expert_outputs
+    return Term(functools.partial(run, act=act, device=device), (x, ids, weights, *stacks))
 
 
-def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:
+def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"] | ExpertOutputs]:
     """Computes sums of terms.
 
     Args:
-        *sums: The terms of each sum.
+        *sums: The terms of each sum; one that is not combined is alone.
 
     Returns:
         The sums.
     """
     return [functools.reduce(operator.add, (term.run(*term.args) for term in terms)) for terms in sums]
+
+
+def local_residual_norms(
+    x: Float[Array, "*s D"],
+    residual: residual_norm.Residual,
+    factors: Sequence[Float[Array, "D"]],
+    eps: float,
+    device: Device | None = None,
+) -> tuple[Float[Array, "*s D"], list[Float[Array, "*s D"]]]:
+    """Computes `kernels.residual_norm.residual_norms` on one device, with the kernel where there is one.
+
+    Args:
+        x: Hidden states.
+        residual: What a layer adds to them.
+        factors: Factors of each norm of the new hidden states.
+        eps: Added to the mean squares.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The new hidden states, and their norms.
+    """
+    if residual_norm.refuses(x, device) is not None:
+        return residual_norm.residual_norms(x, residual, factors, eps)
+    kernel = functools.partial(residual_norm.kernel_residual_norms, eps=eps, device=device)
+    plain = functools.partial(residual_norm.residual_norms, eps=eps)
+    return jax.lax.platform_dependent(x, residual, list(factors), cuda=kernel, default=plain)
+
+
+def project_heads(x: Float[Array, "B T D"], matrices: Sequence[Weight | None]) -> qk_norm_rope.Projections:
+    """Projects hidden states to queries, keys and values on one device.
+
+    With quantised matrices the scales of the outputs are left to what reads the products: XLA computes one product of
+    all matrices, which the kernel of `local_norm_rope_write` can then read where it is.
+
+    Args:
+        x: Hidden states.
+        matrices: Matrices [D, heads, K] of queries, keys and values; None for values that are the keys.
+
+    Returns:
+        The products.
+    """
+    given = [w for w in matrices if w is not None]
+    quantised = [w for w in given if isinstance(w, AnyQuantised)]
+    if len(quantised) < len(given) or x.dtype == jnp.float16:  # whose unscaled products are fp32
+        heads, scales = [dot(x, w, 1) for w in given], ()
+    else:
+        heads, scales = [unscaled(x, w, 1) for w in quantised], tuple(w.scale for w in quantised)
+    return qk_norm_rope.Projections(heads[0], heads[1], heads[2] if len(heads) > 2 else None, scales)
+
+
+def norm_rope_write(
+    x: qk_norm_rope.Projections,
+    factors: qk_norm_rope.HeadFactors,
+    table: qk_norm_rope.Table,
+    kv: kv_cache.KV,
+    slots: Int[Array, "B T"],
+    eps: float,
+) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
+    """Computes `kernels.qk_norm_rope.norm_rope_write` for a cache of any format.
+
+    Args:
+        x: Projected hidden states.
+        factors: Of the norms of queries and keys.
+        table: Cosines and sines of RoPE.
+        kv: The cache of one layer.
+        slots: Slot of each token.
+        eps: Added to the mean squares.
+
+    Returns:
+        Queries, and the updated cache.
+    """
+    q, k, v = qk_norm_rope.norm_rope(x, factors, table, eps)
+    return q, kv_cache.write(kv, k, v, slots)
+
+
+def local_norm_rope_write(
+    x: qk_norm_rope.Projections,
+    factors: qk_norm_rope.HeadFactors,
+    table: qk_norm_rope.Table,
+    kv: kv_cache.KV,
+    slots: Int[Array, "B T"],
+    eps: float,
+    device: Device | None = None,
+) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
+    """Computes `norm_rope_write` on one device, with the kernel where there is one.
+
+    Args:
+        x: Projected hidden states.
+        factors: Of the norms of queries and keys.
+        table: Cosines and sines of RoPE.
+        kv: The cache of one layer.
+        slots: Slot of each token.
+        eps: Added to the mean squares.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        Queries, and the updated cache.
+    """
+    plain = functools.partial(norm_rope_write, eps=eps)
+    if qk_norm_rope.refuses(x, table, kv, device) is not None:
+        return plain(x, factors, table, kv, slots)
+
+    def kernel(x: Any, factors: Any, table: Any, kv: Any, slots: Array) -> tuple[Array, kv_cache.KV]:
+        q, arrays = qk_norm_rope.kernel_norm_rope_write(x, factors, table, tuple(kv), slots, eps, device)
+        return q, kv_cache.KV(*arrays)
+
+    return jax.lax.platform_dependent(x, factors, table, kv, slots, cuda=kernel, default=plain)
+
+
+def local_route(
+    logits: Float[Array, "*s E"],
+    factors: Float[Array, "E"],
+    active: int,
+    scale: float = 1.0,
+    device: Device | None = None,
+) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
+    """Computes `kernels.routing.route` on one device, with the kernel where there is one.
+
+    Args:
+        logits: Logits of the router.
+        factors: Factor of each expert.
+        active: k.
+        scale: Positive factor of the logits.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        Ids and weights.
+    """
+    if routing.refuses(logits, active, device) is not None:
+        return routing.route(logits, factors, active, scale)
+    kernel = functools.partial(routing.kernel_route, active=active, scale=scale, device=device)
+    plain = functools.partial(routing.route, active=active, scale=scale)
+    return jax.lax.platform_dependent(logits, factors, cuda=kernel, default=plain)
 
 
 class Ops(NamedTuple):
@@ -142,31 +413,43 @@ class Ops(NamedTuple):
         dot: dot(x, w, count) -> array.
         attend: attend(q, k, v, ranges, **options) as `kv_quant.attend`.
         write: write(kv, k, v, slots) as `cache.write`.
+        norm_rope_write: norm_rope_write(x, factors, table, kv, slots, eps) -> queries and cache. Only if `whole_heads`.
         dot_term: dot_term(x, w, count) -> Term.
+        gated_dot: gated_dot(x, gate, up, act) -> array.
+        exact_dot: exact_dot(x, w) -> array in fp32.
+        residual_norms: residual_norms(x, residual, factors, eps) as `kernels.residual_norm.residual_norms`.
         embed: embed(table, tokens, then) -> Term.
-        experts: experts(x, ids, weights, stacks, act) -> Term.
+        experts: experts(x, ids, weights, stacks, act, combined) -> Term.
         sum_terms: sum_terms(*sequences of terms) -> their sums. Sums that are needed at the same time are passed
             together, so that on a mesh they share one all-reduce.
+        route: route(logits, factors, active, scale) as `kernels.routing.route`.
         map_rows: map_rows(f, x, *shared) -> f(x, *shared), for an f that treats the rows of x independently.
         replicate: replicate(x) -> x; on a mesh, gathers all columns of each row on the devices of that row.
+        whole_heads: Whether a device has all heads, so that queries and keys may be concatenated.
     """
 
     dot: Callable[..., Array] = dot
     attend: Callable[..., Any] = kv_quant.attend
     write: Callable[..., kv_cache.KV] = kv_cache.write
+    norm_rope_write: Callable[..., tuple[Array, kv_cache.KV]] = norm_rope_write
     dot_term: Callable[..., Term] = dot_term
+    gated_dot: Callable[..., Array] = gated_dot
+    exact_dot: Callable[..., Array] = exact_dot
+    residual_norms: Callable[..., tuple[Array, list[Array]]] = residual_norm.residual_norms
     embed: Callable[..., Term] = embed
     experts: Callable[..., Term] = experts
-    sum_terms: Callable[..., list[Array]] = sum_terms
+    sum_terms: Callable[..., list[Any]] = sum_terms
+    route: Callable[..., tuple[Array, Array]] = routing.route
     map_rows: Callable[..., Any] = lambda f, x, *shared: f(x, *shared)
     replicate: Callable[[Array], Array] = lambda x: x
+    whole_heads: bool = True
 
 
 # Initialisation runs the network once to create the parameters. Their shapes and values do not depend on the results of
 # attention and experts, so both only return an array of the right shape, and no kernel is chosen or traced.
 INIT_OPS = Ops(
     attend=lambda q, k, v, ranges, **options: q,
-    experts=lambda x, ids, weights, stacks, act: Term(lambda x: x, (x,)),
+    experts=lambda x, ids, weights, stacks, act, **options: Term(lambda x: x, (x,)),
 )
 
 
@@ -188,7 +471,10 @@ def device_ops(device: Device | None, mesh: Mesh | None = None) -> Ops:
             experts=functools.partial(experts, device=device),
         )
     if mesh is not None:
+        product = functools.partial(dot, mesh=mesh)
         ops = ops._replace(
-            dot=functools.partial(dot, mesh=mesh), dot_term=functools.partial(dot_term, mesh=mesh)
+            dot=product,
+            dot_term=functools.partial(dot_term, product=product),
+            gated_dot=functools.partial(gated_dot, product=product),
         )
     return ops

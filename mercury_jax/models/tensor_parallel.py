@@ -4,7 +4,8 @@ Each device computes with the parameters that it holds: some heads and their key
 experts. Every device computes all norms, residuals and routers. Partial results are summed by two all-reduces per
 layer, after the attention and after the feed-forward (Megatron-LM, arXiv 1909.08053).
 
-`cache_ops` passes these functions to a network as its `ops`.
+`cache_ops` passes these functions to a network as its `ops`. In a training step XLA's partitioner divides everything
+but the attention kernels (`training_ops`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from mercury_jax import kernels
 from mercury_jax.kernels.attention_inputs import KVArray
-from mercury_jax.models import cache as kv_cache, kv_quant, moe
-from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, dot
-from mercury_jax.models.weight_quant import QuantisedWeight
-from mercury_jax.sharding import dividing_axes
+from mercury_jax.models import cache as kv_cache, kv_quant, moe, ops
+from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, local_dot
+from mercury_jax.models.weight_quant import GroupedWeight, QuantisedWeight, lookup
+from mercury_jax.sharding import ROWS, dividing_axes
 from mercury_jax.types import Device, LoraWeight
 
 SUMMED = ("tensor", "expert")  # mesh axes along which devices may hold partial sums
@@ -41,18 +43,52 @@ def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
     Returns:
         Operations that communicate explicitly in a `shard_map`.
     """
+    product = functools.partial(local_dot, device=device)
     if mesh is None:
-        return device_ops(device)
+        # Not `dot`: XLA merges the projections to queries, keys and values into one product.
+        return device_ops(device)._replace(
+            dot_term=functools.partial(ops.dot_term, product=product),
+            gated_dot=functools.partial(ops.local_gated_dot, device=device),
+            exact_dot=functools.partial(ops.local_exact_dot, device=device),
+            norm_rope_write=functools.partial(ops.local_norm_rope_write, device=device),
+            residual_norms=functools.partial(ops.local_residual_norms, device=device),
+            route=functools.partial(ops.local_route, device=device),
+        )
     return Ops(
         attend=functools.partial(attend, mesh, device=device),
         write=functools.partial(write, mesh),
-        dot_term=functools.partial(dot_term, mesh),
+        dot_term=functools.partial(dot_term, mesh, device=device),
         embed=functools.partial(embed, mesh),
         experts=functools.partial(experts, mesh, device=device),
         sum_terms=functools.partial(sum_terms, mesh),
         map_rows=functools.partial(map_rows, mesh),
         replicate=functools.partial(replicate, mesh),
+        whole_heads=False,
     )
+
+
+def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
+    """Makes the operations of a training step, which XLA's partitioner divides over a mesh.
+
+    It cannot divide an attention kernel: the kernel runs in a `shard_map`, on the rows and heads of each device.
+
+    Args:
+        mesh: A mesh with the axes `sharding.AXES`; None: one device.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The operations.
+    """
+    own = device_ops(device, mesh)
+    if mesh is None or mesh.size == 1:
+        return own
+
+    def attend_in_training(q: Array, k: Any, v: Any, ranges: Array, **options: Any) -> Any:
+        kernel = kernels.attention_kernel(q, k, v, ranges, device=device, **options)
+        local = functools.partial(attend, mesh, device=device, row_axes=ROWS) if kernel else own.attend
+        return local(q, k, v, ranges, **options)
+
+    return own._replace(attend=attend_in_training)
 
 
 def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
@@ -60,22 +96,33 @@ def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
     return dividing_axes(("data",), x.shape[0], mesh) or None
 
 
-def _weight_spec(w: Weight, spec: P, scale: P) -> Any:
-    """Builds the spec of a matrix, including the scales of a quantised one or the factors of a low-rank addition.
+def _weight_spec(w: Weight, axes: tuple[str, ...], count: int | None = None) -> Any:
+    """Builds the spec of a matrix that is sharded along its experts, or along its first contracted axis.
 
     Args:
         w: The matrix.
-        spec: Spec of its array; it names the first axis only, which holds the experts or is contracted.
-        scale: Spec of its scales: the same if the first axis holds the experts, P() if it is contracted.
+        axes: Mesh axes.
+        count: Number of contracted axes, of which the first is sharded; None: the experts, the first axis, are.
 
     Returns:
-        A tree of specs with the structure of w. The LoRA factor `a` has the expert and contracted axes of w and gets
-        `spec`; `b` has only the expert axis and gets `scale`.
+        A tree of specs with the structure of w. Scales of outputs are sharded with the experts only, and so is the LoRA
+        factor `b`. Scales of groups are sharded like the inputs (`weight_quant.with_divisible_groups`), unless the
+        groups are not contiguous.
     """
+    spec, scale = P(axes or None), P() if count is not None else P(axes or None)
     if isinstance(w, LoraWeight):
-        return dataclasses.replace(w, base=_weight_spec(w.base, spec, scale), a=spec, b=scale)
-    specs: Any = (spec, scale)
-    return QuantisedWeight(*specs) if isinstance(w, QuantisedWeight) else spec
+        return dataclasses.replace(w, base=_weight_spec(w.base, axes, count), a=spec, b=scale)
+    if isinstance(w, QuantisedWeight):
+        specs: Any = (spec, scale)
+        return QuantisedWeight(*specs)
+    if not isinstance(w, GroupedWeight):
+        return spec
+    inputs = spec if count is None else P(*[None] * (w.values.ndim - count), axes or None)
+    groups = inputs if w.group is None else scale
+    found: Any = (
+        None if x is None else one for x, one in zip(w, (inputs, scale, groups, groups, spec), strict=True)
+    )
+    return GroupedWeight(*found)
 
 
 def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:
@@ -111,7 +158,9 @@ def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]
     return [reduced[i] for i in range(len(sums))]
 
 
-def dot_term(mesh: Mesh, x: Float[Array, "B T *s"], w: Weight, count: int) -> Term:
+def dot_term(
+    mesh: Mesh, x: Float[Array, "B T *s"], w: Weight, count: int, device: Device | None = None
+) -> Term:
     """Makes a term of `ops.dot` with the first contracted axis (third of x, first of w) sharded over `tensor`.
 
     x is the output of `attend`, or of matrices sharded over `tensor`, so it is already sharded in this way: no data
@@ -122,23 +171,24 @@ def dot_term(mesh: Mesh, x: Float[Array, "B T *s"], w: Weight, count: int) -> Te
         x: Activations.
         w: A matrix, possibly quantised; its scales are small and replicated.
         count: Number of contracted axes.
+        device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
         The product [B, T, *o] as a term.
     """
     axes = dividing_axes(("tensor",), x.shape[2], mesh)
-    specs = (P(_row_axes(mesh, x), None, axes or None), _weight_spec(w, P(axes or None), P()))
-    return Term(functools.partial(dot, count=count), (x, w), specs, axes)
+    specs = (P(_row_axes(mesh, x), None, axes or None), _weight_spec(w, axes, count))
+    return Term(functools.partial(local_dot, count=count, device=device), (x, w), specs, axes)
 
 
-def embed(mesh: Mesh, table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> Term:
+def embed(mesh: Mesh, table: Array | QuantisedWeight, tokens: Int[Array, "B T"], then: Activation) -> Term:
     """Makes a term that looks up embeddings in a table whose rows are sharded over `tensor`.
 
     Each device looks up the ids whose rows it holds, and has zeros for all other ids.
 
     Args:
         mesh: The mesh.
-        table: Embeddings.
+        table: Embeddings [V, *w], possibly quantised.
         tokens: Ids.
         then: Function applied to the embeddings; it must map zeros to zeros.
 
@@ -147,15 +197,15 @@ def embed(mesh: Mesh, table: Float[Array, "V *w"], tokens: Int[Array, "B T"], th
     """
     axes = dividing_axes(("tensor",), table.shape[0], mesh)
 
-    def run(tokens: Array, table: Array) -> Array:
+    def run(tokens: Array, table: Array | QuantisedWeight) -> Array:
         if not axes:
-            return then(table[tokens])
+            return then(lookup(table, tokens))
         row = tokens - jax.lax.axis_index(axes) * table.shape[0]
         held = (row >= 0) & (row < table.shape[0])
-        found = then(table[jnp.where(held, row, 0)])
+        found = then(lookup(table, jnp.where(held, row, 0)))
         return jnp.where(held.reshape(*held.shape, *[1] * (found.ndim - 2)), found, 0)
 
-    return Term(run, (tokens, table), (P(_row_axes(mesh, tokens)), P(axes or None)), axes)
+    return Term(run, (tokens, table), (P(_row_axes(mesh, tokens)), _weight_spec(table, axes)), axes)
 
 
 def map_rows(mesh: Mesh, f: Callable[..., Any], x: Float[Array, "B *s"], *shared: Array) -> Any:
@@ -197,6 +247,7 @@ def experts(
     weights: Float[Array, "B T k"],
     stacks: tuple[Weight, Weight],
     act: Activation,
+    combined: bool = True,
     device: Device | None = None,
 ) -> Term:
     """Makes a term of `ops.experts` with the experts sharded over `expert` and `tensor`, each whole on one device.
@@ -210,11 +261,13 @@ def experts(
         weights: Weight of each of these experts.
         stacks: Matrices of all experts: gate and up [E, D, 2F], and down [E, F, D].
         act: Activation of the gate.
+        combined: Not used: devices add arrays, so that the term is always combined.
         device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
         The weighted sum of the experts' outputs [B, T, D] as a term.
     """
+    del combined
     count = stacks[0].shape[0]
     axes = dividing_axes(("expert", "tensor"), count, mesh)
 
@@ -223,8 +276,7 @@ def experts(
         total = count if axes else None
         return moe.apply_experts(x, ids, weights, gate_up, down, act, first, total, device)
 
-    sharded = P(axes or None)
-    specs = (*[P(_row_axes(mesh, x))] * 3, *(_weight_spec(w, sharded, sharded) for w in stacks))
+    specs = (*[P(_row_axes(mesh, x))] * 3, *(_weight_spec(w, axes) for w in stacks))
     return Term(run, (x, ids, weights, *stacks), specs, axes)
 
 
@@ -259,6 +311,7 @@ def attend(
     k: KVArray | kv_quant.RotatedVectors,
     v: KVArray | kv_quant.RotatedVectors,
     ranges: Int[Array, "B T R 2"],
+    row_axes: Sequence[str] = ("data",),
     **options: Any,
 ) -> Float[Array, "B T H K"]:
     """Runs `kv_quant.attend` on each device for the query heads of that device.
@@ -272,12 +325,14 @@ def attend(
         k: Keys.
         v: Values.
         ranges: Key ranges.
+        row_axes: Mesh axes over which rows are sharded.
         **options: Keyword arguments of `kernels.attend`, except `residual`.
 
     Returns:
         The outputs [B, T, H, K], sharded over rows and heads.
     """
-    rows, heads, group = _row_axes(mesh, q), q.shape[2], q.shape[2] // k.shape[2]
+    rows = dividing_axes(row_axes, q.shape[0], mesh) or None
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
     axes = dividing_axes(("tensor",), heads, mesh)
     key_axes = dividing_axes(("tensor",), k.shape[2], mesh) if axes else ()
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mercury_jax.config import Experts, ModelConfig, RematPolicy, refuse
+from mercury_jax.kernels.qk_norm_rope import inverse_rms
 from mercury_jax.models import cache as kv_cache, masks, shifted_logits
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -32,6 +33,7 @@ from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.moe import route
 from mercury_jax.models.network import lm_head, model_of, rematerialised
 from mercury_jax.models.ops import Ops
+from mercury_jax.models.weight_quant import lookup
 from mercury_jax.types import (
     LM,
     Cache,
@@ -93,8 +95,10 @@ class Attention(nn.Module):
             project(c.kv_heads, "v"),
         )  # [B, T, H or G, K]
         if c.qk_norm:
-            q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q)
-            k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k)
+            joint = kv is not None and self.ops.whole_heads
+            inverse = inverse_rms([q, k], c.norm_eps) if joint else [None] * 2
+            q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q, inverse[0])
+            k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k, inverse[1])
         frequencies = rope_frequencies(c.rope_theta, int(c.head_dim * c.rope_fraction) // 2, c.rope_scaling)
         amplitude = 1.0 if c.rope_scaling is None else c.rope_scaling.attention
         q, k = (rope(y, inputs.positions, frequencies, amplitude, c.context) for y in (q, k))
@@ -177,12 +181,12 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         """Creates the parameters and blocks."""
         c = self.config
-        self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
+        self.embed = weight(self, "embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         block = rematerialised(TransformerBlock, self.remat)
         self.blocks = [block(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.norm = RMSNorm(c.norm_eps, c.zero_centred, name="norm")
         if not c.tied:
-            self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
+            weight(self, "head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
     def __call__(
         self,
@@ -323,7 +327,7 @@ def _soft_input(
     negative_entropy = jnp.sum(jnp.exp(log_p) * log_p, axis=-1, keepdims=True)
     weight = settings.scale * jax.nn.sigmoid(settings.steepness * (negative_entropy - settings.centre))
     best, ids = jax.lax.top_k(logits.astype(dtype), settings.top_k)  # [B, L, k]
-    embeddings = params["embed"][ids].astype(dtype)  # [B, L, k, D]
+    embeddings = lookup(params["embed"], ids).astype(dtype)  # [B, L, k, D]
     mixture = jnp.einsum("blk,blkd->bld", jax.nn.softmax(best, axis=-1), embeddings)
     scale = config.width**0.5 if config.scale_embed else 1.0
     return SoftInput((scale * mixture).astype(config.dtype), weight)

@@ -1,23 +1,32 @@
-"""Weight-only quantisation: matrices are stored as int8 or fp8 values with one scale per output.
+"""Weight-only quantisation: matrices are stored in 8 or 4 bits with scales per output or per group of inputs.
 
-The arithmetic stays in the model's dtype; only memory use and memory traffic shrink. `hub` quantises while it loads a
-checkpoint; `ops.dot` and `moe` multiply by quantised matrices.
+The arithmetic stays in the model's dtype; only memory use and memory traffic shrink. `hub` quantises to int8 or fp8
+while it loads a checkpoint (one scale per output), or reads a published quantised checkpoint as it is stored
+(`hub.quantised`). `ops.dot` and `moe` multiply by quantised matrices with `multiply`, `network` by a
+quantised embedding table or head.
+
+A matrix with 8 bits and a scale per output is a `QuantisedWeight`; one with 4 bits, or with scales per group of inputs,
+is a `GroupedWeight`. Values of 4 bits are arrays of `int4` or `float4_e2m1fn`, which XLA packs into half a byte on GPUs
+and TPUs and converts in the kernel that reads them; on CPUs a value takes a byte. Packing them ourselves into uint8
+would take as much memory there, and would need shifts and an interleaving reshape in every product.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8 as Byte
+from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.types import LoraWeight, Params
+from mercury_jax.types import LoraWeight, Params, accumulation_dtype
 
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa, no infinity
+FP4 = jnp.float4_e2m1fn  # 2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
 
 class QuantisedWeight(NamedTuple):
@@ -28,13 +37,115 @@ class QuantisedWeight(NamedTuple):
         scale: fp32, [batch..., outputs...].
     """
 
-    values: Byte[Array, "*inputs *outputs"] | Float[Array, "*inputs *outputs"]
+    values: Int[Array, "*inputs *outputs"] | Float[Array, "*inputs *outputs"]
     scale: Float[Array, "*outputs"]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix."""
         return self.values.shape
+
+
+class GroupedWeight(NamedTuple):
+    """A matrix w = (values - zero) * group_scale * scale whose groups of inputs have a scale each.
+
+    The inputs are the last axes, as in the checkpoints, because XLA for GPUs reads values of 4 bits only in this order:
+    it would keep a second, transposed copy of every matrix in the other. The inputs, flattened to I, form G groups.
+    Input i is in group i * G // I, or in `group[i]` if that is given.
+
+    Attributes:
+        values: int4, float4_e2m1fn, int8 or float8_e4m3fn, [batch..., outputs..., inputs...]; the batch axes are the
+            experts, if any.
+        scale: fp32, [batch..., outputs...].
+        group_scale: Scales of the groups [batch..., outputs..., G], in the dtype of the checkpoint; None: no groups.
+        zero: Value of each group that stands for 0 [batch..., outputs..., G], in the dtype of `values`; None: 0.
+        group: Group of each input, int32 [batch..., I], where the groups are not contiguous; None: they are.
+    """
+
+    values: Int[Array, "*outputs *inputs"] | Float[Array, "*outputs *inputs"]
+    scale: Float[Array, "*outputs"]
+    group_scale: Float[Array, "*outputs G"] | None = None
+    zero: Int[Array, "*outputs G"] | None = None
+    group: Int[Array, "*batch I"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `values`."""
+        return self.values.shape
+
+
+AnyQuantised = QuantisedWeight | GroupedWeight
+
+
+class WeightFormat(NamedTuple):
+    """How a matrix is stored: the dtypes and sizes of a `QuantisedWeight` or `GroupedWeight`.
+
+    Attributes:
+        values: Dtype of the values.
+        groups: Number of groups of inputs; 0: no groups.
+        group_scale: Dtype of the scales of the groups.
+        zeros: Whether the groups have zero points.
+        permuted: Whether the groups are not contiguous.
+    """
+
+    values: Any
+    groups: int = 0
+    group_scale: Any = np.dtype(np.float32)
+    zeros: bool = False
+    permuted: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the matrix is a `GroupedWeight`."""
+        return bool(self.groups) or jnp.dtype(self.values) in (jnp.int4, FP4)
+
+    def divisible(self, parts: int) -> WeightFormat:
+        """Returns the format with equal parts of its groups, so that `parts` divides their number."""
+        if not self.groups or self.permuted:
+            return self
+        return self._replace(groups=math.lcm(self.groups, parts))
+
+    def shapes(self, shape: tuple[int, ...], inputs: int, batch: int) -> AnyQuantised:
+        """Computes the arrays of a matrix in this format.
+
+        Args:
+            shape: Shape of the matrix [batch..., inputs..., outputs...].
+            inputs: Number of axes that are contracted.
+            batch: Number of axes before the contracted axes.
+
+        Returns:
+            A `QuantisedWeight` or `GroupedWeight` of `jax.ShapeDtypeStruct`.
+        """
+        like: Any = jax.ShapeDtypeStruct
+        lead, contracted, outputs = shape[:batch], shape[batch : batch + inputs], shape[batch + inputs :]
+        scale = like((*lead, *outputs), np.float32)
+        if not self.grouped:
+            return QuantisedWeight(like(shape, self.values), scale)
+        each = (*lead, *outputs, self.groups)
+        return GroupedWeight(
+            like((*lead, *outputs, *contracted), self.values),
+            scale,
+            like(each, self.group_scale) if self.groups else None,
+            like(each, self.values) if self.zeros else None,
+            like((*lead, math.prod(contracted)), np.int32) if self.permuted else None,
+        )
+
+
+def stored_bytes(like: Any, packed: bool = True) -> int:
+    """Computes the bytes of an array in the memory of a device.
+
+    Args:
+        like: An array or a `jax.ShapeDtypeStruct`.
+        packed: Whether the device stores two values of 4 bits in a byte, as GPUs and TPUs do and CPUs do not.
+
+    Returns:
+        The bytes.
+    """
+    dtype = jnp.dtype(like.dtype)
+    bits = 8 * dtype.itemsize
+    if packed and dtype in (jnp.int4, FP4):
+        bits = 4
+    return math.ceil(math.prod(like.shape) * bits / 8)
 
 
 def quantise_int8(w: Any, inputs: int, batch: int = 0) -> QuantisedWeight:
@@ -70,6 +181,7 @@ def quantise_fp8(w: Any, inputs: int, batch: int = 0) -> QuantisedWeight:
 
 
 WEIGHT_KINDS = {"int8": quantise_int8, "fp8": quantise_fp8}  # values of `quantise=`
+FORMATS = {"int8": WeightFormat(jnp.int8), "fp8": WeightFormat(FP8)}  # of the same names
 
 
 def _quantise(
@@ -82,6 +194,22 @@ def _quantise(
     return QuantisedWeight(*found)
 
 
+def lookup(table: Array | QuantisedWeight, ids: Int[Array, "*s"]) -> Float[Array, "*s *w"]:
+    """Looks up rows of a table; rows of a quantised one are multiplied by their scales.
+
+    Args:
+        table: Table [V, *w], in 8 bits with one scale per id [V].
+        ids: Ids.
+
+    Returns:
+        The rows, in fp32 if the table is quantised, otherwise in its dtype.
+    """
+    if not isinstance(table, QuantisedWeight):
+        return table[ids]
+    rows, scale = table.values[ids].astype(jnp.float32), table.scale[ids]
+    return rows * scale.reshape(*ids.shape, *[1] * (rows.ndim - ids.ndim))
+
+
 def check_not_quantised(params: Params) -> None:
     """Checks that parameters can be saved: none may be quantised or have a low-rank addition.
 
@@ -89,29 +217,120 @@ def check_not_quantised(params: Params) -> None:
         params: Parameters of a model.
 
     Raises:
-        ValueError: If a leaf is a `QuantisedWeight` or a `LoraWeight`.
+        ValueError: If a leaf is quantised or a `LoraWeight`.
     """
-    for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedWeight | LoraWeight)):
+    for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, AnyQuantised | LoraWeight)):
         if isinstance(x, LoraWeight):
             allowed = "merged parameters: save the adapter, and load(base, adapter=FOLDER) merges it"
             raise refuse("params", "base and adapter", allowed)
-        if isinstance(x, QuantisedWeight):
-            kind = "int8" if x.values.dtype == jnp.int8 else "fp8"
-            raise refuse("params", kind, "floating parameters: load the model without quantise")
+        if isinstance(x, AnyQuantised):
+            allowed = "floating parameters: load the model without quantise, from an unquantised checkpoint"
+            kind = "fp8" if x.values.dtype == FP8 else jnp.dtype(x.values.dtype).name
+            raise refuse("params", kind, allowed)
 
 
-def dequantise(w: Array | QuantisedWeight, batch: int = 0) -> Array:
-    """Computes the fp32 matrix that a `QuantisedWeight` represents; returns other arrays unchanged.
+# --- products
+
+
+def multiply(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array, "*o"]:
+    """Contracts the last `count` axes of x with the inputs of a quantised matrix without batch axes.
+
+    Without groups, the values are converted inside of the product and the scales multiply its result: nothing of the
+    size of the matrix is written to memory. With groups, one kernel writes the matrix in the dtype of x, which the
+    product reads; its memory is free again after the product.
+
+    Args:
+        x: Activations.
+        w: The matrix.
+        count: Number of contracted axes.
+
+    Returns:
+        The product in the dtype of x.
+    """
+    exact = accumulation_dtype(x.dtype)
+    return (unscaled(x, w, count).astype(exact) * w.scale.astype(exact)).astype(x.dtype)
+
+
+def unscaled(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array, "*o"]:
+    """Computes what `multiply` multiplies by the scale of each output.
+
+    Args:
+        x: Activations.
+        w: The matrix.
+        count: Number of contracted axes.
+
+    Returns:
+        The product, in the dtype of x or, of fp16, in fp32.
+    """
+    last = tuple(range(x.ndim - count, x.ndim))
+    if isinstance(w, QuantisedWeight):
+        values, inputs = w.values, tuple(range(count))
+    else:
+        values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
+    # Unscaled values of up to 448 could exceed the range of fp16.
+    total = accumulation_dtype(x.dtype) if x.dtype == jnp.float16 else x.dtype
+    return jax.lax.dot_general(
+        x, values.astype(x.dtype), ((last, inputs), ((), ())), preferred_element_type=total
+    )
+
+
+def ungrouped(w: GroupedWeight) -> Array:
+    """Computes (values - zero) * group_scale in fp32, which is w without the scale of each output.
+
+    Args:
+        w: The matrix.
+
+    Returns:
+        An array of the shape of `w.values`; the values themselves if there are no groups.
+    """
+    if w.group_scale is None:
+        return w.values
+    shape, lead = w.values.shape, w.scale.shape
+    exact = lambda a: a.astype(jnp.float32)
+    if w.group is None:  # [..., G, I / G] with scales [..., G, 1]
+        values = exact(w.values.reshape(*lead, w.group_scale.shape[-1], -1))
+        each = lambda a: exact(a)[..., None]
+    else:  # [..., I] with the scales of each input
+        values = exact(w.values.reshape(*lead, -1))
+        index = w.group.reshape(*w.group.shape[:-1], *[1] * (len(lead) - w.group.ndim + 1), w.group.shape[-1])
+        each = lambda a: jnp.take_along_axis(exact(a), index, axis=-1)
+    values = values if w.zero is None else values - each(w.zero)
+    return (values * each(w.group_scale)).reshape(shape)
+
+
+def with_divisible_groups(w: AnyQuantised, parts: int) -> AnyQuantised:
+    """Splits groups into equal ones until `parts` divides their number, so that inputs can be sharded with them.
+
+    Args:
+        w: The matrix, in numpy; `parts` divides its flattened inputs.
+        parts: Number of shards of the inputs.
+
+    Returns:
+        The same matrix. Groups that are not contiguous stay as they are.
+    """
+    if isinstance(w, QuantisedWeight) or w.group_scale is None or w.group is not None:
+        return w
+    groups = w.group_scale.shape[-1]
+    times = math.lcm(groups, parts) // groups
+    repeat: Any = lambda a: None if a is None else np.repeat(a, times, axis=-1)
+    return w if times == 1 else w._replace(group_scale=repeat(w.group_scale), zero=repeat(w.zero))
+
+
+def dequantise(w: Array | AnyQuantised, batch: int = 0) -> Array:
+    """Computes the fp32 matrix that a quantised one represents; returns other arrays unchanged.
 
     Args:
         w: Matrix [batch..., inputs..., outputs...].
         batch: Number of axes before the inputs (1 for stacked experts).
 
     Returns:
-        The matrix, with the same shape.
+        The matrix [batch..., inputs..., outputs...].
     """
-    if not isinstance(w, QuantisedWeight):
+    if not isinstance(w, AnyQuantised):
         return w
     inputs = w.values.ndim - w.scale.ndim
     axes = tuple(range(batch, batch + inputs))
-    return w.values.astype(jnp.float32) * jnp.expand_dims(w.scale, axes)
+    if isinstance(w, QuantisedWeight):
+        return w.values.astype(jnp.float32) * jnp.expand_dims(w.scale, axes)
+    last = tuple(range(-inputs, 0))
+    return jnp.moveaxis(ungrouped(w).astype(jnp.float32) * jnp.expand_dims(w.scale, last), last, axes)

@@ -20,6 +20,29 @@ from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
 
 CONFIG_26B = Path(__file__).parents[1] / "hub" / "diffusiongemma_26b.json"
+QWEN = dict(hidden_act="silu", torch_dtype="bfloat16", tie_word_embeddings=False, rms_norm_eps=1e-6)
+PUBLISHED = {  # of the config.json of each checkpoint, what its model is made of
+    "dream-7b": dict(
+        architectures=["DreamModel"], vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, intermediate_size=18944, rope_theta=1e6, max_position_embeddings=131072,
+        mask_token_id=151666, pad_token_id=151643, eos_token_id=151643,
+    ),
+    "sdar-30b-a3b": dict(
+        architectures=["SDARMoeForCausalLM"], vocab_size=151936, hidden_size=2048, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, intermediate_size=6144, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[], rope_theta=1e6, max_position_embeddings=32768, block_size=32, mask_token_id=151669,
+        pad_token_id=151643, eos_token_id=151643,
+    ),
+    "llada2-mini": dict(
+        architectures=["LLaDA2MoeModelLM"], vocab_size=157184, hidden_size=2048, num_hidden_layers=20,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=128, intermediate_size=5120, num_experts=256,
+        num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=512, n_group=8, topk_group=4,
+        first_k_dense_replace=1, routed_scaling_factor=2.5, score_function="sigmoid", norm_topk_prob=True,
+        moe_router_enable_expert_bias=True, partial_rotary_factor=0.5, rope_theta=6e5, use_qk_norm=True,
+        max_position_embeddings=32768, pad_token_id=156892, eos_token_id=156892,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -54,7 +77,19 @@ def test_the_26b_configuration_is_that_of_its_config_json():
     assert abstract_params.find_preset("diffusiongemma-26b-a4b").config == open_checkpoint(CONFIG_26B).config
 
 
-@pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_model_of_its_config_json(name, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN | PUBLISHED[name]))
+    opened, preset = open_checkpoint(path), abstract_params.find_preset(name)
+    assert preset.config == opened.config and preset.noise == opened.noise
+    assert dict(preset.decoding) == dict(opened.decoding)
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [("mercury-100m", 0.1), ("dream-7b", 7.62), ("sdar-30b-a3b", 30.5), ("llada2-mini", 16.3)],
+)
 def test_a_preset_has_the_parameters_that_its_name_says(name, billions):
     model = models.build(abstract_params.find_preset(name).config)
     total = sum(np.prod(x.shape) for x in shapes_of(model).values())
@@ -78,7 +113,10 @@ def test_abstract_parameters_are_sharded_as_loaded_ones():
     scaled = small["block_0"]["attention"]["o"]["w"]
     assert isinstance(scaled, QuantisedWeight) and scaled.values.dtype == jnp.int8
     assert scaled.scale.shape == (found.config.width,) and scaled.scale.sharding.is_fully_replicated
-    assert small["embed"].dtype == jnp.bfloat16
+    table = small["embed"]
+    assert table.values.dtype == jnp.int8 and table.values.sharding == plain["embed"].sharding
+    assert table.scale.shape == (found.config.vocab,) and table.scale.sharding.is_fully_replicated
+    assert small["norm"]["scale"].dtype == jnp.bfloat16
 
 
 def test_the_outline_is_the_job_that_sample_makes():
@@ -107,11 +145,22 @@ def test_the_roofline_is_the_longer_of_both_times():
     assert chips.datasheet_roofline(chip, "float32", 494e12, 0)["seconds"] == 1.0
 
 
+def test_bf16_on_a_chip_without_it_has_the_rate_of_fp32():
+    slow, half = (
+        chips.datasheet_roofline(chips.ALL["t4"], kind, 65e12, 0) for kind in ("bfloat16", "float16")
+    )
+    assert half["seconds"] == 1.0 and slow["seconds"] == pytest.approx(65 / 8.1)
+
+
 def test_a_program_too_large_for_a_tpu_does_not_fit():
     told = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
     told += "Used 20.50G of 15.75G hbm."
     found = compiling.refused_for_memory(told)
     assert found["bytes_per_device"] == int(20.5 * 2**30) and found["fits"] is False
+    told = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+    told += "temporaries (16.19G) exceeds available HBM (15.75G). HLO module: jit_run_session."
+    found = compiling.refused_for_memory(told)
+    assert (found["bytes_per_device"], found["memory"]) == (int(16.19 * 2**30), int(15.75 * 2**30))
     with pytest.raises(ValueError, match="refuses the program: INTERNAL"):
         compiling.refused_for_memory("INTERNAL: something else\nand more")
 

@@ -77,9 +77,54 @@ def test_a_pass_counts_slices_updates_in_place_one_branch_and_known_loops():
     assert cost.open_loops == 0
     unknown = traffic.pass_cost(hlo.parse(TEXT.replace(KNOWN, "")))
     assert unknown is not None and unknown.open_loops == 1 and unknown.kernels == cost.kernels - 6
+    unknown_text = TEXT.replace(KNOWN, "")
+    moe = unknown_text.replace(
+        "body=%layer", 'body=%layer, metadata={op_name="jit(f)/while/body/block_1/moe/while"}'
+    )
+    of_experts = traffic.pass_cost(hlo.parse(moe), experts=7)
+    assert of_experts == cost and traffic.pass_cost(hlo.parse(unknown_text), experts=7) == unknown
+    in_place = TEXT.replace('"mosaic_gpu_v2"', '"mosaic_gpu_v2", output_to_operand_aliasing={{}: (0, {})}')
+    kernel = traffic.pass_cost(hlo.parse(in_place))  # seven of them, which read nothing else
+    assert kernel is not None
+    assert kernel == cost._replace(read=cost.read - 7 * whole, written=cost.written - 7 * whole)
     again = traffic.implied(cost, bandwidth=1e9, tokens=17)
     assert again["seconds"] == pytest.approx(cost.bytes / 1e9 + 11 * traffic.LAUNCH)
     assert again["tokens_per_second"] == pytest.approx(1 / again["seconds"])
+    slow = traffic.implied(
+        cost, bandwidth=1e9, tokens=17, compute=2.0
+    )  # products take longer than the memory
+    assert slow["seconds"] == pytest.approx(2.0 + slow["launch_seconds"]) and slow["compute_seconds"] == 2.0
+
+
+def test_the_experts_of_a_pass_are_those_that_uniform_routing_chooses():
+    assert traffic.chosen_experts(128, 8, 1) == 8 and traffic.chosen_experts(128, 8, 10_000) == 128
+    picked = jax.random.randint(jax.random.key(0), (500, 32), 0, 256)  # one expert for each of 32 tokens
+    seen = jnp.mean(jax.vmap(lambda row: (jnp.bincount(row, length=256) > 0).sum())(picked))
+    assert traffic.chosen_experts(256, 1, 32) == pytest.approx(float(seen), abs=1)
+
+
+FUSED = """
+%scaled (logits: f32[8,4096], s: f32[], j: s32[]) -> f32[8,16] {
+  %logits = f32[8,4096]{1,0} parameter(0)
+  %s = f32[] parameter(1)
+  %j = s32[] parameter(2)
+  %wide = f32[8,4096]{1,0} broadcast(%s), dimensions={}
+  %times = f32[8,4096]{1,0} multiply(%logits, %wide)
+  %narrow = bf16[8,4096]{1,0} convert(%times)
+  ROOT %found = bf16[8,16]{1,0} dynamic-slice(%narrow, %j, %j), dynamic_slice_sizes={8,16}
+}
+"""
+
+
+def test_a_fused_slice_of_computed_values_reads_what_they_are_computed_from():
+    body = hlo.parse(FUSED).computations["scaled"]
+    assert traffic._fusion(body) == (8 * 16 * 4 + 4 + 4, 8 * 16 * 2)
+    whole = FUSED.replace(
+        "ROOT %found = bf16[8,16]{1,0} dynamic-slice(%narrow, %j, %j)",
+        "ROOT %found = bf16[8,4096]{1,0} copy(%narrow)",
+    )
+    read, _ = traffic._fusion(hlo.parse(whole).computations["scaled"])
+    assert 8 * 4096 * 4 <= read <= 8 * 4096 * 4 + 8
 
 
 def test_a_compiled_loop_reads_its_weights_once_a_pass():

@@ -55,6 +55,21 @@ def test_pieces_read_what_the_whole_reads(cuts):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("cuts", [(0, 700), (0, 300, 700)])
+def test_pieces_of_many_blocks_read_what_the_whole_reads(cuts):
+    """Positions whose two largest logits are in one block of ids, in two blocks, and equal."""
+    logits = jax.random.normal(KEY, (L, 700)).at[:, 130].set(NEVER)
+    best = jnp.asarray([[3, 4], [3, 699], [299, 300], [0, 128], [640, 641], [5, 500]])
+    logits = logits.at[jnp.arange(L)[:, None], best].set(jnp.asarray([9.0, 9.0]))
+    logits = logits.at[0, 4].set(8.5).at[1, 699].set(9.5)
+    canvas, eos, half = jnp.asarray([3, 699, 130, 128, 0, 400]), jnp.asarray(641), jnp.full(L, 0.5)
+    got = joined(cuts, logits, canvas, eos, half, half, jnp.asarray(0.0))
+    want = token_stats(logits, canvas, draw(logits, half, jnp.asarray(0.0)), eos)
+    np.testing.assert_array_equal(got.argmax, [3, 699, 299, 0, 640, 5])
+    for name, a, b in zip(want._fields, got, want):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_draws_of_pieces_have_the_probabilities_of_the_whole(temperature):
     """Over a grid of both uniforms: each id as often as its probability says, to the grid's fineness."""
@@ -139,7 +154,7 @@ def test_a_model_decodes_in_pieces_as_with_all_logits(logit_bytes):
     got, shown = passes(lm, session, piece, logit_bytes=logit_bytes)
     want, expected = passes(lm, session, 10**6)
     for a, b in zip(jax.tree.leaves((shown, got.self_cond)), jax.tree.leaves((expected, want.self_cond))):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5)
 
 
 def test_samples_do_not_depend_on_whether_one_product_computes_the_logits():

@@ -32,8 +32,8 @@ def test_no_form_of_a_kernel_spills(records, target, chip):
 
 @pytest.mark.parametrize("target", PRODUCT)
 def test_attention_is_made_of_the_chips_own_products(records, target):
-    made = [r for r in records(target) if r["kernel"] in ("attention", "paged") and "refused" not in r]
-    for r in made:
+    made = [r for r in records(target) if r["kernel"] in ("attention", "paged", "training")]
+    for r in (r for r in made if "refused" not in r):
         assert r["products"].get(PRODUCT[target], 0) > 0 and len(r["products"]) == 1, r
 
 
@@ -42,6 +42,14 @@ def test_hopper_has_every_head_size(records):
     for width in (64, 128, 256, 512):
         for dtype in ("bf16", "fp16"):
             assert sum(f"heads of {width}," in shape and f" {dtype}, " in shape for shape in made) >= 6
+
+
+def test_hopper_has_a_gradient_of_the_head_sizes_of_training(records):
+    made = [r["shape"] for r in records("h200") if r["kernel"] == "training" and "refused" not in r]
+    assert len(made) == 15  # of 64 and 256 with a soft-cap and without, of 128 without
+    assert not any(
+        "heads of 512" in shape or ("heads of 128" in shape and "capped" in shape) for shape in made
+    )
 
 
 @pytest.mark.parametrize("target", PRODUCT)

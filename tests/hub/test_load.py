@@ -72,7 +72,7 @@ def test_missing_surplus_and_misshapen_tensors_are_refused_by_name(folder, chang
         ({"architectures": None}, ["architectures", "[]"]),
         ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
         ({"rope_parameters": {"rope_type": "proportional"}}, ["rope_scaling", "proportional", "yarn"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "quantise='int8'"]),
+        ({"quantization_config": {"quant_method": "bnb"}}, ["quant_method", "bnb", "quantise='int8'"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers", "a value"]),
         ({"num_attention_heads": 5}, ["kv_heads"]),
         ({"num_hidden_layers": 9, "layer_types": None}, ["model.layers.", "is missing", "more"]),
@@ -168,7 +168,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monke
 
 @pytest.mark.parametrize(
     "name, kind, most",
-    slow_except([("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.03),
+    slow_except([("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.04),
                  ("qwen3", "fp8", 0.1), ("gemma4_moe", "fp8", 0.1)],
                 ("qwen3", "int8", 0.03), ("qwen3", "fp8", 0.1))
 )  # fmt: skip
@@ -182,6 +182,7 @@ def test_8_bit_weights_change_logits_little(name, kind, most):
     ]
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     assert kept and size(small) < 0.6 * size(g.params)
+    assert small["embed"].scale.shape == small["embed"].values.shape[:1]  # one scale per id
     assert size(small) == params.param_bytes(g.opened.model, None, jnp.float32, kind)
     exact, rough = logits_of(g, g.said["tokens"]), logits_of(g._replace(params=small), g.said["tokens"])
     # The median: rounding may send a token to another expert, and that one's logits are others then.

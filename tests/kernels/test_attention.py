@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, backends, device as kernel_device
-from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import (
+    AttentionCall,
+    Int8Vectors,
+    dequantise,
+    quantise_fp8,
+    quantise_int8,
+)
 
 SLOTS = {"reference": 9, "chunked": 300}
 HERE = [name for name in backends() if name in SLOTS]  # those for an accelerator have tests of their own
@@ -56,10 +62,11 @@ def test_each_backend_equals_the_definition(backend, seed, more):
     np.testing.assert_array_equal(attend(q, k, v, ranges, backend=backend, **more), out)
 
 
+@pytest.mark.parametrize("quantise", [quantise_int8, quantise_fp8])
 @pytest.mark.parametrize("backend", HERE)
-def test_int8_keys_equal_their_dequantised_values(backend):
+def test_rounded_keys_equal_their_dequantised_values(backend, quantise):
     q, k, v, ranges = case(s=SLOTS[backend])
-    k, v = quantise_int8(k), quantise_int8(v)
+    k, v = quantise(k), quantise(v)
     exact = attend(q, dequantise(k, q.dtype), dequantise(v, q.dtype), ranges, backend=backend)
     np.testing.assert_allclose(attend(q, k, v, ranges, backend=backend), exact, atol=1e-6)
 
@@ -134,6 +141,8 @@ def test_kernels_are_used_on_their_own_device_only(monkeypatch):
         attend(q, k, v, ranges, backend="hopper")
     assert chosen() is plain
     device = kernel_device.target(kernel_device.HOPPER)
-    assert chosen(device)() == "ours" and chosen(device, cached=False) is plain
+    assert chosen(device)() == "ours"
+    assert chosen(device, cached=False) is attention._BACKENDS["hopper_training"].run
+    assert chosen(device, q.astype(jnp.float16), cached=False) is plain
     assert chosen(device, q.astype(jnp.float32)) is plain
     assert chosen(kernel_device.target(kernel_device.BLACKWELL)) is attention._BACKENDS["blackwell"].run

@@ -42,6 +42,13 @@ def attention(int8=False, **how):
     return program(lambda *xs: attend(*xs, cached=True, **how), q, k, k, seen)
 
 
+def training(width=128):
+    """The program of the gradient of a call without a cache."""
+    q, k = shape((1, 256, 4, width), jnp.bfloat16), shape((1, 256, 2, width), jnp.bfloat16)
+    total = lambda q, k, seen: jnp.asarray(attend(q, k, k, seen), jnp.float32).sum()
+    return program(jax.grad(total, argnums=(0, 1)), q, k, shape((1, 256, 2, 2), jnp.int32))
+
+
 def pages():
     """The program over a pool: it holds `COPIED` where each row's pages are gathered first."""
     q, k = shape((2, 8, 4, 128), jnp.bfloat16), shape((9, 128, 2, 128), jnp.bfloat16)
@@ -51,14 +58,14 @@ def pages():
 def products():
     """Whether the grouped product is taken, and how its gradient is made."""
     x, w = shape((40, 128), jnp.bfloat16), shape((4, 128, 64), jnp.bfloat16)
-    sizes = shape((4,), jnp.int32)
+    offsets = shape((5,), jnp.int32)
     if grouped_matmul.refuses(x, w) is not None:
         return None
 
-    def slope(x, w, sizes):
-        return jax.grad(lambda x: grouped_matmul.grouped_matmul(x, w, sizes).astype(jnp.float32).sum())(x)
+    def slope(x, w, offsets):
+        return jax.grad(lambda x: grouped_matmul.grouped_matmul(x, w, offsets).astype(jnp.float32).sum())(x)
 
-    return program(slope, x, w, sizes).count("custom_call @mosaic_gpu")
+    return program(slope, x, w, offsets).count("custom_call @mosaic_gpu")
 
 
 def test_only_forms_that_passed_are_used(kept):
@@ -76,6 +83,14 @@ def test_only_forms_that_passed_are_used(kept):
     assert COPIED not in pages() and "mosaic_gpu" in pages() and "mosaic_gpu" not in attention()
 
 
+def test_attention_with_a_gradient_is_a_form_of_its_own(kept):
+    kept({"attention-128-bfloat16": {"passed": True}})
+    assert "mosaic_gpu" not in training()
+    kept({"attention-128-bfloat16-gradient": {"passed": True}})
+    assert training().count("custom_call @mosaic_gpu") == 3  # forward, dq, dk with dv
+    assert "mosaic_gpu" not in training(64) and "mosaic_gpu" not in attention()
+
+
 def test_the_gradient_of_the_grouped_product_is_a_separate_form(kept):
     kept({})
     assert products() is None
@@ -90,7 +105,7 @@ def test_without_its_form_the_gradient_uses_a_loop_with_the_same_result(kept):
     rng, sizes = np.random.default_rng(0), np.array([9, 0, 20])
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((29, 64), (3, 64, 64)))
     with FORCE(interpreted().interpret):
-        y, back = jax.vjp(lambda x: grouped_matmul.grouped_matmul(x, w, jnp.asarray(sizes)), x)
+        y, back = jax.vjp(lambda x: grouped_matmul.grouped_matmul(x, w, grouped_matmul.offsets_of(sizes)), x)
         (dx,) = back(y)
     full = np.asarray(w, np.float32)[np.repeat(np.arange(3), sizes)]
     want = np.einsum("mo,mio->mi", np.asarray(y, np.float32), full)

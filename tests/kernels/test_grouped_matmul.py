@@ -1,4 +1,4 @@
-"""The grouped product, interpreted on a CPU: each row times its own expert's matrix."""
+"""The grouped product, both kernels interpreted on a CPU: each row times its own expert's matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,15 @@ import pytest
 
 from mercury_jax.kernels import grouped_matmul
 from mercury_jax.kernels.device import target
-from mercury_jax.kernels.grouped_matmul import tiles_of
+from mercury_jax.kernels.grouped_matmul import few_rows_matmul, offsets_of, tiles_of
 from mercury_jax.kernels.interpreter import interpreted
 from tests.marks import slow_except
+
+
+@pytest.fixture(params=["sm_90a", "sm_89"])
+def device(request):
+    """A GPU with the kernel in Mosaic GPU, and one with the kernel in Triton."""
+    return interpreted(request.param)
 
 
 def wide(x):
@@ -36,12 +42,12 @@ def plain(x, w, sizes, scale=None):
     return np.einsum("mi,mio->mo", wide(x), full[owner]), full[owner], owner
 
 
-def run(x, w, sizes, scale=None, dtype=None, dy=None):
+def run(device, x, w, sizes, scale=None, dtype=None, dy=None):
     """y by the interpreted kernel, and with a cotangent the gradients of x and w."""
 
     def both(x, w, dy):
         product = lambda x, w: grouped_matmul.grouped_matmul(
-            x, w, jnp.asarray(sizes), scale, dtype, device=interpreted()
+            x, w, offsets_of(sizes), scale, dtype=dtype, device=device
         )
         y, back = jax.vjp(product, x, w)
         return (y,) if dy is None else (y, *back(dy))
@@ -65,31 +71,31 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_row_is_multiplied_by_its_own_experts_matrix(name):
+def test_each_row_is_multiplied_by_its_own_experts_matrix(name, device):
     sizes, inputs, outputs, small, dtype = CASES[name]
     x, w, scale = drawn(sizes, inputs, outputs, small)
-    (y,) = run(x, w, sizes, scale, dtype)
+    (y,) = run(device, x, w, sizes, scale, dtype)
     assert y.dtype == (dtype or x.dtype)
     # Also that all is written: what the interpreter gives a kernel to write is NaN. fp32 sums are exact to fp32.
     close(y, plain(x, w, sizes, scale)[0], 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
-def test_nan_in_unused_rows_does_not_spread():
+def test_nan_in_unused_rows_does_not_spread(device):
     sizes = (13, 0, 7, 13)
     x, w, _ = drawn(sizes, 64, 64)
     theirs = np.repeat(np.arange(4), sizes) == 2
     poisoned = jnp.where(theirs[:, None], jnp.nan, x)
-    (y,) = run(poisoned, w.at[1].set(jnp.nan), sizes)
+    (y,) = run(device, poisoned, w.at[1].set(jnp.nan), sizes)
     close(y[~theirs], plain(x, w, sizes)[0][~theirs])
     assert np.isnan(wide(y)[theirs]).all()
 
 
 @pytest.mark.parametrize("small", [None, jnp.int8])
-def test_gradients_equal_those_of_the_plain_product(small):
+def test_gradients_equal_those_of_the_plain_product(small, device):
     sizes = (13, 0, 20)
     x, w, scale = drawn(sizes, 64, 128, small)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(33, 128)), jnp.bfloat16)
-    _, dx, dw = run(x, w, sizes, scale, None, dy)
+    _, dx, dw = run(device, x, w, sizes, scale, None, dy)
     _, full, owner = plain(x, w, sizes, scale)
     close(dx, np.einsum("mo,mio->mi", wide(dy), full))
     if small is None:
@@ -101,27 +107,32 @@ def test_the_grouped_kernel_names_what_it_refuses():
     x, w, _ = drawn((2, 3), 64, 64)
     narrow = jnp.zeros((2, 64, 40), jnp.bfloat16)
     assert "sm_90a" in str(grouped_matmul.refuses(x, w))
-    assert "sm_100a does not have" in str(grouped_matmul.refuses(x, w, device=target("sm_100a")))
+    assert "this machine" in str(grouped_matmul.refuses(x, w))
+    assert "not for tpu" in str(grouped_matmul.refuses(x, w, device=target("tpu")))
+    fp8, scale = w.astype(jnp.float8_e4m3fn), jnp.ones((2, 64))
+    assert "sm_80 cannot convert" in str(grouped_matmul.refuses(x, fp8, scale, device=target("sm_80")))
+    assert grouped_matmul.refuses(x, fp8, scale, device=target("sm_89")) is None
+    assert grouped_matmul.refuses(x, w, device=target("sm_100a")) is None
     hopper = target("sm_90a")
     assert grouped_matmul.refuses(x, w, device=hopper) is None
     assert "rows are float32" in str(grouped_matmul.refuses(wide(x), w, device=hopper))
     assert "scale" in str(grouped_matmul.refuses(x, w.astype(jnp.int8), device=hopper))
     with pytest.raises(ValueError, match="64 by 40"):
-        grouped_matmul.grouped_matmul(x, narrow, jnp.asarray([2, 3]), device=hopper)
-    with pytest.raises(ValueError, match="sm_90a, sm_100a"):
+        grouped_matmul.grouped_matmul(x, narrow, offsets_of([2, 3]), device=hopper)
+    with pytest.raises(ValueError, match="sm_90a, sm_100a, sm_120"):
         target("h200")
 
 
 def test_tile_sizes_are_multiples_of_8():
     x, w, _ = drawn((2, 3), 64, 64)
     with pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
-        grouped_matmul.grouped_matmul(x, w, jnp.asarray([2, 3]), tile=12, device=target("sm_90a"))
+        grouped_matmul.grouped_matmul(x, w, offsets_of([2, 3]), tile=12, device=target("sm_90a"))
 
 
 @pytest.mark.parametrize("tile", [16, 48])
 def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
     sizes = np.array([0, 50, 16, 0, 97, 1])
-    p = tiles_of(jnp.asarray(sizes), int(sizes.sum()), tile)
+    p = tiles_of(offsets_of(sizes), int(sizes.sum()), tile)
     covered = np.concatenate(
         [np.arange(s, min(s + tile, e)) for s, e in zip(p.start[: p.count], p.end[: p.count])]
     )
@@ -130,34 +141,86 @@ def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
     np.testing.assert_array_equal(owner[np.asarray(p.start[: p.count])], p.expert[: p.count])
 
 
-SIZES = {
-    "uneven": (0, 50, 16, 0, 97, 1),
-    "one row each": (1,) * 40,
-    "as many tiles as can be": (
-        7,
-        10,
-        14,
-        10,
-        14,
-        10,
-        14,
-        10,
-    ),  # 16 rows hold 9 of a tile that starts 7 rows early
-    "all in the last": (0, 0, 0, 200),
-    "fewer rows than there is room for": (3, 9, 0, 5),
+def test_a_tile_far_into_an_experts_rows_is_multiplied(device):
+    """Tiles of one expert follow each other in one program, or run side by side; every row is written."""
+    sizes = (7, 60, 0, 1)
+    x, w, _ = drawn(sizes, 64, 64)
+    run = jax.jit(lambda: grouped_matmul.grouped_matmul(x, w, offsets_of(sizes), tile=8, device=device))
+    close(run(), plain(x, w, sizes)[0])
+
+
+GATED = {
+    "bf16": (None, jax.nn.silu),
+    "int8": (jnp.int8, jax.nn.gelu),
+    "fp8": (jnp.float8_e4m3fn, jax.nn.silu),
 }
 
 
-@pytest.mark.parametrize("tile", slow_except([8, 16, 128], 16))
-@pytest.mark.parametrize("name", SIZES)
-def test_visits_start_at_multiples_of_8_and_write_every_row_once(name, tile):
-    sizes = np.array(SIZES[name])
-    rows = int(sizes.sum()) + (20 if name.startswith("fewer") else 0)
-    room = max(-(-rows // 8) * 8, tile)
-    expert, first, low, high = np.asarray(grouped_matmul._visits(jnp.asarray(sizes), rows, tile, room))
-    assert not (first % 8).any() and (first + tile <= room).all() and (first >= 0).all()
-    written = [np.arange(a, b) for a, b in zip(low, high)]
-    np.testing.assert_array_equal(np.concatenate(written), np.arange(sizes.sum()))
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    for e, at, each in zip(expert, first, written):
-        assert (owner[each] == e).all() and ((each >= at) & (each < at + tile)).all()
+@pytest.mark.parametrize("name", GATED)
+def test_the_gate_is_applied_to_the_products(name, device):
+    small, act = GATED[name]
+    sizes = (13, 0, 20)
+    x, w, scale = drawn(sizes, 64, 128, small)
+    y = plain(x, w, sizes, scale)[0]
+    run = jax.jit(
+        lambda: grouped_matmul.grouped_matmul(
+            x, w, offsets_of(sizes), scale, act=act, dtype=jnp.float32, device=device
+        )
+    )
+    close(run(), act(y[:, :64]) * y[:, 64:], 1e-5)
+
+
+@pytest.mark.parametrize("small", slow_except([None, jnp.int8], None))
+def test_gradients_of_a_gated_product_equal_those_of_the_plain_one(small, device):
+    sizes = (9, 0, 8)
+    x, w, scale = drawn(sizes, 64, 128, small)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=(17, 64)), jnp.bfloat16)
+    _, full, owner = plain(x, w, sizes, scale)
+
+    def exact(x, full):
+        y = jnp.einsum("mi,mio->mo", x, full[owner] if full.ndim == 3 and len(full) == 3 else full)
+        return jax.nn.silu(y[:, :64]) * y[:, 64:]
+
+    def ours(x):
+        return grouped_matmul.grouped_matmul(x, w, offsets_of(sizes), scale, act=jax.nn.silu, device=device)
+
+    (dx,) = jax.jit(lambda x, dy: jax.vjp(ours, x)[1](dy))(x, dy)
+    _, back = jax.vjp(lambda x: exact(x, jnp.asarray(full)), jnp.asarray(wide(x)))
+    close(dx, wide(back(jnp.asarray(wide(dy)))[0]), 2e-2)
+
+
+@pytest.mark.parametrize("kind", [jnp.int8, None])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", slow_except([5, 200], 200))
+def test_a_dense_product_of_few_rows_is_one_of_one_expert(rows, gated, kind):
+    x, w, scale = drawn((rows,), 128, 128, kind)
+    y = plain(x, w, (rows,), scale)[0]
+    halves = lambda a: None if a is None else tuple(jnp.split(a[0], 2, axis=-1)) if gated else a[0]
+    act = jax.nn.gelu if gated else None
+    ours = jax.jit(lambda x: few_rows_matmul(x, halves(w), halves(scale), act=act, device=interpreted()))(x)
+    close(ours, jax.nn.gelu(y[:, :64]) * y[:, 64:] if gated else y)
+
+
+def test_a_narrow_product_in_16_bits_has_sums_in_fp32():
+    x, w, _ = drawn((37,), 128, 64)
+    ours = jax.jit(lambda: few_rows_matmul(x, w[0], None, dtype=jnp.float32, device=interpreted()))()
+    close(ours, plain(x, w, (37,))[0], 1e-5)
+
+
+def test_a_gate_that_the_kernel_does_not_know_is_refused():
+    x, w, _ = drawn((2, 3), 64, 128)
+    hopper = target("sm_90a")
+    assert grouped_matmul.refuses(x, w, act=jax.nn.gelu, device=hopper) is None
+    assert "relu" in str(grouped_matmul.refuses(x, w, act=jax.nn.relu, device=hopper))
+    assert "64 by 128" in str(grouped_matmul.refuses(x, w[:, :, :64], act=jax.nn.silu, device=hopper))
+    assert "385 rows" in str(
+        grouped_matmul.few_rows_refuses(jnp.zeros((385, 64), jnp.bfloat16), w[0], None, device=hopper)
+    )
+
+
+def test_a_product_of_few_rows_has_work_for_all_processors():
+    """DiffusionGemma's products of a canvas: 132 programs on 132 processors, where tiles of 128 rows make 66 or 88."""
+    tile = grouped_matmul.few_rows_tile
+    assert (tile(256, 2816, 1), tile(256, 2112, 2)) == (88, 64)
+    assert tile(256, 12288, 1) == 128  # more programs than processors anyway
+    assert tile(5, 64, 1) == 8

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, hopper
-from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import (
+    AttentionCall,
+    Int8Vectors,
+    dequantise,
+    quantise_fp8,
+    quantise_int8,
+)
 from mercury_jax.kernels.hopper import attention as hopper_attention
 from mercury_jax.kernels.interpreter import interpreted
 from tests.marks import slow_except
@@ -35,9 +41,10 @@ def case(b, t, h, g, s, width, r, dtype, seed=0):
     prefix = rng.integers(s // 3, s // 2, (b, 1))
     ranges[:, :, 0] = np.stack([np.arange(b)[:, None] * 5, prefix], axis=-1)
     for i in range(1, r):  # further ranges grow from query to query, behind a gap that nobody sees
-        start = prefix + 7 + (s // 4) * (i - 1)
+        step = s // max(4, 2 * r - 2)
+        start = prefix + 7 + step * (i - 1)
         ranges[:, :, i] = np.stack(
-            np.broadcast_arrays(start, start + 1 + np.arange(t) * 3 % (s // 5)), axis=-1
+            np.broadcast_arrays(start, start + 1 + np.arange(t) * 3 % (step * 4 // 5)), axis=-1
         )
     ranges[:, -1] = 0
     at = np.arange(s)
@@ -51,6 +58,8 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
     "two warpgroups, two batches": (2, 40, 2, 1, 70, 128, 2, jnp.bfloat16, 0.1, None, 1),
     "three ranges, capped, split in two": (1, 3, 4, 1, 128, 256, 3, jnp.float16, 0.0625, 2.0, 132),
     "more tiles than in flight": (1, 3, 1, 1, 300, 256, 1, jnp.bfloat16, 0.0625, None, 1),
+    "seven heads a group, split in two": (1, 10, 14, 2, 200, 128, 2, jnp.bfloat16, 0.1, None, 132),
+    "six ranges, split in four": (2, 20, 16, 8, 200, 256, 6, jnp.bfloat16, 0.0625, None, 132),
     "head size 512, two groups": (1, 3, 4, 2, 200, 512, 2, jnp.bfloat16, 0.044, None, 1),
     "head size 512, capped, split in three": (1, 3, 2, 1, 300, 512, 3, jnp.float16, 0.044, 2.0, 132),
     "a last tile that does not fit": (1, 5, 2, 2, 200, 64, 2, jnp.float16, 0.2, None, 1),
@@ -115,7 +124,8 @@ def test_the_hopper_kernel_names_what_it_refuses():
     assert "1024" in told(*wide(1024)) and "96" in told(*wide(96))
     assert "float32" in told(*wide(64, jnp.float32)) and "float16" in told(wide(64, jnp.float16)[0])
     assert refused(k=jax.eval_shape(quantise_int8, k)) is None and refused(*wide(512)) is None
+    assert "fp8" in told(k=jax.eval_shape(quantise_fp8, k))
     assert "int8" in told(wide(512)[0], jax.eval_shape(quantise_int8, wide(512)[1]))
-    assert "4 ranges" in told(ranges=shape((1, 4, 4, 2), jnp.int32))
+    assert "7 ranges" in told(ranges=shape((1, 4, 7, 2), jnp.int32))
     assert "scale" in told(scale=0.0)
     assert "3 heads" in told(shape((1, 4, 3, 64), jnp.bfloat16))

@@ -57,13 +57,13 @@ def test_attention_lowers_to_the_kernel_or_to_plain_xla(shape, backend):
 )
 def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, kind, tile):
     array = jax.ShapeDtypeStruct
-    x, w, sizes = array((rows, 128), BF16), array((8, 128, 192), kind), array((8,), jnp.int32)
+    x, w, offsets = array((rows, 128), BF16), array((8, 128, 192), kind), array((9,), jnp.int32)
     scale = None if kind == BF16 else array((8, 192), FP32)
 
-    def gradient(x, w, sizes, scale, device):
+    def gradient(x, w, offsets, scale, device):
         y, back = jax.vjp(
-            lambda x: grouped_matmul.grouped_matmul(x, w, sizes, scale, tile=tile, device=device), x
+            lambda x: grouped_matmul.grouped_matmul(x, w, offsets, scale, tile=tile, device=device), x
         )
         return back(y)
 
-    assert lowered(gradient, (x, w, sizes, scale), "hopper")
+    assert lowered(gradient, (x, w, offsets, scale), "hopper")

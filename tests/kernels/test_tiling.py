@@ -18,6 +18,31 @@ def test_unfolding_inverts_folding():
     np.testing.assert_array_equal(tiling.unfold_queries(rows[..., 0], 2, 5, 6), q[..., 0])
 
 
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_rows_of_a_head_follow_each_other_in_blocks_of_queries(block):
+    q = jnp.asarray(RNG.normal(size=(2, 5, 6, 8)), jnp.float32)
+    ranges = jnp.asarray(RNG.integers(0, 99, (2, 5, 3, 2)), jnp.int32)
+    rows = tiling.fold_queries(q, 3, 8, block)
+    folded = np.asarray(tiling.fold_ranges(ranges, 2, 8, block))
+    for t, h in np.ndindex(5, 6):
+        at = t // block * 2 * block + h % 2 * block + t % block
+        np.testing.assert_array_equal(rows[3 + h // 2, at], q[1, t, h])
+        np.testing.assert_array_equal(folded[1, :, at], ranges[1, t].reshape(-1))
+    assert rows.shape[1] == folded.shape[2] == 16
+    np.testing.assert_array_equal(tiling.unfold_queries(rows, 2, 5, 6, block), q)
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_gaps_are_the_keys_in_no_range(count):
+    cut = np.sort(RNG.integers(0, 60, (2, 30, 2 * count)), axis=-1).reshape(2, 30, count, 2)
+    cut[:, ::3, 0] = 7  # an empty range
+    ranges = cut[:, :, RNG.permutation(count)]
+    found = np.asarray(tiling.gaps(jnp.asarray(ranges, jnp.int32)))
+    assert found.shape == (2, 30, count + 1, 2)
+    hidden = lambda x: ((np.arange(64) >= x[..., :1]) & (np.arange(64) < x[..., 1:])).any(axis=2)
+    np.testing.assert_array_equal(hidden(found), ~hidden(ranges))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_tile_bounds_hold_every_key_in_the_ranges_of_a_tile(seed):
     rng, keys, slots, rows = np.random.default_rng(seed), 16, 200, 8
@@ -70,3 +95,29 @@ def test_merged_splits_equal_attention_over_all_keys():
     )
     np.testing.assert_allclose(out, want, atol=1e-5)
     np.testing.assert_allclose(lse, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_visits_list_the_tiles_with_a_visible_pair_and_those_that_need_a_mask(seed):
+    rng, keys, slots, rows = np.random.default_rng(seed), 16, 192, 8
+    cut = np.sort(rng.integers(0, slots + 9, (2, 20, 4)), axis=-1) // 24 * 24
+    ranges = jnp.asarray(cut.reshape(2, 20, 2, 2), jnp.int32).at[:, 3].set(0)
+    edges = tiling.fold_ranges(ranges, 2, rows)
+    see = np.repeat(np.asarray(reference.visible(ranges, slots)), 2, axis=1)  # [B, 40 rows, slots]
+    pairs = np.asarray(see.reshape(2, 5, rows, 12, keys).any(axis=(2, 4)))
+    one = np.repeat((ranges[..., 0, None] <= np.arange(12) * keys), 2, axis=1)
+    end = np.repeat((ranges[..., 1, None] >= np.arange(1, 13) * keys), 2, axis=1)
+    whole = np.asarray(np.asarray(one & end).any(axis=2).reshape(2, 5, rows, 12).all(axis=2))
+    for listed, some, every in (
+        (tiling.key_visits(edges, rows, keys, slots), pairs, whole),
+        (
+            tiling.row_visits(edges, rows, keys, slots),
+            pairs.swapaxes(1, 2),
+            whole.swapaxes(1, 2),
+        ),
+    ):
+        for b, i in np.ndindex(*some.shape[:2]):
+            count, *order = np.asarray(listed[b, i])
+            want = [2 * j + (not every[b, i, j]) for j in np.flatnonzero(some[b, i])]
+            assert order[:count] == want
+    assert whole.any() and not pairs.all()

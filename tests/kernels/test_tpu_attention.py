@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, device as kernel_device, reference, tpu
-from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import (
+    AttentionCall,
+    Int8Vectors,
+    dequantise,
+    quantise_fp8,
+    quantise_int8,
+)
 from mercury_jax.types import Device
 from tests.marks import slow_except
 
@@ -125,6 +131,7 @@ def test_the_tpu_kernel_names_what_it_refuses():
     told = lambda q=q, k=k, v=None: str(tpu.refuses(AttentionCall(q, k, k if v is None else v, ranges, 0.1)))
     int8 = jax.eval_shape(quantise_int8, k)
     assert told() == told(k=int8) == "None"
+    assert "fp8" in told(k=jax.eval_shape(quantise_fp8, k))
     assert "int8" in told(v=int8) and "float16" in told(shape((1, 4, 4, 64), jnp.float16))
     assert "96" in told(shape((1, 4, 4, 96)), shape((1, 9, 2, 96))) and "3 heads" in told(
         shape((1, 4, 3, 64))

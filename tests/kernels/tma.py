@@ -110,9 +110,14 @@ class Copy(NamedTuple):
         return not (self.load or self.tiling) and whole and list(inner) == many
 
     def _offset(self) -> int:
-        """Bytes from the start of the buffer; a slice of a tiled buffer is a whole one of its untiled axes."""
-        strides = [math.prod(self.shared.shape[axis + 1 :]) for axis in range(len(self.shared.shape))]
-        return self.itemsize * sum(s * n for s, n in zip(self.shared.start, strides, strict=True))
+        """Bytes from the start of the buffer, of which the last axes are in tiles: [M / 8, K / 64, 8, 64]."""
+        plain = len(self.shared.shape) - len(self.tiling)
+        tiles = (1,) * plain + self.tiling
+        inside = [n % tile for n, tile in zip(self.shared.start, tiles, strict=True)]
+        shape = [*(n // tile for n, tile in zip(self.shared.shape, tiles, strict=True)), *self.tiling]
+        at = [*(n // tile for n, tile in zip(self.shared.start, tiles, strict=True)), *inside[plain:]]
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return self.itemsize * sum(n * stride for n, stride in zip(at, strides, strict=True))
 
 
 @contextlib.contextmanager

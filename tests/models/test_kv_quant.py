@@ -98,11 +98,11 @@ def test_a_cache_takes_its_bits_per_number_and_two_bytes_per_vector(bits):
 
 
 def test_an_unknown_cache_format_is_refused():
-    with pytest.raises(ValueError, match="kv is '2bit'; allowed: 'int8', '4bit', '3bit'"):
+    with pytest.raises(ValueError, match="kv is '2bit'; allowed: 'int8', 'fp8', '4bit', '3bit'"):
         cache.with_kv_kind(None, "2bit")
 
 
-@pytest.mark.parametrize("kind, most", [("int8", 0.02), ("4bit", 0.15), ("3bit", 0.28)])
+@pytest.mark.parametrize("kind, most", [("int8", 0.02), ("fp8", 0.06), ("4bit", 0.15), ("3bit", 0.28)])
 def test_attention_over_a_quantised_cache_is_close_to_the_exact_one(kind, most):
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)

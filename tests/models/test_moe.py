@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels.device import target
+from mercury_jax.kernels.dispatch import kernel_dispatch
+from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import dequantise as restored, quantise_int8
@@ -56,34 +58,34 @@ def test_values_and_gradients_equal_those_of_the_plain_sum(name):
 
 def test_experts_on_an_accelerator_equal_those_on_a_cpu():
     x, _, gate_up, down = drawn()
-    sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
+    offsets = offsets_of([20, 0, 33, 1, 16])
     np.testing.assert_allclose(
-        moe.ragged(ACT, x, sizes, gate_up, down), moe.tiled(ACT, x, sizes, gate_up, down), atol=1e-5
+        moe.ragged(ACT, x, offsets, gate_up, down), moe.tiled(ACT, x, offsets, gate_up, down), atol=1e-5
     )
 
 
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
 def test_int8_experts_equal_their_dequantised_matrices(run):
     x, _, gate_up, down = drawn()
-    sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
+    offsets = offsets_of([20, 0, 33, 1, 16])
     small = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in (gate_up, down)])
-    want = run(ACT, x, sizes, *(restored(w, 1) for w in small))
-    np.testing.assert_allclose(run(ACT, x, sizes, *small), want, atol=1e-5)
+    want = run(ACT, x, offsets, *(restored(w, 1) for w in small))
+    np.testing.assert_allclose(run(ACT, x, offsets, *small), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("small", [False, True])
 def test_the_kernels_equal_the_loop_with_its_gradients(small):
     rng = np.random.default_rng(2)
-    sizes, shapes = jnp.asarray([9, 0, 8], jnp.int32), [(17, 64), (3, 64, 128), (3, 64, 64)]
+    offsets, shapes = offsets_of([9, 0, 8]), [(17, 64), (3, 64, 128), (3, 64, 64)]
     x, *stacks = (jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.bfloat16) for s in shapes)
     if small:
         stacks = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in stacks])
 
     def both(run):
         if small:
-            return run(ACT, x, sizes, *stacks)
+            return run(ACT, x, offsets, *stacks)
         return jax.value_and_grad(
-            lambda *a: (run(ACT, a[0], sizes, *a[1:]).astype(jnp.float32) ** 2).sum(), (0, 1, 2)
+            lambda *a: (run(ACT, a[0], offsets, *a[1:]).astype(jnp.float32) ** 2).sum(), (0, 1, 2)
         )(x, *stacks)
 
     want = both(moe.tiled)
@@ -97,8 +99,29 @@ def test_the_kernels_equal_the_loop_with_its_gradients(small):
 
 def test_experts_that_the_kernel_refuses_use_the_loop():
     x, _, gate_up, down = drawn()
-    sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
+    offsets = offsets_of([20, 0, 33, 1, 16])
     device = target("sm_90a")
     assert "rows are float32" in str(moe.refuses(x, gate_up, down, device=device))
-    ours = moe.grouped_or_tiled(ACT, x, sizes, gate_up, down, device=device)
-    np.testing.assert_array_equal(ours, moe.tiled(ACT, x, sizes, gate_up, down))
+    ours = moe.grouped_or_tiled(ACT, x, offsets, gate_up, down, device=device)
+    np.testing.assert_array_equal(ours, moe.tiled(ACT, x, offsets, gate_up, down))
+
+
+@pytest.mark.parametrize("first", [None, 2], ids=["all experts", "some experts elsewhere"])
+def test_a_layer_of_experts_on_a_gpu_equals_that_on_a_cpu(first, monkeypatch):
+    """Dispatch, products and combine with the kernels: tokens [2, 32], with 2 experts each."""
+    rng = np.random.default_rng(4)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-2] ** -0.5, jnp.bfloat16)
+    x, stacks = normal(2, 32, 256), (normal(E, 256, 128), normal(E, 64, 256))
+    ids = jnp.asarray(np.argsort(rng.random((2, 32, E + 2)))[..., :2], jnp.int32)  # two more are elsewhere
+    ids = ids % E if first is None else ids
+    weights = jnp.asarray(rng.uniform(size=ids.shape), jnp.float32)
+    first = None if first is None else jnp.int32(first)
+    run = functools.partial(moe.apply_experts, x, ids, weights, *stacks, ACT, first)
+    want = np.asarray(run(), np.float32)
+    asked = []
+    kernel = lambda *args, **options: asked.append(args) or kernel_dispatch(*args, **options)
+    monkeypatch.setattr(moe, "kernel_dispatch", kernel)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args))
+    ours = np.asarray(jax.jit(lambda: run(device=interpreted()))(), np.float32)
+    assert asked
+    np.testing.assert_allclose(ours, want, atol=2e-2 * np.abs(want).max())

@@ -4,6 +4,7 @@ Those of the server are in tests/serve/engine/test_prefix_cache.py.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -16,7 +17,8 @@ from mercury_jax import models, noise
 from mercury_jax.config import Experts, ModelConfig
 from mercury_jax.decode import defaults
 from mercury_jax.decode.decode_config import build_config
-from mercury_jax.models import cache
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.models import cache, network, ops
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import mesh, shardings
 from mercury_jax.types import LM, Pass
@@ -177,3 +179,46 @@ def test_on_a_mesh_rings_are_divided_like_any_cache(fp64):
     near, whole = (found.state.state.cache[i].k for i in (0, 1))
     assert near.shape[1] < whole.shape[1]
     assert near.sharding.shard_shape(near.shape)[0] == 1  # a row on each half of the devices
+
+
+def test_the_kernel_that_writes_keys_computes_the_plain_pass(monkeypatch):
+    """Interpreted, in layers of both kinds, one of which is a ring that the last pass overwrites from its start."""
+    wide = dataclasses.replace(
+        GEMMA, layers=2, head_dim=256, global_head_dim=512, keys_as_values=True, window=65, dtype="bfloat16"
+    )
+    monkeypatch.setattr(cache, "LONGEST_PASS", 32)
+    text = jnp.asarray(prompts(144), jnp.int32)
+
+    def passes(config):
+        monkeypatch.setitem(MODELS, "wide", config)
+        lm, _ = both("wide", "bfloat16")
+        model, found = cache.with_rings(lm.model, 8), []
+        state = model.empty_cache(1, 512)
+        for tokens in jnp.split(text, [56, 112, 120, 128], axis=1):
+            count = jnp.full(1, tokens.shape[1])
+            start = jnp.full(1, sum(y.shape[1] for y, _ in found))
+            given = Pass(
+                tokens, state, start, count, start + count, jnp.ones(1, bool), jnp.zeros((*tokens.shape, 16))
+            )
+            hidden, state = jax.jit(model.forward)(lm.params, given)
+            found.append((hidden, state))
+        return found
+
+    want, calls, choose = passes(wide), [], jax.lax.platform_dependent
+
+    def with_kernel(*args, cuda, **others):
+        if "cpu" in others:  # attention
+            return choose(*args, cuda=cuda, **others)
+        calls.append(cuda)
+        return cuda(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", with_kernel)
+    write = functools.partial(ops.local_norm_rope_write, device=interpreted())
+    monkeypatch.setattr(network, "cache_ops", lambda mesh, device: ops.Ops(norm_rope_write=write))
+    found = passes(
+        dataclasses.replace(wide, context=wide.context + 1)
+    )  # another one, since programs are kept
+    assert len(calls) >= 2 and want[-1][1][0].k.shape[1] == 128 < want[-1][1][1].k.shape[1]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b) and (a == b).mean() > 0.5

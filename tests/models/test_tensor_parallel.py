@@ -1,6 +1,7 @@
 """Tensor-parallel passes compute what one device computes, with two all-reduces per layer."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from mercury_jax.decode.session import advance
 from mercury_jax.hub import params as hub_params
 from mercury_jax.models import tensor_parallel
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.sharding import cache_shardings, mesh, model_parallel_mesh, with_mesh
+from mercury_jax.models.weight_quant import GroupedWeight
+from mercury_jax.sharding import cache_shardings, matrix_axes, mesh, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM, Pass
 from tests.marks import slow_except
 
@@ -47,6 +49,8 @@ CASES = {
     "shared": (SHARED, dict(tensor=2, expert=2), "int8"),
     "gemma": (GEMMA, dict(tensor=2, expert=2), "int8"),
     "odd": (ODD, dict(tensor=2, expert=2), None),  # what does not divide lies whole
+    "groups": (SHARED, dict(tensor=2, expert=2), "groups"),
+    "ordered": (GEMMA, dict(tensor=2, expert=2), "ordered"),
 }
 
 
@@ -60,6 +64,10 @@ def drawn(like):
     }
 
 
+def in_groups_of(values, ordered, path):
+    return in_groups(path, values[path], ordered)
+
+
 def given(config, model):
     """Of two rows the first encodes, the second denoises: all that a pass takes, but the parameters."""
     rng = np.random.default_rng(1)
@@ -71,20 +79,39 @@ def given(config, model):
     return Pass(tokens, cache, *ints, jnp.asarray([True, False]), jax.tree.map(draw, like))
 
 
+def in_groups(path, w, ordered):
+    """A matrix of 4 bits with zero points, in an odd number of groups where its inputs allow that."""
+    axes = matrix_axes(path)
+    if axes is None:
+        return w
+    inputs, batch = axes
+    last = np.moveaxis(w, range(batch, batch + inputs), range(-inputs, 0))
+    lead, width = last.shape[:-inputs], np.prod(last.shape[-inputs:])
+    groups = 3 if width % 3 == 0 else 2
+    rng = np.random.default_rng(width)
+    group = np.sort(rng.integers(0, groups, (*lead[:batch], width)), axis=-1) if ordered else None
+    small = lambda *shape: rng.integers(-8, 8, shape).astype(jnp.int4)
+    return GroupedWeight(
+        small(*last.shape), np.full(lead, 0.02, np.float32), 1 + rng.random((*lead, groups), np.float32),
+        small(*lead, groups), None if group is None else group.astype(np.int32),
+    )  # fmt: skip
+
+
 def passed(config, sizes, quantise):
     """(hidden and cache on one device, the same over a mesh, collectives of that pass, bytes of the largest)."""
     model, on = models.build(config), mesh(**{"data": 1} | sizes)
     values = drawn(hub_params.shapes_of(model))
-    one, many = (
-        hub_params.load_params(model, values.get, quantise=quantise, mesh=place) for place in (None, on)
-    )
+    read = values.get
+    if quantise in ("groups", "ordered"):
+        read, quantise = functools.partial(in_groups_of, values, quantise == "ordered"), None
+    one, many = (hub_params.load_params(model, read, quantise=quantise, mesh=place) for place in (None, on))
     assert model_parallel_mesh(many) == on and model_parallel_mesh(one) is None
-    run = given(config, model)
-    want = jax.jit(model.forward)(one, run)
-    args = (many, run._replace(cache=jax.device_put(run.cache, cache_shardings(run.cache, on))))
-    made = jax.jit(with_mesh(model, on).forward).lower(*args).compile()
-    found = hlo.collectives(hlo.parse(made.as_text()))
-    return want, made(*args), found
+    task = given(config, model)
+    want = jax.jit(model.forward)(one, task)
+    args = (many, task._replace(cache=jax.device_put(task.cache, cache_shardings(task.cache, on))))
+    run = jax.jit(with_mesh(model, on).forward)
+    found = hlo.collectives(hlo.parse(run.lower(*args).compile().as_text()))
+    return want, run(*args), found
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, "shared"))
@@ -95,7 +122,7 @@ def test_a_pass_over_a_mesh_equals_one_device_with_two_all_reduces_per_layer(nam
     sums, gathered = found.pop("all-reduce"), found.pop("all-gather", {"count": 0, "bytes": 0})
     assert 2 * config.layers <= sums["count"] <= 2 * config.layers + 1  # and once for the embeddings
     # What each layer adds to each token is brought together once; nothing else is, least of all a matrix.
-    assert gathered["count"] <= (name == "gemma") and found == {}
+    assert gathered["count"] <= (config is GEMMA) and found == {}
 
 
 @pytest.mark.parametrize(
@@ -123,13 +150,19 @@ def answered(lm, piece, on=None):
 
 
 @pytest.mark.slow
-def test_an_answer_over_a_mesh_equals_that_of_one_device():
+@pytest.mark.parametrize("quantise", [None, "int8"])
+def test_an_answer_over_a_mesh_equals_that_of_one_device(quantise):
     """Where parameters lie apart all devices share every pass, each reading its own half of the vocabulary."""
     config = dataclasses.replace(GEMMA, layers=1, global_layers=(), per_layer_width=0, vocab=80, pad=0, eos=1)
     model, on = models.build(config), mesh(data=2, tensor=2)
     values = drawn(hub_params.shapes_of(model))
     one, many = (
-        LM(model, hub_params.load_params(model, values.get, mesh=place), None, noise.uniform(80))
+        LM(
+            model,
+            hub_params.load_params(model, values.get, quantise=quantise, mesh=place),
+            None,
+            noise.uniform(80),
+        )
         for place in (None, on)
     )
     (want, soft), (ours, told) = answered(one, 20), answered(many, 20, on)

@@ -10,7 +10,8 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import ModelConfig, RopeScaling
-from mercury_jax.models.layers import rope, rope_frequencies
+from mercury_jax.kernels.qk_norm_rope import inverse_rms
+from mercury_jax.models.layers import rms_normalise, rope, rope_frequencies
 from mercury_jax.types import PackedPass, Pass
 from tests.tiny import PATTERNS, tiny
 
@@ -154,3 +155,12 @@ def test_rotations_that_are_looked_up_are_those_that_are_computed():
     found = rope(x, positions, frequencies, 1.5, context=100)
     np.testing.assert_allclose(found, rope(x, positions, frequencies, 1.5), rtol=2e-5, atol=2e-5)
     assert bool(jnp.isfinite(rope(x, positions + 50, frequencies, context=100)).all())  # of unused tokens
+
+
+def test_heads_normalised_together_equal_those_normalised_alone():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, n, 8)) * (n + 1), jnp.float32) for n in (4, 2, 2))
+    for xs in ([q, k, v], [q, k]):
+        for x, inverse in zip(xs, inverse_rms(xs, 1e-6), strict=True):
+            want = rms_normalise(x, 1e-6)
+            np.testing.assert_allclose(rms_normalise(x, 1e-6, inverse), want, rtol=1e-6)

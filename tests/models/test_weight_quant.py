@@ -5,8 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.models import moe, ops
-from mercury_jax.models.weight_quant import FP8, WEIGHT_KINDS, dequantise, quantise_fp8, quantise_int8
+from mercury_jax.kernels.grouped_matmul import offsets_of
+from mercury_jax.models import moe, network, ops
+from mercury_jax.models.weight_quant import (
+    FP8,
+    WEIGHT_KINDS,
+    dequantise,
+    lookup,
+    quantise_fp8,
+    quantise_int8,
+)
+from mercury_jax.sharding import quantised_axes
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(3, 16, 8)).astype(np.float32) * RNG.lognormal(sigma=3.0, size=(3, 16, 8))
@@ -45,9 +54,43 @@ def test_a_product_equals_that_of_the_dequantised_matrix(kind):
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
 def test_fp8_experts_equal_their_dequantised_matrices(run):
     draw = lambda *shape: RNG.normal(size=shape).astype(np.float32)
-    x, sizes = jnp.asarray(draw(30, 12)), jnp.asarray([20, 0, 10], jnp.int32)
+    x, offsets = jnp.asarray(draw(30, 12)), offsets_of([20, 0, 10])
     small = jax.tree.map(
         jnp.asarray, [quantise_fp8(draw(3, 12, 16), 1, 1), quantise_fp8(draw(3, 8, 12), 1, 1)]
     )
-    want = run(jax.nn.silu, x, sizes, *(dequantise(w, 1) for w in small))
-    np.testing.assert_allclose(run(jax.nn.silu, x, sizes, *small), want, rtol=1e-4, atol=1e-3)
+    want = run(jax.nn.silu, x, offsets, *(dequantise(w, 1) for w in small))
+    np.testing.assert_allclose(run(jax.nn.silu, x, offsets, *small), want, rtol=1e-4, atol=1e-3)
+
+
+def tables(kind):
+    """An embedding table [V, D] and an output head [D, V] in 8 bits; and as fp32 arrays, what they stand for."""
+    rng = np.random.default_rng(1)
+    shapes = {"embed": (20, 6), "head": (6, 20)}
+    axes = {name: found for name in shapes if (found := quantised_axes(name)) is not None}
+    small = {
+        name: jax.tree.map(
+            jnp.asarray, WEIGHT_KINDS[kind](rng.normal(size=shape) * rng.lognormal(size=shape), *axes[name])
+        )
+        for name, shape in shapes.items()
+    }
+    return small, {name: dequantise(x, axes[name].batch) for name, x in small.items()}
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_tables_have_one_scale_per_id_and_equal_what_they_stand_for(kind):
+    """Looked up, as a head of their own or tied, and as the expected embedding: all ids, and a part of them."""
+    small, full = tables(kind)
+    assert small["embed"].scale.shape == small["head"].scale.shape == (20,)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    ids = jnp.asarray([[3, 19, 0], [7, 7, 1]])
+    close(lookup(small["embed"], ids), lookup(full["embed"], ids))
+    hidden, weights = (
+        jnp.asarray(RNG.normal(size=(2, 3, 6)), jnp.float32),
+        jax.nn.softmax(RNG.normal(size=(2, 3, 9))),
+    )
+    for names in (("embed", "head"), ("embed",)):
+        ours, theirs = ({name: tree[name] for name in names} for tree in (small, full))
+        close(network.lm_head(ours, hidden, softcap=3.0), network.lm_head(theirs, hidden, softcap=3.0))
+        close(network.lm_head(ours, hidden, 4, 9), network.lm_head(theirs, hidden)[..., 4:13])
+        mixtures = (network.embed_mixture(x, weights, 4, jnp.float32, 2.0) for x in (ours, theirs))
+        close(*mixtures)

@@ -14,6 +14,7 @@ import mercury_jax as mj
 from mercury_jax import hub, models, sharding
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
+from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.models import moe
 from mercury_jax.models.ops import dot
 from mercury_jax.train import lora, optim, step as steps
@@ -68,7 +69,7 @@ def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
     def loss(x, factors, merged):
         found = [dataclasses.replace(w, a=f[0], b=f[1]) for w, f in zip((up, down), factors, strict=True)]
         if not merged:
-            return jnp.sin(run(jax.nn.silu, x, sizes, *found, tile=2)).sum()
+            return jnp.sin(run(jax.nn.silu, x, offsets_of(sizes), *found, tile=2)).sum()
         w, v = (x.base + x.scale * jnp.einsum("eir,ero->eio", x.a, x.b) for x in found)
         hidden = moe.gated(jax.nn.silu, jnp.einsum("mi,mio->mo", x, w[expert]))
         return jnp.sin(jnp.einsum("mi,mio->mo", hidden, v[expert])).sum()

@@ -31,6 +31,15 @@ from mercury_jax.bench.timing import measure_roofline
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.dispatch import ExpertOutputs, dispatch as plain_dispatch, kernel_dispatch
+from mercury_jax.kernels.qk_norm_rope import (
+    HeadFactors,
+    Projections,
+    kernel_norm_rope_write,
+    norm_rope_write,
+)
+from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms, residual_norms
+from mercury_jax.kernels.routing import kernel_route, route
 from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic has 1e-3 to 1e-2
@@ -122,14 +131,67 @@ def grouped(args: Row, stage: Stage) -> Iterator[Row]:
     yield _judged(a, args, stage) | {"starts_modulo_8": starts}
 
 
+def norm(args: Row, stage: Stage) -> Iterator[Row]:
+    """Checks one shape of the residual sum with its norms.
+
+    Args:
+        args: `shape` as fields of `NormShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, `relative_error` and `moved`, or with `refused`.
+    """
+    yield _judged(NormShape(**args["shape"]), args, stage)
+
+
+def routing(args: Row, stage: Stage) -> Iterator[Row]:
+    """Checks one shape of the choice of experts.
+
+    Args:
+        args: `shape` as fields of `RoutingShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, `relative_error` and `moved`, or with `refused`.
+    """
+    yield _judged(RoutingShape(**args["shape"]), args, stage)
+
+
+def dispatch(args: Row, stage: Stage) -> Iterator[Row]:
+    """Checks one shape of the dispatch to experts.
+
+    Args:
+        args: `shape` as fields of `DispatchShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, `relative_error` and `moved`, or with `refused`.
+    """
+    yield _judged(DispatchShape(**args["shape"]), args, stage)
+
+
+def heads(args: Row, stage: Stage) -> Iterator[Row]:
+    """Checks one shape of the head norms with RoPE and the cache write.
+
+    Args:
+        args: `shape` as fields of `HeadsShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, `relative_error` and `moved`, or with `refused`.
+    """
+    yield _judged(HeadsShape(**args["shape"]), args, stage)
+
+
 class AttentionShape(NamedTuple):
-    """A call of `attend` or `attend_paged`.
+    """A call of `attend` or `attend_paged`, or `attend` with its gradient.
 
     Attributes:
         width: Head size.
         int8: Whether keys and values are int8.
         page: Slots of a page; 0 for contiguous keys.
         softcap: Cap of the scores; None for none.
+        gradient: Whether the result has gradients, too: the call is one without a cache.
         b, t, h: Rows, queries of a row, query heads.
         g, s: Key heads, keys of a row.
         r: Ranges of each query.
@@ -140,6 +202,7 @@ class AttentionShape(NamedTuple):
     int8: bool = False
     page: int = 0
     softcap: float | None = None
+    gradient: bool = False
     b: int = 1
     t: int = 8
     h: int = 16
@@ -151,7 +214,12 @@ class AttentionShape(NamedTuple):
     def text(self) -> str:
         """The sizes in words."""
         sizes = f"{self.b} x {self.t} queries, {self.h}/{self.g} heads of {self.width}, {self.s} keys, {self.r} ranges"
-        kinds = {"int8 keys": self.int8, f"pages of {self.page}": self.page, "soft-cap": self.softcap}
+        kinds = {
+            "int8 keys": self.int8,
+            f"pages of {self.page}": self.page,
+            "soft-cap": self.softcap,
+            "gradient": self.gradient,
+        }
         return ", ".join([sizes, self.dtype, *(name for name, on in kinds.items() if on)])
 
     def drawn(self, seed: int) -> tuple[Any, ...]:
@@ -182,7 +250,7 @@ class AttentionShape(NamedTuple):
         return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
 
     def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any, places: Any) -> tuple[Any, Any]:
-        """(arguments of the kernel, of the reference). Unseen keys are NaN in the first and 0 in the second.
+        """(arguments of the kernel, of the reference). Unseen keys are 0, and NaN in the first if there is no gradient.
 
         Args:
             q, k, v: Queries [b, t, h, width], keys and values [b, s, g, width], fp32.
@@ -203,7 +271,7 @@ class AttentionShape(NamedTuple):
                 poisoned.append(Int8Vectors(bits.values, jnp.where(see[:, :, None], bits.scale, jnp.nan)))
             else:
                 clean.append(x.astype(jnp.float32))
-                poisoned.append(jnp.where(see[:, :, None, None], x, jnp.nan))
+                poisoned.append(x if self.gradient else jnp.where(see[:, :, None, None], x, jnp.nan))
         exact = (q.astype(jnp.float32), *clean, ranges)
         if not self.page:
             return (q, *poisoned, ranges), exact
@@ -221,6 +289,8 @@ class AttentionShape(NamedTuple):
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel of a device, by default this one, beside the reference."""
         how: dict[str, Any] = dict(scale=self.width**-0.5, softcap=self.softcap, residual=True)
+        if self.gradient:
+            return self._check_gradient(device, how)
         backend = BACKENDS[kernel_device.present(device) or kernel_device.HOPPER]
         one = functools.partial(attend, cached=True) if not self.page else attend_paged
         kernel = functools.partial(one, backend=backend, device=device, **how)
@@ -231,9 +301,25 @@ class AttentionShape(NamedTuple):
             lambda seed: prepare(*self.drawn(seed)),
         )
 
+    def _check_gradient(self, device: Device | None, how: dict[str, Any]) -> KernelCheck:
+        """Output, log-sum-exp and the gradients of both, whose cotangents are the queries in reverse order."""
+
+        def graded(q: Any, k: Any, v: Any, ranges: Any, **more: Any) -> Any:
+            found, back = jax.vjp(lambda q, k, v: attend(q, k, v, ranges, **more, **how), q, k, v)
+            turned = jnp.flip(q, axis=1)
+            return *found, *back((turned, turned[..., 0].astype(jnp.float32)))
+
+        kernel = functools.partial(graded, backend="hopper_training", device=device)
+        prepare = jax.jit(self.prepared)
+        inputs = lambda seed: prepare(*self.drawn(seed))
+        return KernelCheck(kernel, functools.partial(graded, backend="reference"), inputs)
+
 
 class GroupedShape(NamedTuple):
-    """A grouped product: `rows` rows over `experts` experts, unevenly, each times its expert's [inputs, outputs]."""
+    """A grouped product: `rows` rows over `experts` experts, unevenly, each times its expert's [inputs, outputs].
+
+    With `gated`, the first half of the outputs is the gate of the second.
+    """
 
     dtype: str
     rows: int
@@ -241,15 +327,21 @@ class GroupedShape(NamedTuple):
     inputs: int
     outputs: int
     gradient: bool = False
+    gated: bool = False
 
     @property
     def text(self) -> str:
         """The sizes in words."""
-        what = "gradient of rows, " if self.gradient else ""
+        what = "gradient of rows, " if self.gradient else "gated, " if self.gated else ""
         return f"{what}{self.rows} rows on {self.experts} x {self.inputs} x {self.outputs} of {self.dtype}"
 
     def sizes(self, rng: np.random.Generator) -> np.ndarray:
-        """Rows of each expert: one has none, one has many, and the first rows have all remainders modulo 8."""
+        """Rows of each expert: one has none, one has many, and the first rows have all remainders modulo 8.
+
+        One expert has all rows.
+        """
+        if self.experts == 1:
+            return np.array([self.rows])
         few = np.full(min(self.experts - 2, 8), 9)
         rest = self.rows - int(few.sum())
         if self.experts <= 10:
@@ -286,12 +378,14 @@ class GroupedShape(NamedTuple):
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The grouped product, or its gradient, beside a loop over the experts in fp32."""
-        product = functools.partial(products.grouped_matmul, device=device)
+        act = jax.nn.gelu if self.gated else None
+        product = functools.partial(products.grouped_matmul, act=act, device=device)
 
         def kernel(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
+            offsets = products.offsets_of(sizes)
             if not self.gradient:
-                return product(x, w, sizes, scale)[: self.rows]
-            _, back = jax.vjp(lambda x: product(x, w, sizes, scale), x)
+                return product(x, w, offsets, scale)[: self.rows]
+            _, back = jax.vjp(lambda x: product(x, w, offsets, scale), x)
             return back(dy)[0][: self.rows]
 
         def exact(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
@@ -304,7 +398,11 @@ class GroupedShape(NamedTuple):
                 return jnp.where((owner == e)[:, None], y, out)
 
             width = self.inputs if self.gradient else self.outputs
-            return jax.lax.fori_loop(0, self.experts, one, jnp.zeros((self.rows + 5, width)))[: self.rows]
+            y = jax.lax.fori_loop(0, self.experts, one, jnp.zeros((self.rows + 5, width)))[: self.rows]
+            if act is None:
+                return y
+            gate, up = jnp.split(y, 2, axis=-1)
+            return act(gate) * up
 
         prepare = jax.jit(self.prepared)
 
@@ -315,7 +413,175 @@ class GroupedShape(NamedTuple):
         return KernelCheck(kernel, exact, inputs)
 
 
-def _judged(shape: AttentionShape | GroupedShape, args: Row, stage: Stage) -> Row:
+class NormShape(NamedTuple):
+    """Two branches of a layer with their norms, added to `rows` hidden states; and three norms of the sum.
+
+    Attributes:
+        active: Experts of each token, whose outputs the second branch combines; 0: it is an array.
+    """
+
+    rows: int
+    width: int
+    active: int = 0
+
+    @property
+    def text(self) -> str:
+        """The sizes in words."""
+        return f"{self.rows} x {self.width}" + f", {self.active} experts combined" * bool(self.active)
+
+    def check(self, device: Device | None = None) -> KernelCheck:
+        """The kernel beside the plain computation in fp32."""
+        kernel = functools.partial(kernel_residual_norms, eps=1e-6, device=device)
+
+        def exact(*args: Any) -> Any:
+            wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
+            return residual_norms(*jax.tree.map(wide, args), eps=1e-6)
+
+        @jax.jit
+        def prepared(key: Any) -> Any:
+            keys = iter(jax.random.split(key, 13))
+            draw = lambda rows: jax.random.normal(next(keys), (rows, self.width), jnp.bfloat16)
+            hidden: list[Any] = [draw(self.rows) for _ in range(3)]
+            if self.active:
+                routed = (self.rows, self.active)
+                rank = jax.random.permutation(next(keys), self.rows * self.active).reshape(routed)
+                weights = jax.random.uniform(next(keys), routed)
+                hidden[2] = ExpertOutputs(draw(rank.size), rank, weights)
+            factors = [1 + 0.3 * jax.random.normal(next(keys), (self.width,), jnp.bfloat16) for _ in range(6)]
+            scales = jnp.full((1,), 0.7, jnp.bfloat16), jnp.full((1,), 1.9, jnp.bfloat16)
+            choice = jax.random.bernoulli(next(keys), 0.5, (self.rows,))
+            residual = Residual(tuple(hidden[1:]), tuple(factors[:2]), factors[2], scales, choice)
+            return hidden[0], residual, factors[3:]
+
+        def inputs(seed: int) -> tuple[Any, Any]:
+            return (args := prepared(jax.random.key(seed))), args
+
+        return KernelCheck(kernel, exact, inputs)
+
+
+class RoutingShape(NamedTuple):
+    """The choice of `active` of `experts` experts for each of `rows` tokens."""
+
+    rows: int
+    experts: int
+    active: int
+
+    @property
+    def text(self) -> str:
+        """The sizes in words."""
+        return f"{self.rows} tokens, {self.active} of {self.experts} experts"
+
+    def check(self, device: Device | None = None) -> KernelCheck:
+        """The kernel beside the plain computation: the weight of every expert, 0 for one that is not chosen."""
+
+        def spread(choose: Callable[..., Any]) -> Callable[..., Any]:
+            def weights(logits: Any, factors: Any) -> Any:
+                ids, weights = choose(logits, factors, self.active)
+                return jnp.zeros_like(logits).at[jnp.arange(self.rows)[:, None], ids].set(weights)
+
+            return weights
+
+        def inputs(seed: int) -> tuple[Any, Any]:
+            keys = jax.random.split(jax.random.key(seed))
+            logits = jnp.round(2 * jax.random.normal(keys[0], (self.rows, self.experts)), 1)  # many are equal
+            args = logits, jax.random.uniform(keys[1], (self.experts,), minval=0.5, maxval=2.0)
+            return args, args
+
+        return KernelCheck(spread(functools.partial(kernel_route, device=device)), spread(route), inputs)
+
+
+class DispatchShape(NamedTuple):
+    """The hidden states [rows, width], dispatched to `active` of `experts` experts each."""
+
+    rows: int
+    width: int
+    experts: int
+    active: int
+
+    @property
+    def text(self) -> str:
+        """The sizes in words."""
+        return f"{self.rows} x {self.width}, {self.active} of {self.experts} experts"
+
+    def check(self, device: Device | None = None) -> KernelCheck:
+        """The kernel beside the plain computation: rows, places and offsets."""
+
+        def one_hot(run: Callable[..., Any]) -> Callable[..., Any]:
+            def found(x: Any, expert: Any) -> Any:
+                rows, rank, offsets = run(x, expert, self.experts)
+                # One-hot, so that the next place is as wrong as any other.
+                places = jnp.concatenate([rank.reshape(-1), offsets[: self.experts + 1]])
+                return rows, jax.nn.one_hot(places, expert.size + 1)
+
+            return found
+
+        def inputs(seed: int) -> tuple[Any, Any]:
+            keys = jax.random.split(jax.random.key(seed))
+            x = jax.random.normal(keys[0], (self.rows, self.width), jnp.bfloat16)
+            # Id E: no expert of this device. Not all experts have rows.
+            expert = jax.random.randint(keys[1], (self.rows, self.active), 0, self.experts + 1, jnp.int32)
+            return (x, expert // 2 * 2), (x, expert // 2 * 2)
+
+        kernel = functools.partial(kernel_dispatch, device=device)
+        return KernelCheck(one_hot(kernel), one_hot(plain_dispatch), inputs)
+
+
+class HeadsShape(NamedTuple):
+    """Head norms, RoPE and the cache write of two rows of `t` tokens, with scales of quantised matrices.
+
+    Attributes:
+        width: Head size.
+        t: Tokens of a row, of which the last two are not written.
+        h, g: Query heads, key heads; with fewer than 4 key heads the keys are the values.
+        s: Slots of a row, a ring.
+    """
+
+    width: int
+    t: int
+    h: int
+    g: int
+    s: int
+
+    @property
+    def text(self) -> str:
+        """The sizes in words."""
+        return f"2 x {self.t} tokens, {self.h}/{self.g} heads of {self.width}, {self.s} slots"
+
+    def check(self, device: Device | None = None) -> KernelCheck:
+        """The kernel beside the plain computation in fp32."""
+        kernel = functools.partial(kernel_norm_rope_write, eps=1e-6, device=device)
+
+        def exact(*args: Any) -> Any:
+            wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
+            return norm_rope_write(*jax.tree.map(wide, args), eps=1e-6)
+
+        @jax.jit
+        def prepared(key: Any) -> Any:
+            keys = iter(jax.random.split(key, 12))
+            normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
+            counts = [self.h, self.g, self.g][: 3 if self.g > 3 else 2]
+            products = [normal(2, self.t, n, self.width) for n in counts]
+            scales = tuple(
+                jax.random.uniform(next(keys), (n, self.width), minval=0.01, maxval=0.1) for n in counts
+            )
+            x = Projections(products[0], products[1], products[2] if len(products) > 2 else None, scales)
+            factors = HeadFactors(1 + 0.3 * normal(self.width), 1 + 0.3 * normal(self.width))
+            angle = jax.random.uniform(next(keys), (2, self.t, 1, self.width // 2), maxval=6.3)
+            kv = normal(2, self.s, self.g, self.width), normal(2, self.s, self.g, self.width)
+            column = jnp.arange(self.t)
+            slots = jnp.where(column < self.t - 2, (column + self.s - 3) % self.s, self.s + column)
+            return x, factors, (jnp.cos(angle), jnp.sin(angle)), kv, jnp.tile(slots, (2, 1))
+
+        def inputs(seed: int) -> tuple[Any, Any]:
+            return (args := prepared(jax.random.key(seed))), args
+
+        return KernelCheck(kernel, exact, inputs)
+
+
+Shape = AttentionShape | GroupedShape | NormShape | RoutingShape | DispatchShape | HeadsShape
+
+
+def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
     """Runs a check.
 
     Returns:

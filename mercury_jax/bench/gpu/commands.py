@@ -17,9 +17,12 @@ from mercury_jax.config import refuse
 
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
 BF16, FP16, INT8, FP8 = "bfloat16", "float16", "int8", "float8_e4m3fn"
-HOPPER = "sm_90a"  # as in `kernels.device`, which would import JAX
+HOPPER, BLACKWELL, TPU = "sm_90a", "sm_100a", "tpu"  # as in `kernels.device`, which would import JAX
 KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
 WIDTHS = (64, 128, 256, 512)  # head sizes
+NORMS = ((3, 256), (256, 2816), (1024, 4096))  # rows and widths of hidden states
+# Head size, tokens, query heads, key heads, slots: layers of DiffusionGemma, and tokens that are no whole tile.
+HEADS = ((256, 256, 16, 8, 2048), (512, 256, 16, 2, 512), (256, 37, 12, 4, 64))
 EXPERTS = {"up": (2816, 1408), "down": (704, 2816)}  # of DiffusionGemma: [inputs, outputs] of a matrix
 GEMMA, MODEL_100M = "diffusiongemma-26b-a4b", "mercury-100m"
 # By default XLA's command buffers leave loops out; with these flags the bodies of loops become CUDA graphs too.
@@ -29,6 +32,7 @@ GRAPHS = (
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
 )
 OFF = ("MERCURY_KERNELS", "0")
+PLAIN = "kernels off"  # in the name of a case with OFF
 
 # Calls of attention that `speed` times: heads of DiffusionGemma's local and global layers, and of LLaDA.
 _LOCAL, _GLOBAL, _LLADA = dict(h=16, g=8, width=256), dict(h=16, g=2, width=512), dict(h=32, g=8, width=128)
@@ -38,10 +42,13 @@ SHAPES = [
     dict(b=1, t=32, s=1024) | _LLADA, dict(b=1, t=32, s=8192) | _LLADA,
     dict(b=8, t=256, s=1024) | _LOCAL, dict(b=8, t=32, s=1024) | _LLADA,
     dict(b=1, t=256, s=1024, h=12, g=4, width=64), dict(b=1, t=4096, s=4096) | _LLADA | {"causal": True},
+    dict(b=8, t=2048, s=2048, h=12, g=4, width=64, causal=True, gradient=True),
+    dict(b=2, t=4096, s=4096) | _LLADA | {"causal": True, "gradient": True},
 ]  # fmt: skip
 SMALL_SHAPES = [
     dict(b=1, t=32, s=320, h=4, g=2, width=64),
     dict(b=1, t=256, s=256, h=4, g=2, width=64, causal=True),
+    dict(b=1, t=256, s=256, h=4, g=2, width=64, causal=True, gradient=True),
 ]
 
 
@@ -196,7 +203,7 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
     """The cases of every kernel form, those that models need first, each from its smallest shape up.
 
     Args:
-        chip: "sm_90a", "sm_100a" or "tpu", as in `kernels.device`; None where no kernel is for this device.
+        chip: The device as in `kernels.device`, such as "sm_90a"; None where no kernel is for it.
         seed: Draws the inputs.
         small: Few small shapes, which the interpreter runs in some seconds each.
 
@@ -207,8 +214,17 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
         tiny = dict(b=1, t=3, h=2, g=1, s=128, r=2)
         kinds = ({"width": 64}, {"width": 64, "int8": True, "page": 128}, {"width": 512})
         found = [_check_case("attention", {"dtype": BF16} | kind | tiny, 60.0) for kind in kinds]
+        short = {"gradient": True} | tiny | {"s": 70}  # a length that is no multiple of a tile
+        found.append(_check_case("attention", {"width": 64, "dtype": BF16} | short, 120.0))
         product = dict(dtype=BF16, rows=90, experts=10, inputs=64, outputs=64)
-        found += [_check_case("grouped", product | more, 60.0) for more in ({}, {"gradient": True})]
+        kinds = ({}, {"gradient": True}, {"dtype": INT8, "outputs": 128, "gated": True})
+        found += [_check_case("grouped", product | kind, 60.0) for kind in kinds]
+        found.append(_check_case("norm", {"rows": 5, "width": 256}, 60.0))
+        found.append(_check_case("norm", {"rows": 5, "width": 256, "active": 3}, 60.0))
+        found.append(_check_case("routing", {"rows": 5, "experts": 128, "active": 3}, 60.0))
+        sizes = {"rows": 16, "width": 256, "experts": 24, "active": 8}
+        found.append(_check_case("dispatch", sizes, 60.0))
+        found.append(_check_case("heads", dict(width=256, t=5, h=2, g=1, s=9), 60.0))
     elif chip is None:
         return []
     else:
@@ -219,11 +235,24 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
             {"softcap": 30.0},
             {"dtype": FP16},
         )
-        found = [*_attention_cases({}), *_grouped_cases({})]
+        found = [*_attention_cases({}), *_grouped_cases({}), *_grouped_cases({"gated": True})]
+        found += [_check_case("norm", {"rows": rows, "width": width}, 25.0) for rows, width in NORMS]
+        found.append(_check_case("norm", {"rows": 256, "width": 2816, "active": 8}, 25.0))
+        experts = [{"rows": 256, "experts": n, "active": 8} for n in (128, 512)]
+        found += [_check_case("routing", sizes, 25.0) for sizes in experts]
+        experts.append({"rows": 32, "experts": 128, "active": 8})  # fewer tokens than experts
+        found += [_check_case("dispatch", sizes | {"width": 2816}, 25.0) for sizes in experts]
+        found += [
+            _check_case("heads", dict(zip(("width", "t", "h", "g", "s"), sizes)), 25.0) for sizes in HEADS
+        ]
         found += [*itertools.chain.from_iterable(map(_attention_cases, later))]
         found += _grouped_cases({"gradient": True})
-        if chip != HOPPER:  # grouped products and paged attention exist for Hopper only
-            found = [c for c in found if c.work == "attention" and not c.args["shape"].get("page")]
+        if chip == HOPPER:
+            found += _training_cases()
+        else:  # the others have attention without pages, the grouped product in Triton, or both
+            attention, grouped = chip in (BLACKWELL, TPU), chip != TPU
+            plain = lambda c: attention and c.work == "attention" and not c.args["shape"].get("page")
+            found = [c for c in found if plain(c) or (grouped and c.work == "grouped")]
     draws = 1 if small else 2
     found = [c._replace(args=c.args | {"seed": seed, "draws": draws}, env=KERNELS) for c in found]
     first = {c.work: c for c in reversed(found)}  # the first case of attention, and of the grouped product
@@ -237,10 +266,12 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
 def _check_case(work: str, shape: dict[str, Any], limit: float) -> GpuCase:
     """A case whose form has the name that `kernels.device` gives to its shape."""
     if work == "attention":
-        kinds = {"int8": "int8", "page": "paged", "softcap": "softcap"}
+        kinds = {"int8": "int8", "page": "paged", "softcap": "softcap", "gradient": "gradient"}
         parts = ["attention", str(shape["width"]), shape["dtype"]]
+    elif work in ("norm", "routing", "dispatch", "heads"):
+        kinds, parts = {}, [work]
     else:
-        kinds, parts = {"gradient": "gradient"}, ["grouped", shape["dtype"]]
+        kinds, parts = {"gated": "gated", "gradient": "gradient"}, ["grouped", shape["dtype"]]
     form = "-".join([*parts, *(name for key, name in kinds.items() if shape.get(key))])
     name = " ".join([form, *(f"{k}={v}" for k, v in shape.items() if k not in ("width", "dtype"))])
     return GpuCase(name, work, {"shape": shape}, limit=limit, form=form)
@@ -266,9 +297,23 @@ def _attention_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
         yield from (_check_case("attention", shape | size, limit) for size in sizes)
 
 
+def _training_cases() -> Iterator[GpuCase]:
+    """The cases of attention with its gradient, for each head size that has one."""
+    for width, softcap in ((64, None), (128, None), (256, None), (64, 30.0), (256, 30.0)):
+        shape = {"width": width, "dtype": BF16, "gradient": True} | ({"softcap": softcap} if softcap else {})
+        sizes = (
+            dict(b=1, t=200, h=4, g=2, s=210, r=1),  # lengths that are no multiple of a tile
+            dict(b=2, t=1000, h=12, g=4, s=1152, r=3),  # gaps, and more tiles than in flight
+        )
+        yield from (_check_case("attention", shape | size, 40.0) for size in sizes)
+
+
 def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
-    """The cases of the grouped product, or of the gradient of its rows, for each dtype of the matrices."""
-    sizes = ((200, 10, (128, 64)), (2048, 128, EXPERTS["down"]), (2048, 128, EXPERTS["up"]))
+    """The cases of the grouped product, of its gated form, or of the gradient of its rows, for each dtype."""
+    # The last has one matrix and the rows of one canvas, the dense products of a quantised model.
+    sizes = (
+        (200, 10, (128, 128)), (2048, 128, EXPERTS["down"]), (2048, 128, EXPERTS["up"]), (256, 1, (2816, 4224))
+    )  # fmt: skip
     for dtype, (rows, experts, (inputs, outputs)) in itertools.product((BF16, INT8, FP8), sizes):
         shape = dict(dtype=dtype, rows=rows, experts=experts, inputs=inputs, outputs=outputs)
         yield _check_case("grouped", shape | kind, limit=30.0)
@@ -277,9 +322,10 @@ def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
 def speed_cases(small: bool = False) -> list[GpuCase]:
     """Attention and grouped products beside cuDNN and XLA; a model with kernels and CUDA graphs on and off."""
     todo: list[tuple[str, dict[str, Any], str]] = []
-    for shape, way in itertools.product(SMALL_SHAPES if small else SHAPES, ("cudnn", "xla", "ours")):
-        if way == "ours" or not shape.get("int8"):  # cuDNN and XLA read no int8 keys
-            todo.append(("attention", shape, way))
+    for shape in SMALL_SHAPES if small else SHAPES:
+        # cuDNN and XLA read no int8 keys; blockwise attention is what training falls back to.
+        others = ("blockwise",) * shape.get("gradient", False) + ("cudnn", "xla") * (not shape.get("int8"))
+        todo += [("attention", shape, way) for way in (*others, "ours")]
     product = (
         dict(rows=90, experts=10, width=64, inner=64)
         if small
@@ -328,8 +374,12 @@ def model_cases(small: bool = False) -> list[GpuCase]:
     for model, rows, row in (("tiny-causal", 2, 128),) if small else trained:
         args = {"model": model, "rows": rows, "row": row, "turns": 1 if small else 5}
         todo.append((f"training {model}, {rows} x {row}", "training", args, 120.0))
+        if model == MODEL_100M:
+            todo.append((f"training {model}, {rows} x {row}, {PLAIN}", "training", args, 120.0))
     least = 10.0 if small else 30.0
     return [
-        GpuCase(case, work, args, limit=limit, least=least, alone=not small)
+        GpuCase(
+            case, work, args, limit=limit, least=least, alone=not small, env=(OFF,) if PLAIN in case else ()
+        )
         for case, work, args, limit in [*todo, *slices[1:]]
     ]

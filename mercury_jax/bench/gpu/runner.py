@@ -38,7 +38,8 @@ Work = Callable[[dict[str, Any], Stage], Iterator[Row]]
 WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.runner")
 # Name of the work, and of the function that does it -> module of this package, imported when it is needed.
 WORK = {
-    "about": "check", "roofline": "check", "attention": "check", "grouped": "check", "sanitizer": "check",
+    "about": "check", "roofline": "check", "attention": "check", "grouped": "check", "norm": "check",
+    "routing": "check", "dispatch": "check", "heads": "check", "sanitizer": "check",
     "time_attention": "speed", "time_grouped": "speed",
     "decoding": "model", "slice_logits": "model", "training": "model", "transformers": "model",
 }  # fmt: skip

@@ -20,7 +20,7 @@ from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention_inputs import AttentionResult, quantise_int8
-from mercury_jax.kernels.grouped_matmul import tile_rows
+from mercury_jax.kernels.grouped_matmul import offsets_of, tile_rows
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -29,25 +29,25 @@ SETS, CALLS, REPEATS = 6, 18, 7
 
 
 def time_attention(args: Row, stage: Stage) -> Iterator[Row]:
-    """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla".
+    """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn", "xla" or "blockwise".
 
     Args:
-        args: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
+        args: `shape` (b, t, s, h, g, width, causal, int8, gradient) and `way`, the implementation. With `gradient`
+            t equals s, and a call is a forward and a backward pass, which chains the gradient of the queries.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds`, or with `left_out` or `refused`, the reason why there are none.
     """
     way, shape = args["way"], args["shape"]
-    causal, int8 = shape.get("causal", False), shape.get("int8", False)
+    causal, int8, gradient = (shape.get(name, False) for name in ("causal", "int8", "gradient"))
     b, t, s, h, g, width = (shape[name] for name in ("b", "t", "s", "h", "g", "width"))
     row: Row = {"shape": shape, "way": way, "dtype": "bfloat16"}
     if way == "ours":
         q = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
         k = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
-        row |= _computed_by(
-            kernel_device.attention_form(q, jax.eval_shape(quantise_int8, k) if int8 else k, None)
-        )
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
+        row |= _computed_by(kernel_device.attention_form(q, keys, None, gradient=gradient))
         if "left_out" in row:
             yield row
             return
@@ -66,10 +66,19 @@ def time_attention(args: Row, stage: Stage) -> Iterator[Row]:
     seen[:, :, 0, 1] = s - t + 1 + np.arange(t) if causal else s
     seen_on_device = jnp.asarray(seen)
 
+    def forward(q: jax.Array, k: Any, v: Any) -> AttentionResult:
+        if way in ("ours", "blockwise"):
+            backend = None if way == "ours" else way
+            return attend(q, k, v, seen_on_device, cached=not gradient, backend=backend)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=way)
+
     def call(q: jax.Array, kv: Any) -> AttentionResult:
-        if way == "ours":
-            return attend(q, kv[0], kv[1], seen_on_device, cached=True)
-        return jax.nn.dot_product_attention(q, kv[0], kv[1], is_causal=causal, implementation=way)
+        if not gradient:
+            return forward(q, *kv)
+        out, back = jax.vjp(forward, q, *kv)
+        dq, dk, dv = back(out)
+        # XLA would leave out the gradients of keys and values if nothing read them.
+        return dq + (dk + dv).repeat(h // g, axis=2)
 
     stage("compiling, then timing")
     try:
@@ -83,7 +92,10 @@ def time_attention(args: Row, stage: Stage) -> Iterator[Row]:
         return
     visible = float((seen[..., 1] - seen[..., 0]).sum())
     moved = 2 * b * s * g * (width + 4 if int8 else 2 * width) + 4 * b * t * h * width
-    yield row | seconds | {"bytes": moved, "flops": 4.0 * visible * h * width, "sets": sets}
+    # A backward pass reads what the forward pass reads and writes, and has five products where that has two.
+    products = 7.0 if gradient else 2.0
+    flops = 2.0 * products * visible * h * width
+    yield row | seconds | {"bytes": 3 * moved if gradient else moved, "flops": flops, "sets": sets}
 
 
 def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
@@ -124,11 +136,11 @@ def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
         return x, *matrices
 
     x, up, down = drawn(jax.random.key(0))
-    act, tile = functools.partial(jax.nn.gelu, approximate=True), tile_rows(rows, experts)
+    act, tile = jax.nn.gelu, tile_rows(rows, experts)
     run = {"ours": moe.grouped_or_tiled, "tiles": moe.tiled, "ragged_dot": moe.ragged}[way]
-    count = jnp.asarray(sizes, jnp.int32)
+    offsets = offsets_of(sizes)
     stage("compiling, then timing")
-    seconds = _chained(lambda x, ws: run(act, x, count, *ws, tile=tile), x, [(up, down)])
+    seconds = _chained(lambda x, ws: run(act, x, offsets, *ws, tile=tile), x, [(up, down)])
     touched, item = int((sizes > 0).sum()), 1 if int8 else 2
     moved = touched * 3 * width * inner * item + rows * (2 * width + 3 * inner) * 2
     row |= {"experts_touched": touched, "largest": int(sizes.max()), "bytes": moved}

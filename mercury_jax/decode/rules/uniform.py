@@ -41,14 +41,13 @@ def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1
     Returns:
         The proposal, and the unchanged memory.
     """
-    # Sort by entropy, with positions that are not open last. A position fits if the entropies before it sum to at most
-    # gamma. `order` maps a rank to its position, so the result is scattered back through it. All [L].
-    entropy = jnp.where(view.masked, view.stats.entropy, jnp.inf)
-    order = jnp.argsort(entropy, stable=True)
-    ordered = jnp.where(jnp.isfinite(entropy), entropy, 0.0)[order]
-    fits = jnp.cumsum(ordered) - ordered <= gamma
-    which = jnp.zeros_like(fits).at[order].set(fits) & view.masked
-    proposal = accept(view, which)
+    # A position fits if the open positions of lower entropy sum to at most gamma; of equal entropies the first position
+    # counts as lower. Comparing all pairs [L, L] is one kernel, where a sort, its cumulative sum and its inverse are
+    # several.
+    entropy, at = view.stats.entropy, jnp.arange(view.masked.shape[0])  # [L]
+    lower = (entropy < entropy[:, None]) | ((entropy == entropy[:, None]) & (at < at[:, None]))
+    summed = jnp.where(lower & view.masked, entropy, 0.0).sum(axis=-1)
+    proposal = accept(view, view.masked & (summed <= gamma))
     argmax = jnp.where(view.editable, view.stats.argmax, view.canvas)
     return proposal._replace(answer=jnp.where(is_uniform(view), argmax, proposal.answer)), memory
 

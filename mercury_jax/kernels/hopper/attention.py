@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,12 +16,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mercury_jax.kernels import tiling
-from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Fp8Vectors, Int8Vectors
 from mercury_jax.kernels.hopper import head_dim_512
+from mercury_jax.kernels.hopper.split_merge import merge_barrier, parts_of, store_result
 from mercury_jax.kernels.hopper.tile_loop import (
     ALIGN,
     FLOOR,
     INT8_STAGES,
+    RANGES,
     ROWS,
     SMEM_BYTES,
     AttentionConfig,
@@ -34,17 +35,23 @@ from mercury_jax.kernels.hopper.tile_loop import (
     across_columns,
     clear_values,
     full,
+    heads_of,
     is_covered,
     is_unmasked,
     key_tiles,
     launch,
     mask_scores,
     produce,
+    product,
     scaled_scores,
     swizzled_tile,
 )
 
 PROCESSORS = 132  # of an H100 and an H200
+SPLITS = (
+    8  # of the keys, at most: programs of a cluster, which run at the same time on neighbouring processors
+)
+CLUSTERED = 128  # processors in use if programs run in clusters, which take a divisor of 16 neighbours
 KEYS = {64: 128, 128: 128, 256: 64, 512: head_dim_512.KEYS}  # head size: keys of a tile, as registers allow
 
 
@@ -58,6 +65,8 @@ def refuses(call: AttentionCall) -> str | None:
         The reason in words; None: it takes the call.
     """
     q, k = call.q, call.k
+    if isinstance(k, Fp8Vectors) or isinstance(call.v, Fp8Vectors):
+        return "keys and values are fp8, which it does not read; it reads int8"
     if isinstance(k, Int8Vectors) != isinstance(call.v, Int8Vectors):
         return "of keys and values one is int8 and the other is not"
     dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k, call.v) if not isinstance(x, Int8Vectors)]
@@ -68,8 +77,8 @@ def refuses(call: AttentionCall) -> str | None:
         return f"head size {width} is not one of {', '.join(map(str, KEYS))}"
     if width > 256 and isinstance(k, Int8Vectors):
         return f"of head size {width} the keys are int8; there is no shared memory left to widen them in"
-    if ranges > 3:
-        return f"{ranges} ranges a row; registers suffice for 3"
+    if ranges > RANGES:
+        return f"{ranges} ranges a row; shared memory is reserved for {RANGES}"
     if heads % groups:
         return f"{heads} heads are no multiple of {groups} key heads"
     if call.pages is not None and k.shape[1] % KEYS[width]:
@@ -77,7 +86,7 @@ def refuses(call: AttentionCall) -> str | None:
     return None if call.scale > 0 else f"scale {call.scale} is not above 0"
 
 
-def run(call: AttentionCall) -> AttentionResult:
+def run(call: AttentionCall, listed: bool = False) -> AttentionResult:
     """Attention by this kernel, without a gradient.
 
     Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
@@ -85,21 +94,24 @@ def run(call: AttentionCall) -> AttentionResult:
 
     Args:
         call: A call that `refuses` takes; with pages it reads them in place.
+        listed: Whether each program visits only the key tiles with a key that one of its rows attends to, as long
+            sequences of several documents need, and not all between the first and the last of them. All keys and
+            values must then be finite. Head sizes up to 256, without pages.
 
     Returns:
         As `attend`.
     """
-    c, width, dtype = config_of(call), call.q.shape[-1], call.q.dtype
+    c, width, dtype = config_of(call, listed), call.q.shape[-1], call.q.dtype
     scratch = _shared_memory_512(c, width, dtype) if c.wide else _shared_memory(c, width, dtype)
-    # For head size 512 the output is always fp32: writing 16 bits in whole lines would spill registers.
-    return launch(c, call, _program, [scratch], jnp.float32 if c.wide or c.splits > 1 else dtype)
+    return launch(c, call, _program, [scratch], dtype)
 
 
-def config_of(call: AttentionCall) -> AttentionConfig:
+def config_of(call: AttentionCall, listed: bool = False) -> AttentionConfig:
     """Chooses the tiles of a call: as many in flight as shared memory holds, and splits that fill the GPU.
 
     Args:
         call: Reads shapes and dtypes.
+        listed: As in `run`; the keys are then not split.
 
     Returns:
         The static configuration of the kernel.
@@ -107,21 +119,31 @@ def config_of(call: AttentionCall) -> AttentionConfig:
     (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
     ranges, int8, wide = call.ranges.shape[2], isinstance(call.k, Int8Vectors), width > 256
     keys = KEYS[width]
-    # A producer that dequantises int8 needs more registers than two computing warpgroups could leave.
-    workers = 2 if wide else 1 if call.group_rows <= ROWS or int8 else 2
+    align = keys if listed else ALIGN
+    slots = max(slots + -slots % align, keys) if call.pages is None else call.pages.shape[1] * slots
+    steps = -(-slots // keys)
+    programs = lambda rows: batch * groups * -(-call.group_rows // rows)
+    # A producer that dequantises int8 needs more registers than two computing warpgroups could leave. With few rows
+    # twice as many programs of half the rows keep more processors busy. With many ranges of wide heads, two would
+    # spill registers.
+    few = programs(2 * ROWS) * min(SPLITS, steps) * 2 <= PROCESSORS
+    spills = width == 256 and ranges > 3
+    workers = 2 if wide or listed else 1 if call.group_rows <= ROWS or int8 or few or spills else 2
     rows = ROWS if wide else workers * ROWS
-    line, edge = 2 * width, 8 * ranges  # bytes of a row of queries or keys, and of its ranges
-    free = SMEM_BYTES - workers * ROWS * (line + edge) - (INT8_STAGES * keys * (line + 8) if int8 else 0)
-    slots = max(slots + -slots % ALIGN, keys) if call.pages is None else call.pages.shape[1] * slots
-    programs = batch * groups * -(-call.group_rows // rows)
+    line = 2 * width  # bytes of a row of queries or keys
+    gaps = -(-workers * ROWS * 8 * (ranges + 1) // 1024) * 1024  # Mosaic aligns to 1,024 bytes
+    free = SMEM_BYTES - workers * ROWS * line - gaps - (INT8_STAGES * keys * (line + 8) if int8 else 0)
+    heads = heads_of(call.q.shape[2], call.k.shape[2])
     return AttentionConfig(
         rows=rows,
         workers=workers,
         keys=keys,
         stages=head_dim_512.STAGES if wide else min(4, free // (2 * keys * line)),
-        splits=tiling.choose_splits(programs, -(-slots // keys), PROCESSORS),
+        splits=1 if listed else _splits(programs(rows), steps),
         slots=slots,
         groups=groups,
+        heads=heads,
+        block=ROWS // heads,
         ranges=ranges,
         scale=call.scale,
         softcap=call.softcap,
@@ -129,7 +151,18 @@ def config_of(call: AttentionCall) -> AttentionConfig:
         interpreted=call.device is not None and call.device.interpret is not None,
         wide=wide,
         paged=call.pages is not None,
+        listed=listed,
+        clustered=True,
     )
+
+
+def _splits(programs: int, steps: int) -> int:
+    """The number of programs of a cluster: a power of two, so that clusters fill the processors that are neighbours."""
+    count = tiling.choose_splits(programs, steps, PROCESSORS)
+    if count == 1:
+        return 1
+    count = tiling.choose_splits(programs, steps, min(CLUSTERED, PROCESSORS), SPLITS)
+    return 1 << (count.bit_length() - 1)
 
 
 def _shared_memory(c: AttentionConfig, width: int, dtype: DTypeLike) -> SharedMemory:
@@ -140,14 +173,15 @@ def _shared_memory(c: AttentionConfig, width: int, dtype: DTypeLike) -> SharedMe
     read = plgpu.Barrier(num_arrivals=c.workers, num_barriers=c.stages)
     memory = SharedMemory(
         q=swizzled_tile(c.workers, ROWS, width, dtype=dtype),
-        edges=plgpu.SMEM((c.workers, 2 * c.ranges, ROWS), jnp.int32),
+        gaps=plgpu.SMEM((c.workers, 2 * c.ranges + 2, ROWS), jnp.int32),
         k=tiles,
         v=tiles,
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=c.workers),  # queries and their ranges
+        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=c.workers),  # queries and their gaps
         k_full=loaded,
         v_full=loaded,
         k_free=read,
         v_free=read,
+        merged=merge_barrier(c),
         cleared=plgpu.Barrier(num_arrivals=c.workers, num_barriers=1),
     )
     if not c.int8:
@@ -163,16 +197,17 @@ def _shared_memory_512(c: AttentionConfig, width: int, dtype: DTypeLike) -> Shar
     half, depth = head_dim_512.HALF, head_dim_512.DEPTH
     return SharedMemory(
         q=swizzled_tile(width // depth, ROWS, depth, dtype=dtype),
-        edges=plgpu.SMEM((1, 2 * c.ranges, ROWS), jnp.int32),
+        gaps=plgpu.SMEM((1, 2 * c.ranges + 2, ROWS), jnp.int32),
         k=swizzled_tile(c.stages, 2, half, depth, dtype=dtype),
         v=swizzled_tile(c.stages, half, head_dim_512.SPAN, dtype=dtype),
         q_full=plgpu.Barrier(
             num_arrivals=width // depth + 1, num_barriers=1
-        ),  # pieces of queries, their ranges
+        ),  # pieces of queries, their gaps
         k_full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),  # both halves of the keys
         v_full=plgpu.Barrier(num_barriers=c.stages),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
         v_free=plgpu.Barrier(num_barriers=c.stages),  # one warpgroup reads it
+        merged=merge_barrier(c),
         weights=swizzled_tile(2, ROWS, half, dtype=dtype),
         exchange=plgpu.SMEM((2, ROWS), jnp.float32),
         exchanged=plgpu.Barrier(num_arrivals=2, num_barriers=1),
@@ -185,7 +220,7 @@ def _shared_memory_512(c: AttentionConfig, width: int, dtype: DTypeLike) -> Shar
 
 def _program(c: AttentionConfig, inputs: int, *refs: Ref) -> None:
     """One program of the grid; `refs` are those of `tile_loop.launch`, the scratch is `SharedMemory`."""
-    (q, edges, bounds, *sources), (out, lse, s) = refs[:inputs], refs[inputs:]
+    (q, gaps, bounds, *sources), (out, lse, s) = refs[:inputs], refs[inputs:]
     warpgroup, tiles = jax.lax.axis_index("warpgroup"), key_tiles(c, bounds)
     # Registers per thread; together all that there are.
     compute_registers, producer_registers = (240, 24) if c.wide else (232, 40)
@@ -193,7 +228,7 @@ def _program(c: AttentionConfig, inputs: int, *refs: Ref) -> None:
     def compute(worker: Value) -> None:
         if c.workers == 2:  # takes registers that the producer releases
             plgpu.set_max_registers(compute_registers, action="increase")
-        (head_dim_512.compute if c.wide else _compute)(c, s, tiles, worker, q, edges, out, lse)
+        (head_dim_512.compute if c.wide else _compute)(c, s, tiles, worker, q, gaps, out, lse)
 
     def load() -> None:
         if c.workers == 2:
@@ -212,35 +247,30 @@ def _compute(
     tiles: KeyTiles,
     worker: Value,
     q: Ref,
-    edges: Ref,
+    gaps: Ref,
     out: Ref,
     lse: Ref,
 ) -> None:
     """All steps of one computing warpgroup, and the store of its result."""
-    pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
-    rows = pl.ds((tile * c.workers + worker) * ROWS, ROWS)
-    # 1. Its queries [64, K] and their ranges [2 R, 64] into shared memory: two copies, two arrivals.
+    pair, tile = jax.lax.axis_index("pair"), jax.lax.axis_index("tile")
+    first = (tile * c.workers + worker) * ROWS
+    rows = pl.ds(first, ROWS)
+    # 1. Its queries [64, K] and their gaps [2 R + 2, 64] into shared memory: two copies, two arrivals.
     plgpu.copy_gmem_to_smem(q.at[pair, rows], s.q.at[worker], s.q_full.at[worker])
-    plgpu.copy_gmem_to_smem(edges.at[tiles.batch, :, rows], s.edges.at[worker], s.q_full.at[worker])
+    plgpu.copy_gmem_to_smem(gaps.at[tiles.batch, :, rows], s.gaps.at[worker], s.q_full.at[worker])
     plgpu.barrier_wait(s.q_full.at[worker])
     # 2. The loop over key tiles; sums [64, K], maxima and totals [64] stay in registers.
     start = OnlineSoftmax(full(0.0, (ROWS, q.shape[-1])), full(FLOOR, (ROWS,)), full(0.0, (ROWS,)))
     step = functools.partial(_step, c, s, tiles, worker)
     end = OnlineSoftmax(*jax.lax.fori_loop(0, tiles.steps, step, tuple(start)))
-    # 3. The result. fp32 goes to memory directly from registers, 16 bits through shared memory in whole lines: four
-    # threads hold 8 numbers of a row, which are 32 bytes in fp32, the least that memory moves, but 16 in bf16.
+    # 3. The result, by way of the shared memory of the queries, which are not read any more.
     safe = jnp.where(end.total > 0, end.total, 1.0)
     result = end.sum * across_columns(1.0 / safe, end.sum)
-    to = out.at[split, pair, rows]
-    if to.dtype == jnp.float32:
-        to[...] = result
-    else:
-        staging = s.q.at[worker]  # the queries are not read any more
-        staging[...] = result.astype(staging.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, to)
-        plgpu.wait_smem_to_gmem(0)
-    lse[split, pair, rows] = jnp.where(end.total > 0, end.peak * math.log(2) + jnp.log(safe), -jnp.inf)
+    staging = s.q.at[worker]
+    staging[...] = result.astype(staging.dtype)
+    nats = jnp.where(end.total > 0, end.peak * math.log(2) + jnp.log(safe), -jnp.inf)
+    merged = None if s.merged is None else s.merged.at[worker]
+    store_result(c, tiles, first, parts_of(c, staging, 0), nats, merged, s.gaps.at[worker, 0], out, lse)
 
 
 def _step(
@@ -248,13 +278,13 @@ def _step(
 ) -> tuple[Value, ...]:
     """Adds the key tile of step i to the softmax."""
     state, slot = OnlineSoftmax(*carry), jax.lax.rem(i, jnp.int32(c.stages))
-    # 1. Scores [64, keys]. The product is complete when `_scores` returns, so the keys may be overwritten.
+    # 1. Scores [64, keys]. The product is complete when `product` returns, so the keys may be overwritten.
     plgpu.barrier_wait(s.k_full.at[slot])
-    scores = _scores(c, s.q.at[worker], s.k.at[slot])
+    scores = product(c, s.q.at[worker], s.k.at[slot])
     plgpu.barrier_arrive(s.k_free.at[slot])
     scores, unit = scaled_scores(c, scores)
     begin, unmasked = tiles.start(c, i), is_unmasked(c, tiles, i)
-    mask = functools.partial(mask_scores, s.edges.at[worker], begin, (tiles.first + i) * c.keys)
+    mask = functools.partial(mask_scores, s.gaps.at[worker], begin, tiles.index(i) * c.keys)
     scores = jax.lax.cond(unmasked, lambda x: x, mask, scores)
     # 2. Weights relative to the new maximum; what was summed before shrinks to it.
     peak = jnp.maximum(state.peak, scores.max(axis=1) * unit)
@@ -263,7 +293,8 @@ def _step(
     total = state.total * shrink + weights.sum(axis=1)
     # 3. Sums [64, K] += weights [64, keys] v [keys, K], with the weights in registers.
     plgpu.barrier_wait(s.v_full.at[slot])
-    pl.when(jnp.logical_not(unmasked))(lambda: _clear(c, s, tiles, worker, slot, begin))
+    if not c.listed:  # there all values are finite
+        pl.when(jnp.logical_not(unmasked))(lambda: _clear(c, s, tiles, worker, slot, begin))
     sums = state.sum * across_columns(shrink, state.sum)
     weights, v = weights.astype(s.v.dtype), s.v.at[slot]
     if c.interpreted:  # the interpreter has no wgmma with an operand in registers
@@ -285,15 +316,3 @@ def _clear(
         # Neither warpgroup multiplies before the tile is clear. Both come here: the condition is that of the tile.
         plgpu.barrier_arrive(s.cleared.at[0])
         plgpu.barrier_wait(s.cleared.at[0])
-
-
-def _scores(c: AttentionConfig, q: Ref, k: Ref) -> Value:
-    """q k^T in fp32."""
-    if c.interpreted:  # the interpreter has no wgmma with a transposed operand
-        return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
-
-    def multiply(acc: Any) -> Value:
-        plgpu.wgmma(acc, q, k.transpose((1, 0)))
-        return acc[...]  # waits for the product
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, c.keys), jnp.float32))

@@ -18,6 +18,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from mercury_jax.kernels.hopper.split_merge import parts_of, store_result
 from mercury_jax.kernels.hopper.tile_loop import (
     FLOOR,
     PER_ROW,
@@ -106,7 +107,7 @@ def compute(
     tiles: KeyTiles,
     worker: Value,
     q: Ref,
-    edges: Ref,
+    gaps: Ref,
     out: Ref,
     lse: Ref,
 ) -> None:
@@ -118,11 +119,11 @@ def compute(
         tiles: The program's key tiles.
         worker: 0 or 1.
         q: Queries [P, M, K].
-        edges: Their ranges [B, E, M].
-        out: Output [splits, P, M, K] in fp32.
-        lse: Log-sum-exp [splits, P, M].
+        gaps: Their gaps [B, E, M].
+        out: Output [1, B, T, H, K].
+        lse: Log-sum-exp [1, P, M].
     """
-    pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
+    pair, tile = jax.lax.axis_index("pair"), jax.lax.axis_index("tile")
     rows, spans = pl.ds(tile * ROWS, ROWS), q.shape[-1] // 2 // SPAN
 
     @pl.when(worker == 0)
@@ -130,7 +131,7 @@ def compute(
         for n in range(s.q.shape[0]):
             piece = q.at[pair, rows, pl.ds(n * DEPTH, DEPTH)]
             plgpu.copy_gmem_to_smem(piece, s.q.at[n], s.q_full.at[0])
-        plgpu.copy_gmem_to_smem(edges.at[tiles.batch, :, rows], s.edges.at[0], s.q_full.at[0])
+        plgpu.copy_gmem_to_smem(gaps.at[tiles.batch, :, rows], s.gaps.at[0], s.q_full.at[0])
 
     plgpu.barrier_wait(s.q_full.at[0])
     # This warpgroup's columns of the sums, in arrays [64, SPAN]; then maxima and totals [64].
@@ -140,13 +141,15 @@ def compute(
     *sums, peak, total = jax.lax.fori_loop(0, tiles.steps, step, start)
     total = total + _exchange(s, worker, total)  # each has summed the weights of its half of the keys
     safe = jnp.where(total > 0, total, 1.0)
+    # The result, by way of the values that this warpgroup alone has read, which are 64 x SPAN each as well.
+    parts = []
     for n, x in enumerate(sums):
-        columns = pl.ds((worker * spans + n) * SPAN, SPAN)
-        out[split, pair, rows, columns] = x * across_columns(1.0 / safe, x)
-
-    @pl.when(worker == 0)
-    def _() -> None:
-        lse[split, pair, rows] = jnp.where(total > 0, peak * math.log(2) + jnp.log(safe), -jnp.inf)
+        staging, column = s.v.at[2 * n + worker], (worker * spans + n) * SPAN
+        staging[...] = (x * across_columns(1.0 / safe, x)).astype(staging.dtype)
+        parts += parts_of(c, staging, column)
+    nats = jnp.where(total > 0, peak * math.log(2) + jnp.log(safe), -jnp.inf)
+    merged = None if s.merged is None else s.merged.at[worker]
+    store_result(c, tiles, tile * ROWS, parts, nats, merged, s.gaps.at[0, worker], out, lse)
 
 
 def _step(
@@ -157,7 +160,7 @@ def _step(
     # 1. Scores of this half of the keys [64, HALF].
     scores, unit = scaled_scores(c, _scores(s, worker))
     begin, unmasked = tiles.start(c, i) + worker * HALF, is_unmasked(c, tiles, i)
-    mask = functools.partial(mask_scores, s.edges.at[0], begin, (tiles.first + i) * c.keys)
+    mask = functools.partial(mask_scores, s.gaps.at[0], begin, (tiles.first + i) * c.keys)
     scores = jax.lax.cond(unmasked, lambda x: x, mask, scores)
     # 2. Both warpgroups agree on the maximum of each row over both halves, because they share the sums.
     own = scores.max(axis=1) * unit

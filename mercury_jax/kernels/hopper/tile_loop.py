@@ -29,6 +29,7 @@ from mercury_jax.kernels import tiling
 from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 
 ROWS = 64  # of one warpgroup's wgmma
+RANGES = 6  # of a query, at most; their gaps are in shared memory
 ALIGN = 8  # slots of a tile in shared memory: TMA copies whole tiles
 SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a program, without barriers and alignment
 FLOOR = -1e30  # initial maximum of the scores; finite, so that rows without keys have no inf - inf
@@ -52,6 +53,8 @@ class AttentionConfig(NamedTuple):
     splits: int  # of the keys
     slots: int  # of the keys that are read, a multiple of ALIGN and at least `keys`
     groups: int  # key heads
+    heads: int  # query heads of a key head in a tile, from `heads_of`
+    block: int  # queries of each head whose rows follow each other in a tile
     ranges: int
     scale: float
     softcap: float | None
@@ -59,13 +62,15 @@ class AttentionConfig(NamedTuple):
     interpreted: bool
     wide: bool = False  # head size 512: both warpgroups share 64 rows, each with half of the columns
     paged: bool = False  # a table gives the place of each tile of keys in a pool that all rows share
+    listed: bool = False  # a table lists the key tiles of each program; `slots` is a multiple of `keys`
+    clustered: bool = False  # the programs of the splits run side by side and merge their results themselves
 
 
 class SharedMemory(NamedTuple):
     """Shared memory and barriers of one program: `full` when data has arrived, `free` when it has been read."""
 
     q: Ref
-    edges: Ref  # ranges of the rows
+    gaps: Ref  # between the key ranges of the rows; in the end their log-sum-exps, for the other splits
     k: Ref
     v: Ref
     q_full: Ref
@@ -73,6 +78,9 @@ class SharedMemory(NamedTuple):
     v_full: Ref
     k_free: Ref
     v_free: Ref
+    merged: Ref = (
+        None  # of each warpgroup: all splits have their result in shared memory; then, have read those
+    )
     cleared: Ref = None  # values without readers are zero
     # Of head size 512: weights of each half of a tile's keys, a number per row that the warpgroups exchange, and the
     # barriers of both.
@@ -84,6 +92,11 @@ class SharedMemory(NamedTuple):
     int8: Ref = None
     scales: Ref = None
     int8_full: Ref = None
+    # Of the backward pass (`gradient`): ranges of the rows, the cotangent of the output, and two numbers of each row.
+    edges: Ref = None
+    d_out: Ref = None
+    stats: Ref = None
+    d_out_full: Ref = None
 
 
 # --- the launch
@@ -136,6 +149,33 @@ def sources_of(c: AttentionConfig, call: AttentionCall) -> tuple[Array, ...]:
     return pad(k.values), pad(v.values), *scales, *starts
 
 
+def heads_of(heads: int, groups: int) -> int:
+    """How many query heads of a key head are in one tile, such that the rows of each are whole tiles of 8 rows.
+
+    Args:
+        heads: H, query heads.
+        groups: G, key heads.
+
+    Returns:
+        H / G if it is 1, 2, 4 or 8; otherwise 1: `launch` then takes the heads of a group for further queries.
+    """
+    return heads // groups if heads // groups in (1, 2, 4, 8) else 1
+
+
+def query_block(heads: int, groups: int) -> int:
+    """How many queries follow each other in the rows that `launch` makes of each head (`tiling.fold_queries`).
+
+    Args:
+        heads: H, query heads.
+        groups: G, key heads.
+
+    Returns:
+        The number; 1 if `launch` takes the heads of a group for further queries.
+    """
+    own = heads_of(heads, groups)
+    return ROWS // own if own * groups == heads else 1
+
+
 def launch(
     c: AttentionConfig,
     call: AttentionCall,
@@ -148,22 +188,32 @@ def launch(
     Args:
         c: Static configuration.
         call: The arguments of attention.
-        program: program(c, number of inputs, *refs); refs are the inputs (queries [P, M, K], their ranges [B, E, M],
-            `tiling.tile_bounds`, then `sources_of`), the outputs, the scratch.
+        program: program(c, number of inputs, *refs); refs are the inputs (queries [P, M, K], their gaps [B, E, M],
+            `tiling.tile_bounds` or `tiling.key_visits`, then `sources_of`), the outputs [N, B, T, H, K] and their
+            log-sum-exps [N, P, M], the scratch. N is 1 if the programs merge their results, otherwise the number of
+            splits.
         scratch: Types of the scratch.
         out_dtype: Of the kernel's output.
 
     Returns:
         As `attend`.
     """
-    batch, queries, heads, _ = call.q.shape
+    batch, queries, heads, width = call.q.shape
+    regrouped = heads != c.groups * c.heads
     # No row attends to the padding behind the last slot.
-    ranges = call.ranges if c.paged else jnp.minimum(call.ranges, call.k.shape[1])
-    edges = tiling.fold_ranges(ranges, heads // c.groups, c.rows)
-    bounds = tiling.tile_bounds(edges, c.rows, c.keys, c.slots)
+    q, ranges = call.q, call.ranges if c.paged else jnp.minimum(call.ranges, call.k.shape[1])
+    if regrouped:
+        q = q.reshape(batch, queries, c.groups, -1, width).swapaxes(2, 3).reshape(batch, -1, c.groups, width)
+        ranges = jnp.repeat(ranges, heads // c.groups, axis=1)
+    count = q.shape[1]  # of queries
+    fold = functools.partial(tiling.fold_ranges, heads=c.heads, rows=c.rows, block=c.block)
+    bound = tiling.key_visits if c.listed else tiling.tile_bounds
+    bounds, gaps = bound(fold(ranges), c.rows, c.keys, c.slots), fold(tiling.gaps(ranges))
     sources = sources_of(c, call)
-    q = tiling.fold_queries(call.q, c.groups, c.rows)
+    q = tiling.fold_queries(q, c.groups, c.rows, c.block)
     pairs, rows, _ = q.shape
+    parts = 1 if c.clustered else c.splits
+    together = c.clustered and c.splits > 1
 
     def attention(*refs: Ref) -> None:  # the kernel's name in a profile
         program(c, 3 + len(sources), *refs)
@@ -171,22 +221,33 @@ def launch(
     outs, lses = plgpu.kernel(
         attention,
         out_type=(
-            jax.ShapeDtypeStruct((c.splits, *q.shape), out_dtype),
-            jax.ShapeDtypeStruct((c.splits, pairs, rows), jnp.float32),
+            jax.ShapeDtypeStruct((parts, batch, rows // c.heads, c.groups * c.heads, width), out_dtype),
+            jax.ShapeDtypeStruct((parts, pairs, rows), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(c.splits, rows // c.rows, pairs),
-        grid_names=("split", "tile", "pair"),
+        grid=(rows // c.rows, pairs) if together else (c.splits, rows // c.rows, pairs),
+        grid_names=("tile", "pair") if together else ("split", "tile", "pair"),
+        cluster=(c.splits,) if together else (),
+        cluster_names=("split",) if together else (),
         num_threads=c.workers + 1,  # the producer
         thread_name="warpgroup",
         interpret=None if call.device is None else call.device.interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(q, edges, bounds, *sources)
-    out, lse = (outs[0], lses[0]) if c.splits == 1 else tiling.merge_splits(outs, lses)
-    out = tiling.unfold_queries(out, batch, queries, heads).astype(call.q.dtype)
-    return (out, tiling.unfold_queries(lse, batch, queries, heads)) if call.residual else out
+    )(q, gaps, bounds, *sources)
+    unfold = functools.partial(
+        tiling.unfold_queries, batch=batch, queries=count, heads=c.groups * c.heads, block=c.block
+    )
+    outs = outs[:, :, :count]
+    out, lse = outs[0], unfold(lses[0])
+    if parts > 1:
+        out, lse = tiling.merge_splits(outs, jnp.stack([unfold(x) for x in lses]))
+    if regrouped:
+        split = lambda x: x.reshape(batch, queries, -1, *x.shape[2:]).swapaxes(2, 3)  # [B, T, G, H / G, ...]
+        out, lse = (split(x).reshape(batch, queries, heads, *x.shape[3:]) for x in (out, lse))
+    out = out.astype(call.q.dtype)
+    return (out, lse) if call.residual else out
 
 
 # --- key tiles
@@ -197,10 +258,24 @@ class KeyTiles(NamedTuple):
 
     batch: Value  # row of the batch
     group: Value  # key head
-    first: Value  # index of the first tile
+    first: Value  # index of the first tile; None with `visits`
     steps: Value  # number of tiles
-    unmasked: Ref  # in memory, because registers are scarce: keys [from, to) that every row attends to
-    hulls: Ref  # in memory: for each range the lowest start and the highest end over the rows
+    # In memory, because registers are scarce: keys [from, to) that every row attends to; for each range the lowest
+    # start and the highest end over the rows. None with `visits`.
+    unmasked: Ref
+    hulls: Ref
+    visits: Ref = None  # in memory: this program's line of `tiling.key_visits`
+
+    def index(self, i: Value) -> Value:
+        """The index of the key tile of a step.
+
+        Args:
+            i: The step.
+
+        Returns:
+            The index.
+        """
+        return self.first + i if self.visits is None else jax.lax.div(self.visits[i + 1], jnp.int32(2))
 
     def start(self, c: AttentionConfig, i: Value) -> Value:
         """The first key loaded at a step: the last tile may not fit, and then starts earlier.
@@ -212,7 +287,7 @@ class KeyTiles(NamedTuple):
         Returns:
             A slot of the row.
         """
-        return jnp.minimum((self.first + i) * c.keys, c.slots - c.keys)
+        return jnp.minimum(self.index(i) * c.keys, c.slots - c.keys)
 
     def place(self, c: AttentionConfig, i: Value, sources: tuple[Ref, ...]) -> tuple[Value, Value]:
         """Where the tile of a step lies in the producer's sources.
@@ -225,7 +300,7 @@ class KeyTiles(NamedTuple):
         Returns:
             (row of the batch, slot).
         """
-        return (0, sources[-1][self.batch, self.first + i]) if c.paged else (self.batch, self.start(c, i))
+        return (0, sources[-1][self.batch, self.index(i)]) if c.paged else (self.batch, self.start(c, i))
 
 
 def key_tiles(c: AttentionConfig, bounds: Ref) -> KeyTiles:
@@ -233,14 +308,17 @@ def key_tiles(c: AttentionConfig, bounds: Ref) -> KeyTiles:
 
     Args:
         c: Static configuration.
-        bounds: From `tiling.tile_bounds`.
+        bounds: From `tiling.tile_bounds`; if `c.listed`, from `tiling.key_visits` (keys are then not split).
 
     Returns:
         The tiles; the last splits may have none.
     """
-    pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
+    pair, tile = (jax.lax.axis_index(name) for name in ("pair", "tile"))
     batch, group = jax.lax.div(pair, jnp.int32(c.groups)), jax.lax.rem(pair, jnp.int32(c.groups))
     own = bounds.at[batch, tile]
+    if c.listed:
+        return KeyTiles(batch, group, None, own[0], None, None, own)
+    split = jax.lax.axis_index("split")
     first, last = own[0], own[1]
     share = jax.lax.div(last - first + (c.splits - 1), jnp.int32(c.splits))
     first = first + split * share
@@ -323,6 +401,30 @@ def _dequantise(
     pl.when(i + INT8_STAGES < tiles.steps)(lambda: _load_int8(c, s, tiles, sources, i + INT8_STAGES))
 
 
+# --- products
+
+
+def product(c: AttentionConfig, left: Ref, right: Ref) -> Value:
+    """Computes left right^T, of two operands in shared memory, and waits for it.
+
+    Args:
+        c: Static configuration.
+        left: 64 vectors.
+        right: Vectors.
+
+    Returns:
+        The products [64, vectors of `right`] in fp32.
+    """
+    if c.interpreted:  # the interpreter has no wgmma with a transposed operand
+        return jnp.dot(left[...], right[...].T, preferred_element_type=jnp.float32)
+
+    def multiply(acc: Any) -> Value:
+        plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        return acc[...]  # waits for the product
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((left.shape[0], right.shape[0]), jnp.float32))
+
+
 # --- softmax
 
 
@@ -389,17 +491,19 @@ def is_unmasked(c: AttentionConfig, tiles: KeyTiles, i: Value) -> Value:
     Returns:
         A boolean; if it holds, the tile needs no mask.
     """
+    if tiles.visits is not None:
+        return jax.lax.rem(tiles.visits[i + 1], jnp.int32(2)) == 0
     begin, own = tiles.start(c, i), (tiles.first + i) * c.keys
     return (begin >= jnp.maximum(tiles.unmasked[0], own)) & (begin + c.keys <= tiles.unmasked[1])
 
 
-def mask_scores(edges: Ref, begin: Value, own: Value, scores: Value, layout: plgpu.Layout = WGMMA) -> Value:
+def mask_scores(gaps: Ref, begin: Value, own: Value, scores: Value, layout: plgpu.Layout = WGMMA) -> Value:
     """Masks keys that a row does not attend to, and keys that the tile before had.
 
-    The ranges are read again each time: few tiles need them, and registers are scarce.
+    The gaps are read again each time: few tiles need them, and registers are scarce.
 
     Args:
-        edges: Ranges of the rows in shared memory [2 R, rows].
+        gaps: `tiling.gaps` of the rows in shared memory [2 R + 2, rows].
         begin: Slot of the first column.
         own: First slot that no tile before had.
         scores: Scores [rows, keys].
@@ -409,12 +513,14 @@ def mask_scores(edges: Ref, begin: Value, own: Value, scores: Value, layout: plg
         The scores, -inf where masked.
     """
     key = begin + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
-    edge = [plgpu.layout_cast(edges[e], layout.reduce(1)) for e in range(edges.shape[0])]
-    mask = [
-        (key >= across_columns(jnp.maximum(start, own), scores)) & (key < across_columns(end, scores))
-        for start, end in zip(edge[::2], edge[1::2], strict=True)
-    ]
-    return jnp.where(functools.reduce(jnp.logical_or, mask), scores, -jnp.inf)
+
+    def mask(r: Value, scores: Value) -> Value:
+        start, end = (plgpu.layout_cast(gaps[2 * r + edge], layout.reduce(1)) for edge in (0, 1))
+        hidden = (key >= across_columns(start, scores)) & (key < across_columns(end, scores))
+        return jnp.where(hidden, -jnp.inf, scores)
+
+    scores = jnp.where(key < own, -jnp.inf, scores)
+    return jax.lax.fori_loop(0, gaps.shape[0] // 2, mask, scores)
 
 
 def is_covered(c: AttentionConfig, tiles: KeyTiles, begin: Value) -> Value:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.config import refuse
@@ -67,6 +68,17 @@ class ChunkedPrefill:
     upto: int
 
 
+def _check_weights(lm: LM) -> None:
+    """Refuses weights of 4 bits on a mesh.
+
+    The engine compiles its programs ahead of time, and JAX's check of the arguments of such a program takes the packed
+    layout of a committed array of 4 bits for another layout (jax 0.10.2).
+    """
+    for x in jax.tree.leaves(lm.params):
+        if x.dtype in (jnp.int4, jnp.float4_e2m1fn) and getattr(x, "committed", False):
+            raise refuse("mesh", f"a mesh of weights in {x.dtype}", "None: 4 bits are served on one device")
+
+
 class Engine:
     """Serves a model that `mj.load` has loaded.
 
@@ -104,6 +116,7 @@ class Engine:
             config = dataclasses.replace(config, passes=1 if jax.default_backend() == "cpu" else 4)
         if config.kv is not None:
             lm = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, config.kv))
+        _check_weights(lm)
         check_memory(lm, config)
         self.lm, self.config = lm, config
         self.buckets = make_buckets(lm, config)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mercury_jax.config import refuse
 from mercury_jax.hub import params
+from mercury_jax.models.weight_quant import stored_bytes
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, make_buckets
 from mercury_jax.serve.engine.request import EngineConfig
 from mercury_jax.types import LM
@@ -199,7 +200,10 @@ def _device_bytes(tree: Any, shardings: Any = None) -> int:
         sharding = sharding or getattr(leaf, "sharding", None)
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        total += math.prod(shape) * (8 if is_key else leaf.dtype.itemsize)
+        packed = jax.default_backend() != "cpu"
+        total += (
+            8 * math.prod(shape) if is_key else stored_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype), packed)
+        )
     return total
 
 

@@ -64,8 +64,8 @@ class EngineConfig:
         rules: Names of the decoding rules that requests may choose, in addition to the model's own rule. None: the
             rules of `sampling_params.DEFAULT_RULES` for the model's noise, and registered rules of the user. Fewer
             rules compile faster.
-        kv: Format of the KV cache: "int8" (a quarter of fp32, half of bf16), "4bit" or "3bit" (half and three
-            eighths of int8). None: the model's dtype.
+        kv: Format of the KV cache: "int8" or "fp8" (a quarter of fp32, half of bf16), "4bit" or "3bit" (half and
+            three eighths of int8). None: the model's dtype.
         memory: Maximum bytes per device for KV cache, prefix cache and activations. None: nine tenths of the free
             memory.
     """
@@ -79,7 +79,7 @@ class EngineConfig:
     max_logprobs: int = 20
     programs: Literal["all", "one"] = "all"
     rules: tuple[str, ...] | None = None
-    kv: Literal["int8", "4bit", "3bit"] | None = None
+    kv: Literal["int8", "fp8", "4bit", "3bit"] | None = None
     memory: int | None = None
 
 

@@ -378,7 +378,12 @@ def test_a_model_on_a_mesh_answers_as_on_one_device():
 
 
 @pytest.mark.parametrize(
-    "kv, size, error", [("int8", 0.4, 0.1), pytest.param("4bit", 0.2, 0.5, marks=pytest.mark.slow)]
+    "kv, size, error",
+    [
+        ("int8", 0.4, 0.1),
+        pytest.param("fp8", 0.4, 0.3, marks=pytest.mark.slow),
+        pytest.param("4bit", 0.2, 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_a_quantised_kv_cache_is_smaller_and_nearly_exact(engine, kv, size, error):
     small = Engine(tiny(), dataclasses.replace(SMALL, rules=RULES, kv=kv))

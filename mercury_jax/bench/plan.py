@@ -1,0 +1,373 @@
+"""`mercury bench compile plan`: model x chip x precision x context, which machine runs which model and how fast.
+
+`grid` makes the requests of a plan, and `plan` compiles them one after the other, each in a process of its own
+(`compile.compile_for`). Every cell becomes a record, whatever happens to it: compiled, too large, refused or failed.
+Records are appended to a file as they are made, and a plan that was stopped continues from its file: `build_of` says
+which records still hold. `cell_text`, `reason` and `markdown` write a record and a table for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mercury_jax.bench import abstract_params, chips, compile as compiling
+from mercury_jax.bench.abstract_params import ModelSource
+from mercury_jax.bench.compile import CompileRequest
+from mercury_jax.config import at_least, refuse
+from mercury_jax.models.weight_quant import WEIGHT_KINDS
+
+MODELS = ("diffusiongemma-26b-a4b", "llada-8b", "dream-7b", "sdar-30b-a3b", "llada2-mini", "mercury-1b")
+CHIPS = ("t4", "l4", "a100", "rtx5090", "h100", "h200", "b200", "v5e-1", "v6e-1")
+QUANTISE, CONTEXT = "int8", 4096
+NONE = "none"  # matrices as the model stores them
+
+ROOT = Path(__file__).parents[1]
+# Folders whose files change no compiled program of `sample()`.
+UNUSED = {"assets", "cli", "evaluate", "rl", "serve", "tasks", "train"}
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12")
+# What a record keeps of that of `compile_program`.
+KEPT = (
+    "model", "for", "chip", "devices", "mesh", "dtype", "quantise", "context", "batch", "jax", "memory", "fits",
+    "weight_bytes", "bytes_per_device", "argument_bytes", "temp_bytes", "flops", "roofline", "bytes_per_pass",
+    "bytes_read_per_pass", "kernels_per_pass", "small_kernels_per_pass", "experts_per_pass", "open_loops_per_pass",
+    "implied", "compile_seconds",
+)  # fmt: skip
+
+
+def grid(
+    models: Sequence[str] = MODELS, targets: Sequence[str] = CHIPS, quantise: Sequence[str] = (QUANTISE,),
+    contexts: Sequence[int] = (CONTEXT,), *, batch: int | None = None, dtype: str | None = None,
+) -> list[CompileRequest]:  # fmt: skip
+    """Makes the requests of a plan: the product of its lists, table by table and row by row.
+
+    Args:
+        models: As `abstract_params.source` takes them.
+        targets: As `chips.target` takes them.
+        quantise: "int8", "fp8", or "none" for matrices as the model stores them.
+        contexts: Positions of a row.
+        batch: Rows. Default: one for each part of the mesh axis `data`.
+        dtype: Of parameters and arithmetic. Default: each model's.
+
+    Returns:
+        A request for each cell, without duplicates.
+
+    Raises:
+        ValueError: A model, target, kind or size that no cell can have, or an empty list.
+    """
+    for name, values in (
+        ("MODEL", models),
+        ("--for", targets),
+        ("--quantise", quantise),
+        ("--context", contexts),
+    ):
+        if not values:
+            raise refuse(name, values, "one value or more")
+    for kind in quantise:
+        if kind not in (NONE, *WEIGHT_KINDS):
+            raise refuse("--quantise", kind, ", ".join((NONE, *WEIGHT_KINDS)))
+    for context in contexts:
+        at_least(1, **{"--context": context})
+    if batch is not None:
+        at_least(1, **{"--batch": batch})
+    for target in targets:
+        chips.target(target)
+    for model in models:
+        abstract_params.source(model, dtype)
+    cells = itertools.product(quantise, contexts, models, targets)
+    return [
+        CompileRequest(
+            model, target, context=context, batch=batch, quantise=None if kind == NONE else kind, dtype=dtype,
+            weights_first=True,
+        )
+        for kind, context, model, target in dict.fromkeys(cells)
+    ]  # fmt: skip
+
+
+# --- cells
+
+
+def plan(
+    requests: Sequence[CompileRequest],
+    file: str | None = None,
+    stage: Callable[[str], None] = lambda text: None,
+    limit: float | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Compiles the cells of a plan, or takes them from its file.
+
+    A cell whose compiling process died or was stopped is compiled again by the next call.
+
+    Args:
+        requests: Of `grid`.
+        file: JSONL file that is read first, and to which every new record is appended. None: no file.
+        stage: Called with what is being done.
+        limit: Seconds after which a compiling process is ended; None: never.
+
+    Yields:
+        A record for each request, in their order: see `compile_cell`.
+
+    Raises:
+        ValueError: None of the chips has its compiler here.
+    """
+    models = {(request.model, request.dtype) for request in requests}
+    builds = {model: build_of(abstract_params.source(*model)) for model in models}
+    keys = [_key(request._asdict(), builds[request.model, request.dtype]) for request in requests]
+    done = {} if file is None else read_records(file)
+    todo = {request.target for request, key in zip(requests, keys, strict=True) if key not in done}
+    missing = [error for error in map(_missing_plugin, todo) if error is not None]
+    if todo and len(missing) == len(todo):
+        raise missing[0]
+    for request, key in zip(requests, keys, strict=True):
+        record = done.get(key)
+        if record is None:
+            prefix = f"{request.model} for {request.target}"
+            record = compile_cell(request, lambda text, prefix=prefix: stage(f"{prefix}: {text}"), limit)
+            record["build"] = builds[request.model, request.dtype]
+            if file is not None:
+                append_record(file, record)
+        yield record
+
+
+def compile_cell(
+    request: CompileRequest, stage: Callable[[str], None] = lambda text: None, limit: float | None = None
+) -> dict[str, Any]:
+    """Compiles one cell.
+
+    Args:
+        request: The cell.
+        stage: Called with what is being done.
+        limit: Seconds after which the compiling process is ended; None: never.
+
+    Returns:
+        The request (`request`); `status`: "compiled", "too large" (for the memory of the chip), "refused" (by a check,
+        a kernel or the compiler) or "failed" (the process died or was stopped); `reason`, unless it was compiled;
+        `wall_seconds`; and what is known of KEPT.
+    """
+    began = time.perf_counter()
+    record: dict[str, Any] = {"request": request._asdict(), "model": request.model, "for": request.target}
+    record |= {"quantise": request.quantise, "context": request.context}
+    try:
+        found = compiling.compile_for(request, stage, limit)
+        record |= {name: found[name] for name in KEPT if name in found}
+        record["status"] = "compiled" if found["fits"] else "too large"
+    except ValueError as error:
+        record |= {"status": "refused", "reason": str(error)}
+    except compiling.CompilerFailed as error:
+        record |= {"status": "failed", "reason": str(error)}
+    if record["status"] == "too large":
+        record["reason"] = _too_large(record)
+    return record | {"wall_seconds": round(time.perf_counter() - began, 1)}
+
+
+def _too_large(record: Mapping[str, Any]) -> str:
+    """Why a cell does not fit: its weights alone, what the compiler says, or what the compiled program needs."""
+    memory, needed = _gigabytes(record["memory"]), _gigabytes(record["bytes_per_device"])
+    if "argument_bytes" in record:
+        parts = f"arguments {_gigabytes(record['argument_bytes'])}, temporaries {_gigabytes(record['temp_bytes'])}"
+        return f"the program needs {needed} of {memory}: {parts}"
+    if "mesh" in record:
+        return f"the compiler refuses the program: it needs {needed} of {memory}"
+    return f"weights of {needed} do not fit into {memory}"
+
+
+def _missing_plugin(target: str) -> ValueError | None:
+    """What `chips.check_plugin` says where the compiler of a target is not installed."""
+    try:
+        chips.check_plugin(chips.target(target).chip)
+    except ValueError as error:
+        return error
+    return None
+
+
+# --- the file
+
+
+def build_of(found: ModelSource) -> str:
+    """Identifies what a record depends on besides its request: sources, compilers and the model's configuration.
+
+    Args:
+        found: The model.
+
+    Returns:
+        12 hex digits.
+    """
+    total = hashlib.sha256(repr((found.config, found.noise, str(found.stored), found.decoding)).encode())
+    files = [path for suffix in ("*.py", "*.txtpb") for path in ROOT.rglob(suffix)]
+    for path in sorted(files):
+        name = path.relative_to(ROOT)
+        if name.parts[0] not in UNUSED:
+            total.update(f"{name.as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    for name in COMPILERS:
+        try:
+            total.update(f"{name} {importlib.metadata.version(name)}\0".encode())
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return total.hexdigest()[:12]
+
+
+def read_records(file: str) -> dict[str, dict[str, Any]]:
+    """Reads the records of a file that need not be made again.
+
+    Args:
+        file: JSONL file; may be missing. A last line that was cut off when a plan was stopped is ignored.
+
+    Returns:
+        The records by request and build, without those that failed.
+
+    Raises:
+        ValueError: The file holds something else.
+    """
+    path = Path(file)
+    found: dict[str, dict[str, Any]] = {}
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for n, line in enumerate(
+        text.split("\n")[:-1], start=1
+    ):  # behind the last line break: nothing, or a cut-off line
+        try:
+            record = json.loads(line)
+            key = _key(record["request"], record["build"])
+            failed = record["status"] == "failed"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            allowed = f"a file that this command wrote: line {n} is not a record of a plan"
+            raise refuse("--out", file, allowed) from None
+        if not failed:
+            found[key] = record
+    return found
+
+
+def append_record(file: str, record: Mapping[str, Any]) -> None:
+    """Appends a record to a file; a line that was cut off before it is removed.
+
+    Args:
+        file: JSONL file.
+        record: The record.
+    """
+    with open(file, "ab+") as out:
+        out.seek(0)
+        whole = out.read().rfind(b"\n") + 1
+        out.truncate(whole)
+        out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+
+
+def _key(request: Mapping[str, Any], build: str) -> str:
+    return json.dumps([sorted(request.items()), build])
+
+
+# --- tables
+
+
+class Table(NamedTuple):
+    """The cells of one precision and context.
+
+    Attributes:
+        title: Precision, context and rows.
+        models: The rows.
+        targets: The columns.
+        cells: Record by (model, target).
+    """
+
+    title: str
+    models: list[str]
+    targets: list[str]
+    cells: dict[tuple[str, str], Mapping[str, Any]]
+
+
+def tables(records: Iterable[Mapping[str, Any]]) -> list[Table]:
+    """Sorts records into tables.
+
+    Args:
+        records: Of `plan`.
+
+    Returns:
+        A table for each precision and context, in the order of the records.
+    """
+    found: dict[str, Table] = {}
+    for record in records:
+        request = record["request"]
+        title = f"weights in {request['quantise']}" if request["quantise"] else "weights as stored"
+        title += f", arithmetic in {request['dtype']}" if request["dtype"] else ""
+        title += f", {request['batch'] or 1} x {request['context']:,} positions"
+        table = found.setdefault(title, Table(title, [], [], {}))
+        for name, names in ((request["model"], table.models), (request["target"], table.targets)):
+            if name not in names:
+                names.append(name)
+        table.cells[request["model"], request["target"]] = record
+    return list(found.values())
+
+
+def cell_text(record: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Says what a cell holds in two short parts.
+
+    Args:
+        record: Of `plan`; None for a cell that was not made.
+
+    Returns:
+        Memory of a device and tokens per second, such as ("27.7 GB", "1,405 tok/s"); or what became of the cell, with
+        the memory that it needs where that is known.
+    """
+    if record is None:
+        return "", ""
+    if record["status"] == "compiled":
+        rate = ""
+        if "implied" in record:
+            tokens = record["implied"]["tokens_per_second"]
+            most = "≤ " if record.get("open_loops_per_pass") else ""
+            rate = f"{most}{tokens:,.0f} tok/s" if tokens >= 10 else f"{most}{tokens:.2g} tok/s"
+        return _gigabytes(record["bytes_per_device"]), rate
+    needed = _gigabytes(record["bytes_per_device"]) if "bytes_per_device" in record else ""
+    return record["status"], needed
+
+
+def notes(table: Table) -> list[str]:
+    """Lists the reasons of the cells that do not run, and what else a reader has to know of a column.
+
+    Args:
+        table: Of `tables`.
+
+    Returns:
+        One line each.
+    """
+    found = []
+    for (model, target), record in table.cells.items():
+        if record["status"] != "compiled":
+            found.append(f"{model}, {target}: {' '.join(record['reason'].split())}")
+    for target in table.targets:
+        chip = chips.target(target).chip
+        inside = [r for (_, at), r in table.cells.items() if at == target and r["status"] == "compiled"]
+        if not chip.bf16 and any(r["dtype"] == "bfloat16" for r in inside):
+            found.append(
+                f"{target} has no bf16: XLA multiplies in fp32; --dtype float16 uses its tensor cores"
+            )
+        if chip.platform == "tpu" and inside:
+            found.append(
+                f"{target}: tokens per second at the roofline; a GPU's are of the counted bytes and kernels"
+            )
+    return found
+
+
+def markdown(table: Table) -> str:
+    """Writes a table for documentation.
+
+    Args:
+        table: Of `tables`.
+
+    Returns:
+        Markdown: the title, the table, and its notes as a list.
+    """
+    head = [f"{t} ({_gigabytes(chips.target(t).chip.memory)})" for t in table.targets]
+    lines = [f"{table.title[0].upper()}{table.title[1:]}:", "", f"| model | {' | '.join(head)} |"]
+    lines.append("|---" * (len(head) + 1) + "|")
+    for model in table.models:
+        texts = [cell_text(table.cells.get((model, target))) for target in table.targets]
+        lines.append(f"| {model} | {' | '.join(', '.join(filter(None, text)) for text in texts)} |")
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes(table)), ""])
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e9:.2f} GB"

@@ -1,0 +1,211 @@
+"""Dispatch and combine of a mixture of experts: copies of tokens sorted by expert, and the weighted sum of the results.
+
+`dispatch` gives each expert the hidden states of its tokens as consecutive rows, on Hopper with one kernel
+(`hopper.dispatch`); `models.moe` calls it. `combine` is the plain sum; `kernels.residual_norm` computes the same sum in
+its kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import refuse
+from mercury_jax.kernels import device as kernel_device
+from mercury_jax.kernels.device import HOPPER
+from mercury_jax.kernels.grouped_matmul import offsets_of
+from mercury_jax.types import Device, accumulation_dtype
+
+COUNTED_ROWS = 4096  # rows up to which a GPU sorts them by counting
+THREADS = 128  # of a program; it holds the keys of all rows, as many in each thread
+WIDTH_QUANTUM = 256  # numbers that the threads of a program load at once, two each
+WIDEST = 6144  # as registers allow
+MOST_COUNTS = 64  # numbers of smaller keys that a program computes
+
+
+class SortedRows(NamedTuple):
+    """Rows sorted by expert; rows of one expert keep their order."""
+
+    order: Int[Array, "M"]  # index of the row that is sorted to each place
+    rank: Int[Array, "M"]  # place of each row: the inverse of `order`
+    # Rows of expert e are sorted to the places offsets[e] .. offsets[e + 1] - 1. More numbers may follow: without a
+    # slice the kernels read the array in which they were computed.
+    offsets: Int[Array, "offsets"]
+
+
+class Dispatched(NamedTuple):
+    """Hidden states for each expert.
+
+    Attributes:
+        rows: Sorted by expert, M = N * k.
+        rank: For each token the places of its rows.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. More numbers may follow.
+    """
+
+    rows: Float[Array, "M D"]
+    rank: Int[Array, "N k"]
+    offsets: Int[Array, "offsets"]
+
+
+class ExpertOutputs(NamedTuple):
+    """Outputs of the experts, which `combine` sums for each token.
+
+    Attributes:
+        rows: Outputs, sorted by expert.
+        rank: For each token the places of its rows.
+        weights: Weight of each of these rows.
+    """
+
+    rows: Float[Array, "M D"]
+    rank: Int[Array, "*s k"]
+    weights: Float[Array, "*s k"]
+
+
+def sort_rows(expert: Int[Array, "M"], count: int, by_counting: bool) -> SortedRows:
+    """Sorts rows by expert.
+
+    By counting, each place is the number of rows that come before, a sum over M^2 comparisons. Those are fewer than a
+    small GPU kernel can do while it starts, and two kernels do all of it, where a sort with its prefix sums and
+    scatters takes some twelve.
+
+    Args:
+        expert: Expert of each row; E: none, such rows come last.
+        count: E, number of experts.
+        by_counting: Whether to count, for at most COUNTED_ROWS rows.
+
+    Returns:
+        The sorted rows.
+    """
+    size = expert.size
+    index = jnp.arange(size, dtype=jnp.int32)
+    if by_counting and size <= COUNTED_ROWS:
+        keys = expert.astype(jnp.int32) * size + index
+        bounds = jnp.arange(count + 1, dtype=jnp.int32) * size  # smallest key of each expert
+        offsets = (keys < jnp.concatenate([bounds, keys])[:, None]).sum(axis=1, dtype=jnp.int32)
+        rank = offsets[count + 1 :]
+        order = jnp.where(rank == index[:, None], index, 0).sum(axis=1, dtype=jnp.int32)
+        return SortedRows(order, rank, offsets)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+    return SortedRows(order, rank, offsets_of(jnp.bincount(expert, length=count)))
+
+
+def dispatch(
+    x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, by_counting: bool = False
+) -> Dispatched:
+    """Copies the hidden states of each token to the rows of its experts.
+
+    Args:
+        x: Hidden states.
+        expert: Experts of each token; E: none, such rows come last.
+        count: E, number of experts.
+        by_counting: As in `sort_rows`.
+
+    Returns:
+        The rows.
+    """
+    found = sort_rows(expert.reshape(-1), count, by_counting)
+    return Dispatched(x[found.order // expert.shape[1]], found.rank.reshape(expert.shape), found.offsets)
+
+
+def combine(outputs: ExpertOutputs, held: Bool[Array, "*s k"] | None = None) -> Float[Array, "*s D"]:
+    """Computes the weighted sum of the outputs of each token's experts.
+
+    Args:
+        outputs: Outputs of the experts.
+        held: Whether each row was computed; others count as zeros, whatever their place holds. None: all were.
+
+    Returns:
+        The sums in the dtype of the rows, accumulated in at least fp32.
+    """
+    found, exact = outputs.rows[outputs.rank], accumulation_dtype(outputs.rows.dtype)  # [*s, k, D]
+    if held is not None:
+        found = jnp.where(held[..., None], found, 0)
+    # A sum and not a product of matrices: XLA for GPUs computes it in the kernel that gathers the rows.
+    weights = outputs.weights[..., None].astype(exact)
+    return (weights * found.astype(exact)).sum(axis=-2).astype(outputs.rows.dtype)
+
+
+def refuses(
+    x: Array | jax.ShapeDtypeStruct,
+    expert: Array | jax.ShapeDtypeStruct,
+    count: int,
+    device: Device | None = None,
+) -> str | None:
+    """Gives the reason why the kernel does not compute `dispatch`.
+
+    Args:
+        x: Hidden states [N, D].
+        expert: Experts of each token [N, k].
+        count: E.
+        device: Device to compile for; None: the device of this machine.
+
+    Returns:
+        The reason in words; None: it does.
+    """
+    if kernel_device.present(device) != HOPPER:
+        return f"the kernel is for {HOPPER}"
+    if x.dtype != jnp.bfloat16 or expert.dtype != jnp.int32:
+        return f"hidden states are {x.dtype} and ids {expert.dtype}, not bfloat16 and int32"
+    if x.shape[-1] % WIDTH_QUANTUM or x.shape[-1] > WIDEST or 0 in x.shape:
+        return f"the width is {x.shape[-1]}, no multiple of {WIDTH_QUANTUM} up to {WIDEST}"
+    if expert.size % THREADS or not 0 < expert.size <= COUNTED_ROWS:
+        return f"there are {expert.size} rows, no multiple of {THREADS} up to {COUNTED_ROWS}"
+    tokens, active = expert.shape
+    if active + offsets_each(tokens, count) > MOST_COUNTS:
+        return f"{tokens} programs cannot count {count} experts and {active} rows of each token"
+    return kernel_device.why_off(kernel_device.DISPATCH_FORM, device)
+
+
+def offsets_each(tokens: int, count: int) -> int:
+    """Divides the E + 1 offsets among the programs of the kernel.
+
+    Args:
+        tokens: Programs, one for each token.
+        count: E.
+
+    Returns:
+        Offsets that each program computes.
+    """
+    return -(-(count + 1) // tokens)
+
+
+def kernel_dispatch(
+    x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, device: Device | None = None
+) -> Dispatched:
+    """Computes `dispatch` with the kernel. Differentiable in x.
+
+    Args:
+        x: Hidden states.
+        expert: Experts of each token; E: none, such rows come last.
+        count: E, number of experts.
+        device: Device to compile for; None: the device of this machine.
+
+    Returns:
+        As `dispatch`.
+
+    Raises:
+        ValueError: If `refuses` gives a reason.
+    """
+    if (why := refuses(x, expert, count, device)) is not None:
+        raise refuse("x", f"{x.dtype}{list(x.shape)}", f"others: {why}")
+
+    @jax.custom_vjp
+    def run(x: Array, expert: Array) -> Dispatched:
+        from mercury_jax.kernels.hopper import dispatch  # here, because importing Mosaic takes time
+
+        return Dispatched(*dispatch.run(x, expert, count, device))
+
+    def forward(x: Array, expert: Array) -> tuple[Dispatched, Array]:
+        found = run(x, expert)
+        return found, found.rank
+
+    def backward(rank: Array, dy: Dispatched) -> tuple[Array, None]:
+        exact = accumulation_dtype(x.dtype)
+        return dy.rows[rank].astype(exact).sum(axis=1).astype(x.dtype), None
+
+    run.defvjp(forward, backward)
+    return run(x, expert)

@@ -1,0 +1,87 @@
+"""Dispatch to experts on Hopper: one program for each token, which counts where its rows belong and writes them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.kernels.dispatch import THREADS, offsets_each
+from mercury_jax.kernels.hopper import registers
+from mercury_jax.types import Device
+
+Ref = Any  # a reference to global memory inside a kernel
+Value = Any  # an array in registers
+
+
+def run(
+    x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, device: Device | None = None
+) -> tuple[Float[Array, "M D"], Int[Array, "N k"], Int[Array, "offsets"]]:
+    """Computes `kernels.dispatch.dispatch`.
+
+    Args:
+        x: Hidden states, bfloat16; D is a multiple of 256.
+        expert: Experts of each token; E: none. M = N * k is a multiple of 128, up to 4096.
+        count: E, number of experts.
+        device: To compile for.
+
+    Returns:
+        Rows, rank and offsets.
+    """
+    (tokens, width), active = x.shape, expert.shape[1]
+    size, each = tokens * active, offsets_each(tokens, count)
+    interpret = None if device is None else device.interpret
+
+    load = functools.partial(registers.load, interpreted=interpret is not None)
+
+    def dispatch(expert: Ref, x: Ref, rows: Ref, rank: Ref, offsets: Ref) -> None:
+        token = jax.lax.axis_index("token")
+        first = token * active
+        vector = load(x.at[token], plgpu.Layout.WG_STRIDED((width,), vec_size=2))  # [D]
+        # Keys are different, and ordered as the rows are to be: by expert, then by index.
+        layout = plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // THREADS, 4))
+        keys = load(expert, layout) * size + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+        own = [expert[first + j] * size + first + j for j in range(active)]
+        bounds = [(token * each + i) * size for i in range(each)]  # the smallest key of each expert
+        smaller = _smaller(keys, [*own, *bounds])
+        for j, place in enumerate(smaller[:active]):
+            rank[token, j] = place
+            rows[place] = vector
+        for i, offset in enumerate(smaller[active:]):
+            offsets[token * each + i] = offset
+
+    kernel = plgpu.kernel(
+        dispatch,
+        out_type=[
+            jax.ShapeDtypeStruct((size, width), x.dtype),
+            jax.ShapeDtypeStruct((tokens, active), jnp.int32),
+            jax.ShapeDtypeStruct((tokens * each,), jnp.int32),
+        ],
+        grid=(tokens,),
+        grid_names=("token",),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    rows, rank, offsets = kernel(expert.reshape(-1), x)
+    return rows, rank, offsets
+
+
+def _smaller(keys: Value, bounds: list[Value]) -> list[Value]:
+    """Counts for each bound the keys that are smaller.
+
+    The threads of a program sum two numbers, each of 16 bits, at once: a sum over threads takes longer than the
+    comparisons.
+    """
+    found, half = [], 1 << 16
+    for i in range(0, len(bounds), 2):
+        counted = jnp.where(keys < bounds[i], 1, 0)
+        if pair := i + 1 < len(bounds):
+            counted += jnp.where(keys < bounds[i + 1], half, 0)
+        total = jnp.sum(counted)
+        found += [total & (half - 1), total >> 16] if pair else [total]
+    return found

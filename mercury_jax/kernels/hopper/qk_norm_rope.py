@@ -1,0 +1,153 @@
+"""Head norms, RoPE and the write into the KV cache on Hopper: one program for each token and key head.
+
+A program has the queries of one key head, its key and its value in registers, each head as its two halves, whose
+numbers RoPE pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.kernels.hopper import registers
+from mercury_jax.kernels.hopper.tile_loop import query_block
+from mercury_jax.kernels.qk_norm_rope import HeadFactors, KVArrays, Projections, Table
+from mercury_jax.types import Device
+
+Ref = Any  # a reference to global memory inside a kernel
+Value = Any  # an array in registers
+THREADS = 128  # of a program
+
+
+def run(
+    x: Projections,
+    factors: HeadFactors,
+    table: Table,
+    kv: KVArrays,
+    slots: Int[Array, "B T"],
+    eps: float,
+    device: Device | None = None,
+) -> tuple[Float[Array, "B T H K"], KVArrays]:
+    """Computes `kernels.qk_norm_rope.norm_rope_write`.
+
+    Args:
+        x: Projected hidden states, bfloat16; K is a multiple of 256.
+        factors: Of the norms of queries and keys, bfloat16 or float32.
+        table: Cosines and sines of K / 2 pairs, float32.
+        kv: Keys and values of the cache, bfloat16; their memory is written if nothing else reads it.
+        slots: Slot of each token.
+        eps: Added to the mean squares.
+        device: To compile for.
+
+    Returns:
+        Queries and the updated cache.
+    """
+    (batch, tokens, heads, width), groups = x.q.shape, x.k.shape[2]
+    per_group, count = heads // groups, batch * tokens
+    # XLA computes the projections as one product, of which this concatenation is the whole: it reads no copies.
+    joined = jnp.concatenate([y.reshape(count, -1) for y in x[:3] if y is not None], axis=-1)
+    scales = [y.reshape(-1) for y in x.scales]
+    cos, sin = (y.reshape(count, -1) for y in table)
+    # The order in which the attention kernel reads queries (`tiling.fold_queries`), if it pads none.
+    block = query_block(heads, groups)
+    block = 1 if tokens % block else block
+    folded = (batch, groups, tokens // block, per_group, block, width)
+    interpret = False if device is None or device.interpret is None else device.interpret
+
+    def qk_norm_rope(
+        joined: Ref,
+        scales: list[Ref],
+        factors: Any,
+        cos: Ref,
+        sin: Ref,
+        slots: Ref,
+        keys: Ref,
+        values: Ref,
+        out: Ref,
+    ) -> None:  # the kernel's name in a profile
+        row, group = jax.lax.axis_index("row"), jax.lax.axis_index("group")
+        token, at = jax.lax.rem(row, jnp.int32(tokens)), jax.lax.div(row, jnp.int32(tokens))
+        place = jax.lax.div(token, jnp.int32(block)), jax.lax.rem(token, jnp.int32(block))
+        halves = _Halves(width, eps, interpret is not False)
+
+        # 1. All loads, so that their latencies overlap.
+        def head(i: int, number: Value) -> tuple[Value, Value]:
+            """Head `number` of q, k or v (i = 0, 1, 2)."""
+            first = (0, heads, heads + groups)[i]
+            found = halves.load(joined.at[row], (first + number) * width)
+            return halves.scaled(found, halves.load(scales[i], number * width)) if scales else found
+
+        queries = [head(0, group * per_group + i) for i in range(per_group)]
+        key = head(1, group)
+        value = key if x.v is None else head(2, group)
+        q_factors, k_factors = halves.load(factors.q, 0), halves.load(factors.k, 0)
+        angles = halves.load_half(cos.at[row], 0), halves.load_half(sin.at[row], 0)
+        slot = slots[row]
+        # 2. The queries.
+        for i, query in enumerate(queries):
+            rotated = halves.rotated(halves.normed(query, q_factors), *angles)
+            halves.store(out.at[at, group, place[0], i, place[1]], rotated)
+
+        # 3. Key and value, into the cache.
+        @pl.when(jnp.logical_and(slot >= 0, slot < keys.shape[1]))
+        def _() -> None:
+            halves.store(keys.at[at, slot, group], halves.rotated(halves.normed(key, k_factors), *angles))
+            halves.store(values.at[at, slot, group], halves.normed(value, None))
+
+    # The kernel writes into the memory of references: their values are inputs and outputs that share it.
+    keys, values = (jax.new_ref(y, memory_space=plgpu.GMEM) for y in kv)
+    kernel: Any = pl.kernel(  # `plgpu.kernel` takes no references
+        qk_norm_rope,
+        out_type=jax.ShapeDtypeStruct(folded, x.q.dtype),
+        mesh=plgpu.Mesh(grid=(count, groups), grid_names=("row", "group")),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        name="qk_norm_rope",
+    )
+    q = kernel(joined, scales, factors, cos, sin, slots.reshape(count).astype(jnp.int32), keys, values)
+    q = q.transpose(0, 2, 4, 1, 3, 5).reshape(x.q.shape)  # XLA removes it together with that of the attention
+    return q, (jax.freeze(keys), jax.freeze(values))
+
+
+class _Halves:
+    """Heads [K] in registers, as pairs of halves [K / 2] in fp32."""
+
+    def __init__(self, width: int, eps: float, interpreted: bool) -> None:
+        self.width, self.half, self.eps, self.interpreted = width, width // 2, eps, interpreted
+
+    def load_half(self, ref: Ref, start: Value) -> Value:
+        part = ref.at[pl.ds(start, self.half)]
+        layout = plgpu.Layout.WG_STRIDED((self.half,), vec_size=1 + (self.half % (2 * THREADS) == 0))
+        return registers.load(part, layout, self.interpreted).astype(jnp.float32)
+
+    def load(self, ref: Ref, start: Value) -> tuple[Value, Value]:
+        return self.load_half(ref, start), self.load_half(ref, start + self.half)
+
+    def store(self, ref: Ref, halves: tuple[Value, Value]) -> None:
+        for i, y in enumerate(halves):
+            ref[pl.ds(i * self.half, self.half)] = y.astype(ref.dtype)
+
+    def scaled(self, halves: tuple[Value, Value], scales: tuple[Value, Value]) -> tuple[Value, Value]:
+        return _rounded(halves[0] * scales[0]), _rounded(halves[1] * scales[1])
+
+    def normed(self, halves: tuple[Value, Value], factors: tuple[Value, Value] | None) -> tuple[Value, Value]:
+        """The head divided by its rms, times the factors, rounded as the plain computation rounds it."""
+        a, b = halves
+        inverse = jax.lax.rsqrt(jnp.sum(a * a + b * b) / self.width + self.eps)
+        a, b = a * inverse, b * inverse
+        if factors is not None:
+            a, b = a * factors[0], b * factors[1]
+        return _rounded(a), _rounded(b)
+
+    def rotated(self, halves: tuple[Value, Value], cos: Value, sin: Value) -> tuple[Value, Value]:
+        a, b = halves
+        return a * cos - b * sin, b * cos + a * sin
+
+
+def _rounded(x: Value) -> Value:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)

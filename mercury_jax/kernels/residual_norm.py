@@ -1,0 +1,151 @@
+"""`residual_norms`: a residual sum and all RMS norms that read it, as one kernel on Hopper.
+
+XLA for GPUs makes one kernel of each norm, and another of the sum: between two products of a layer these are four or
+five, each of which reads every hidden state again. The kernel is `hopper.residual_norm`; `models.ops` calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from mercury_jax.config import refuse
+from mercury_jax.kernels import device as kernel_device
+from mercury_jax.kernels.device import HOPPER
+from mercury_jax.kernels.dispatch import ExpertOutputs, combine
+from mercury_jax.types import Device, accumulation_dtype
+
+WIDTH_QUANTUM = 256  # numbers that the 128 threads of a program load at once, two each
+WIDEST = 6144  # as registers allow: 48 numbers a thread of each array
+
+
+def rms_normalise(
+    x: Float[Array, "*s D"], eps: float, inverse: Float[Array, "*s 1"] | None = None
+) -> Float[Array, "*s D"]:
+    """Computes x / rms(x) in at least fp32, and returns it in that dtype (arXiv 1910.07467).
+
+    Args:
+        x: Vectors.
+        eps: Added to the mean square.
+        inverse: 1 / rms(x) (`qk_norm_rope.inverse_rms`); None: computed here.
+
+    Returns:
+        The normalised vectors.
+    """
+    y = x.astype(accumulation_dtype(x.dtype))
+    return y * (jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps) if inverse is None else inverse)
+
+
+class Residual(NamedTuple):
+    """What a layer adds to its hidden states.
+
+    Attributes:
+        branches: Outputs of the layer [..., D], one or two. Outputs of experts are combined first.
+        factors: For each branch the factors [D] of its norm; None: the branch is added as it is.
+        post: Factors of a norm of the sum of the branches; None: no norm.
+        scales: Numbers [1] that multiply the new hidden states: none, one, or two among which `choice` selects.
+        choice: For each vector [...] whether the second of `scales` multiplies it; None if there are not two.
+    """
+
+    branches: tuple[Float[Array, "*s D"] | ExpertOutputs, ...]
+    factors: tuple[Float[Array, "D"] | None, ...]
+    post: Float[Array, "D"] | None = None
+    scales: tuple[Float[Array, "1"], ...] = ()
+    choice: Bool[Array, "*s"] | None = None
+
+
+def residual_norms(
+    x: Float[Array, "*s D"], residual: Residual, factors: Sequence[Float[Array, "D"]], eps: float
+) -> tuple[Float[Array, "*s D"], list[Float[Array, "*s D"]]]:
+    """Adds what a layer computed to x, and normalises the sum.
+
+    Args:
+        x: Hidden states.
+        residual: What is added.
+        factors: Factors of each norm of the new hidden states.
+        eps: Added to the mean squares.
+
+    Returns:
+        The new hidden states, and their norms, one for each of `factors`, in the dtype of x.
+    """
+    norm = lambda y, factor: y if factor is None else (rms_normalise(y, eps) * factor).astype(x.dtype)
+    branches = [combine(y) if isinstance(y, ExpertOutputs) else y for y in residual.branches]
+    added = functools.reduce(operator.add, map(norm, branches, residual.factors))
+    total = x + norm(added, residual.post)
+    if residual.scales:
+        scale = residual.scales[0]
+        if residual.choice is not None:
+            scale = jnp.where(residual.choice[..., None], residual.scales[1], scale)
+        total = total * scale.astype(x.dtype)
+    return total, [norm(total, factor) for factor in factors]
+
+
+def refuses(x: Array | jax.ShapeDtypeStruct, device: Device | None = None) -> str | None:
+    """Gives the reason why the kernel does not compute `residual_norms` of x.
+
+    Args:
+        x: Hidden states [..., D].
+        device: Device to compile for; None: the device of this machine.
+
+    Returns:
+        The reason in words; None: it does.
+    """
+    if kernel_device.present(device) != HOPPER:
+        return f"the kernel is for {HOPPER}"
+    if x.dtype != jnp.bfloat16:
+        return f"hidden states are {x.dtype}, not bfloat16"
+    if x.shape[-1] % WIDTH_QUANTUM or x.shape[-1] > WIDEST or 0 in x.shape:
+        return f"the width is {x.shape[-1]}, no multiple of {WIDTH_QUANTUM} up to {WIDEST}"
+    return kernel_device.why_off(kernel_device.NORM_FORM, device)
+
+
+def kernel_residual_norms(
+    x: Float[Array, "*s D"],
+    residual: Residual,
+    factors: Sequence[Float[Array, "D"]],
+    eps: float,
+    device: Device | None = None,
+) -> tuple[Float[Array, "*s D"], list[Float[Array, "*s D"]]]:
+    """Computes `residual_norms` with the kernel; gradients are the plain ones.
+
+    Args:
+        x: Hidden states.
+        residual: What is added.
+        factors: Factors of each norm of the new hidden states.
+        eps: Added to the mean squares.
+        device: Device to compile for; None: the device of this machine.
+
+    Returns:
+        As `residual_norms`.
+
+    Raises:
+        ValueError: If `refuses` gives a reason.
+    """
+    if (why := refuses(x, device)) is not None:
+        raise refuse("x", f"{x.dtype}{list(x.shape)}", f"others: {why}")
+
+    @jax.custom_vjp
+    def run(x: Array, residual: Residual, factors: list[Array]) -> tuple[Array, list[Array]]:
+        from mercury_jax.kernels.hopper import residual_norm  # here, because importing Mosaic takes time
+
+        flat = lambda y: y.reshape(-1, y.shape[-1])
+        choice = None if residual.choice is None else residual.choice.reshape(-1).astype(jnp.int32)
+        branches = tuple(
+            y._replace(rank=flat(y.rank), weights=flat(y.weights))
+            if isinstance(y, ExpertOutputs)
+            else flat(y)
+            for y in residual.branches
+        )
+        rows = residual._replace(branches=branches, choice=choice)
+        found = residual_norm.run(flat(x), rows, factors, eps, device)
+        return jax.tree.map(lambda y: y.reshape(x.shape), found)
+
+    plain = functools.partial(residual_norms, eps=eps)
+    run.defvjp(lambda *args: (run(*args), args), lambda args, dy: jax.vjp(plain, *args)[1](dy))
+    return run(x, residual, list(factors))

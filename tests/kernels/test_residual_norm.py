@@ -1,0 +1,86 @@
+"""The residual sum with its norms, interpreted on a CPU: it is what the plain computation gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.kernels.device import target
+from mercury_jax.kernels.dispatch import ExpertOutputs, combine
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms, refuses, residual_norms
+
+
+def drawn(width, case, dtype=jnp.float32):
+    rng = np.random.default_rng(width)
+    factor = lambda: jnp.asarray(1 + 0.3 * rng.normal(size=width), dtype)
+    x, y, z = (jnp.asarray(rng.normal(size=(2, 3, width)) * size, jnp.bfloat16) for size in (1.0, 5.0, 2.0))
+    scale = lambda size: jnp.full((1,), size, dtype)
+    rank, weights = rng.permutation(6 * 4)[:18].reshape(2, 3, 3), rng.uniform(0.1, 1.0, (2, 3, 3))
+    rows = jnp.asarray(rng.normal(size=(6 * 4, width)) * 3, jnp.bfloat16)
+    outputs = ExpertOutputs(rows, jnp.asarray(rank, jnp.int32), jnp.asarray(weights, jnp.float32))
+    residual = {
+        "a sum": lambda: Residual((y,), (None,)),
+        "a norm": lambda: Residual((y,), (factor(),)),
+        "two branches": lambda: Residual((y, z), (factor(), factor()), factor(), (scale(0.7),)),
+        "outputs of experts": lambda: Residual((y, outputs), (factor(), factor()), factor(), (scale(0.7),)),
+        "two scales": lambda: Residual(
+            (y,), (factor(),), None, (scale(0.7), scale(1.9)), jnp.asarray([[1, 0, 1], [0, 0, 1]], bool)
+        ),
+    }[case]()
+    return x, residual, [factor(), factor(), factor()]
+
+
+@pytest.mark.parametrize("case", ["a sum", "a norm", "two branches", "outputs of experts", "two scales"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_equals_the_plain_computation(case, dtype):
+    args = drawn(512, case, dtype)
+    want_sum, want = residual_norms(*args, 1e-6)
+    total, found = jax.jit(lambda: kernel_residual_norms(*args, 1e-6, device=interpreted()))()
+    # The sums of squares are added in another order: a few numbers round to a neighbour.
+    for a, b in zip([total, *found], [want_sum, *want], strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=2**-6, atol=1e-2)
+        assert (a == b).mean() > 0.97
+
+
+def test_the_outputs_of_experts_are_summed_as_the_plain_sum_is():
+    x, residual, _ = drawn(256, "outputs of experts")
+    outputs = residual.branches[1]
+    assert isinstance(outputs, ExpertOutputs)
+    weights = outputs.weights.at[1, 0].set(jnp.nan)  # as of a token that chose no expert
+    outputs = outputs._replace(rows=outputs.rows.at[outputs.rank[0, 2, 1]].set(jnp.nan), weights=weights)
+    run = lambda y: kernel_residual_norms(0 * x, Residual((y,), (None,)), [], 1e-6, interpreted())
+    total, none = jax.jit(run)(outputs)
+    total, want = (np.asarray(y, np.float32) for y in (total, combine(outputs)))
+    assert none == []
+    np.testing.assert_allclose(total, want, rtol=2**-7, atol=1e-6)
+    np.testing.assert_array_equal(np.isnan(total).any(-1), [[False, False, True], [True, False, False]])
+
+
+@pytest.mark.parametrize("case", ["two branches", "outputs of experts"])
+def test_its_gradient_is_that_of_the_plain_computation(case):
+    x, residual, factors = drawn(256, case)
+
+    given = jax.tree.map(lambda a: jnp.sin(jnp.arange(a.size)).reshape(a.shape).astype(a.dtype), (x, [x] * 3))
+
+    def gradient(run):
+        back = lambda *args: jax.vjp(lambda *args: run(*args, 1e-6), *args)[1](given)
+        return jax.tree.leaves(jax.jit(back)(x, residual, factors))
+
+    ours = gradient(lambda *args: kernel_residual_norms(*args, device=interpreted()))
+    for a, b in zip(ours, gradient(residual_norms), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if a.dtype == jax.dtypes.float0:  # of integers
+            continue
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=1e-2 * np.abs(b).max())
+
+
+def test_the_kernel_names_what_it_refuses():
+    x, hopper = jax.ShapeDtypeStruct((4, 2816), jnp.bfloat16), target("sm_90a")
+    assert refuses(x, hopper) is None
+    assert "sm_90a" in str(refuses(x)) and "sm_90a" in str(refuses(x, target("sm_100a")))
+    assert "float32" in str(refuses(jax.ShapeDtypeStruct((4, 2816), jnp.float32), hopper))
+    assert "2800" in str(refuses(jax.ShapeDtypeStruct((4, 2800), jnp.bfloat16), hopper))
