@@ -10,7 +10,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types notebooks parity browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs notebooks parity browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -31,6 +31,10 @@ lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs  ## the site, in docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html $(ARGS)
+	@echo "docs/_build/html/index.html"
 
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)
@@ -68,7 +72,7 @@ deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that ar
 setup: $(VENV)/.core  ## only make the environment
 
 clean:  ## remove environments, caches and built files; runs/ stays
-	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) build dist docs/_build docs/api/generated *.egg-info .pytest_cache .ruff_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -89,6 +93,11 @@ $(VENV)/.test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(VENV)/.parity: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax[parity] into $(VENV), torch included"
 	@$(INSTALL) -e '.[parity]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax[docs] into $(VENV)"
+	@$(INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.browser: pyproject.toml $(CONSTRAINTS) | $(BIN)/python

@@ -1,0 +1,90 @@
+"""Settings of the site that `make docs` builds with Sphinx."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import mercury_jax
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# The address of the repository: links to files outside of docs/, and the "Open in Colab" badges.
+REPOSITORY, BRANCH = "github.com/mercury-jax/mercury_jax", "main"
+
+project, author = "mercury_jax", "The mercury_jax authors"
+project_copyright = "2026, The mercury_jax authors"
+version = release = mercury_jax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "README.md"]  # README.md is the index on GitHub
+suppress_warnings = ["config.cache"]
+
+# Pages are Markdown as GitHub shows it; their blocks are run by tests/test_readme.py.
+myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
+myst_heading_anchors = 4
+nb_execution_mode = "off"
+
+# API pages from docstrings.
+autosummary_generate = True
+autosummary_ignore_module_all = False
+autodoc_typehints = "none"  # the docstrings say types and shapes; signatures with jaxtyping are hard to read
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "inherited-members": False, "show-inheritance": False}
+napoleon_use_rtype, napoleon_use_ivar = False, True
+napoleon_custom_sections = [("Departs from the reference", "notes_style")]
+
+html_theme = "sphinx_book_theme"
+html_title = "mercury_jax"
+html_theme_options = {
+    "repository_url": f"https://{REPOSITORY}",
+    "repository_branch": BRANCH,
+    "path_to_docs": "docs",
+    "use_repository_button": True,
+    "use_issues_button": True,
+    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    "show_navbar_depth": 1,
+}
+
+_CODE, _SECTION = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)"), re.compile(r"[A-Z][\w ]+:$")
+_OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
+
+
+def _link_to_repository(app: Any, page: str, source: list[str]) -> None:
+    """Turns links to files outside of docs/, which GitHub follows in the clone, into addresses."""
+    del app, page
+    source[0] = _OUTSIDE.sub(rf"](https://{REPOSITORY}/blob/{BRANCH}/\1)", source[0])
+
+
+def _as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turns the Markdown of our docstrings, `code` and indented blocks, into what Sphinx reads."""
+    del app, what, name, obj, options
+    found: list[str] = []
+    text, block = True, False  # before the first section, where an indented block is an example
+    for i, line in enumerate(lines):
+        text = text and not _SECTION.match(line)
+        indented = line.startswith("    ")
+        if text and indented and not block and i and not lines[i - 1].strip():
+            found += ["::", ""]
+            block = True
+        block = block and (indented or not line.strip())
+        found.append(
+            line if block else _CODE.sub(lambda m: f"``{m[1]}``" + (f"\\ {m[2]}" if m[2] else ""), line)
+        )
+    lines[:] = found
+
+
+def setup(app: Any) -> None:
+    """Registers what this site adds to Sphinx."""
+    app.connect("source-read", _link_to_repository)
+    app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # before napoleon, at 500
