@@ -20,6 +20,8 @@ from mercury_jax.train import data
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.train.optim import OptimConfig
 
+CARDS = {kernel_device.HOPPER: "NVIDIA H100 80GB HBM3", kernel_device.BLACKWELL: "NVIDIA B200"}
+
 
 def recipe(out: str) -> mj.TrainConfig:
     return mj.TrainConfig(
@@ -58,12 +60,15 @@ def tcgen05() -> float:
 def lowered(name: str, every: int = 9) -> int:
     """How many forms of kernels this JAX lowers for a chip, of every ninth; no GPU and no compiler is needed."""
     count = 0
+    chip = jax.sharding.AbstractDevice(device_kind=CARDS[name], num_cores=None, platform="gpu")  # Triton asks for it
+    mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Explicit,), abstract_device=chip)
     for form in bench_compile.forms(name)[::every]:
-        try:
-            traced = jax.jit(form.run).trace(*form.args)
-        except ValueError:  # there is no such form, as `refuses` says
-            continue
-        traced.lower(lowering_platforms=("cuda",))
+        with jax.sharding.use_abstract_mesh(mesh):
+            try:
+                traced = jax.jit(form.run).trace(*form.args)
+            except ValueError:  # there is no such form, as `refuses` says
+                continue
+            traced.lower(lowering_platforms=("cuda",))
         count += 1
     return count
 
