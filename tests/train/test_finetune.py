@@ -198,4 +198,5 @@ def test_the_loaders_copy_is_freed_and_the_base_is_there_once(base, tmp_path, ra
     flat = flatten_dict(params, sep="/")
     trained = [(w.a, w.b) for w in flat.values() if isinstance(w, LoraWeight)] if rank else params
     expected = held(params) + 2 * held(trained)  # two moments
-    assert expected <= found[-1] - before < expected + 0.25 * held(params)  # the batch, a third of a copy
+    # A batch takes a seventh of a copy; the next one may be on its way to the devices already.
+    assert expected <= found[-1] - before < expected + 0.5 * held(params)
