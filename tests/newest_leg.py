@@ -60,7 +60,9 @@ def tcgen05() -> float:
 def lowered(name: str, every: int = 9) -> int:
     """How many forms of kernels this JAX lowers for a chip, of every ninth; no GPU and no compiler is needed."""
     count = 0
-    chip = jax.sharding.AbstractDevice(device_kind=CARDS[name], num_cores=None, platform="gpu")  # Triton asks for it
+    chip = jax.sharding.AbstractDevice(
+        device_kind=CARDS[name], num_cores=None, platform="gpu"
+    )  # Triton asks for it
     mesh = jax.sharding.AbstractMesh((1,), ("one",), (jax.sharding.AxisType.Explicit,), abstract_device=chip)
     for form in bench_compile.forms(name)[::every]:
         with jax.sharding.use_abstract_mesh(mesh):
