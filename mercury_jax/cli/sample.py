@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
@@ -42,6 +43,7 @@ class Sample:
       mercury sample "347+585=" --chat --effort low      think before answering
       mercury sample "def f(x):" --n 4 --temperature 1 -e --stop "\\n\\n"
                                                   four answers of one paragraph
+      mercury sample "347+585=" --chat --html steps.html     every step, to share
       cat prompt.txt | mercury sample - --json
 
     A terminal shows the canvas after every step. In a pipe only the text is
@@ -73,6 +75,10 @@ class Sample:
     """Decode once before, so that compilation is not timed."""
     json: Flag = False
     """Print one JSON object for each prompt."""
+    html: Annotated[str | None, option("FILE")] = None
+    """Write a page that shows the answer after every step, to open in a browser."""
+    gif: Annotated[str | None, option("FILE")] = None
+    """Write the same as an animated picture. Needs matplotlib."""
     decoding: Annotated[Decoding, Group] = field(default_factory=Decoding)
     processing: Annotated[Processing, Group] = field(default_factory=Processing)
     loading: Annotated[Loading, Group] = field(default_factory=Loading)
@@ -101,19 +107,37 @@ def run(argv: Sequence[str]) -> int:
     prompts: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     # The live view draws one answer after the other, as its canvas stands: no guidance, and nothing is cut.
     plain = args.processing.guidance is None and not stop and args.n == 1
-    if show.terminal() and plain and not (args.no_live or args.json):
+    shared = args.html is not None or args.gif is not None
+    if show.terminal() and plain and not (args.no_live or args.json or shared):
         _watch(lm, args, texts, prompts, how)
     else:
         guided = dict(
             guidance=args.processing.guidance, negative=args.processing.negative, logprobs=args.logprobs, n=args.n,
-            stop=stop,
+            stop=stop, history=shared,
         )  # fmt: skip
-        _print(_timed(lm, prompts, args.decoding.seed, args.warm, how | guided), args)
+        out = _timed(lm, prompts, args.decoding.seed, args.warm, how | guided)
+        _print(out, args)
+        if shared:
+            _share(out, texts[0], args)
     return 0
+
+
+def _share(out: Output, prompt: str, args: Sample) -> None:
+    """Writes the files of --html and --gif."""
+    from mercury_jax.decode import display
+
+    if args.html is not None:
+        body = display.prompt_html(prompt) + display.output_html(out)
+        Path(args.html).write_text(display.page(body, "mercury_jax"), encoding="utf-8")
+        show.say(args.html)
+    if args.gif is not None and out.tokenizer is not None:
+        display.save_gif(display.traces(out)[0], out.tokenizer, args.gif)
+        show.say(args.gif)
 
 
 def _check(args: Sample, texts: list[str]) -> None:
     """Refuses what no model takes, before one is loaded."""
+    from mercury_jax.decode import display
     from mercury_jax.decode.inputs import MAX_TOKENS
 
     if not texts:
@@ -127,6 +151,12 @@ def _check(args: Sample, texts: list[str]) -> None:
     for name, value in (("--max-tokens", args.max_tokens), ("--n", args.n)):
         if not 1 <= value <= MAX_TOKENS:
             raise refuse(name, value, f"1..{MAX_TOKENS}")
+    for name, path in (("--html", args.html), ("--gif", args.gif)):
+        if path is not None and (len(texts) != 1 or args.n != 1):
+            raise refuse(name, path, "with one prompt and --n 1")
+        show.check_writable(name, path)
+    if args.gif is not None:
+        display.check_matplotlib("--gif")
     if "" in args.stop:
         raise refuse("--stop", "", "a text of at least one character")
     guidance, negative = args.processing.guidance, args.processing.negative

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,11 @@ from mercury_jax.decode.state import Frame, first_state
 from mercury_jax.decode.stop_texts import end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
+from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # passes per dispatch while frames are kept: a static size, since it shapes the frame buffer
 HISTORY_PASSES = 16
@@ -113,6 +117,10 @@ class Output:
     n: int = 1  # answers to each prompt
     # Counts of the drafter, with `draft=`; `forwards` counts the passes of `lm` only.
     draft: DraftOutput | None = field(repr=False, default=None)
+    first: np.ndarray = field(
+        repr=False, default_factory=lambda: np.zeros(0, int)
+    )  # int [B], position of token 0
+    tokenizer: AnyTokenizer | None = field(repr=False, default=None)  # of the model, to show the history
 
     @property
     def text(self) -> str:
@@ -138,6 +146,33 @@ class Output:
     def tokens_per_second(self) -> float:
         """Emitted tokens of all rows divided by the seconds of the call."""
         return sum(self.lengths) / max(self.seconds, 1e-9)
+
+    def plot(self, row: int = 0) -> Figure:
+        """Draws the confidence of each position in each denoising step; dots show where tokens were accepted.
+
+        Args:
+            row: Index of the answer.
+
+        Returns:
+            A figure of matplotlib, which notebooks show.
+
+        Raises:
+            ValueError: The call kept no history, there is no such answer, or matplotlib is missing.
+
+        Example:
+            >>> mj.sample(lm, prompt, history=True).plot()
+        """
+        from mercury_jax.decode import display
+
+        found = display.traces(self)
+        if not 0 <= row < len(found):
+            raise refuse("row", row, f"0..{len(found) - 1}: the answers of this call")
+        return display.plot(found[row])
+
+    def _repr_html_(self) -> str:
+        from mercury_jax.decode import display
+
+        return display.output_html(self)
 
 
 def sample(
@@ -388,6 +423,8 @@ def collect(
         history=frames or [],
         logprobs=logprobs,
         draft=draft,
+        first=first[:count],
+        tokenizer=lm.tokenizer,
     )
 
 
@@ -423,7 +460,7 @@ def _continue_empty_answers(
         if logprobs is not None and more.logprobs is not None:
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
     return dataclasses.replace(
-        more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
+        more, first=out.first, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
         forwards=out.forwards + more.forwards, evaluated=out.evaluated + more.evaluated,
         encoded=out.encoded + more.encoded,
         draft=None if out.draft is None or more.draft is None else out.draft + more.draft,

@@ -170,6 +170,11 @@ class Frame(NamedTuple):
     confidence: Float[Array, "B L"]  # probability of the argmax
     done: Bool[Array, "B"]
 
+    def _repr_html_(self) -> str:
+        from mercury_jax.decode.display import frame_html
+
+        return frame_html(self)
+
 
 def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> State:
     """Makes the state before the first pass.

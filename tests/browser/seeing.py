@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mercury_jax.serve.playground.frames import PRECISION, TokenLabels
+from mercury_jax.decode.display import TokenLabels
+from mercury_jax.serve.playground.frames import PRECISION
 
 MASK, UNSURE = "▒", 0.25
 CELLS = """run => [...document.querySelectorAll(`.run-card.${run} .cell`)].map(c => ({
@@ -27,7 +28,7 @@ def facts(page, run: str = "main") -> list[tuple[str, str, bool]]:
 
 def expected(lm, snapshots) -> list[list[tuple[str, str, bool]]]:
     """The same for each step of a run, from its snapshots alone."""
-    labels, out = TokenLabels(lm), []
+    labels, out = TokenLabels(lm.tokenizer), []
     for snapshot in snapshots:
         step = []
         for token, settled, p, forced in zip(*snapshot[:4], strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.decode.display import SPECIAL, TokenLabels
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.playground import frames
 from tests.browser.scripted import shot
@@ -30,7 +31,7 @@ def walk(seed: int):
 @pytest.mark.parametrize("seed", range(4))
 def test_frames_rebuild_every_snapshot(seed):
     """Replayed from its changed cells alone, each pass has the snapshot's tokens, flags and confidences."""
-    labels, shown, cells, sure = frames.TokenLabels(tiny()), frames.NO_CELLS, {}, {}
+    labels, shown, cells, sure = TokenLabels(tiny().tokenizer), frames.NO_CELLS, {}, {}
     for snapshot in walk(seed):
         shown, changed = frames.changed_cells(shown, snapshot)
         sent = json.loads(json.dumps(frames.frame_event(labels, shown, changed, snapshot)))
@@ -61,13 +62,13 @@ def test_unchanged_cells_are_not_sent():
 def test_labels_lose_no_byte():
     """Text cells and byte cells together spell what the tokens spell; control tokens spell nothing."""
     tok = (lm := tiny()).tokenizer
-    labels = frames.TokenLabels(lm)
+    labels = TokenLabels(lm.tokenizer)
     for token in range(tok.vocab_size):
         text, kind = labels.label(token)
-        spelt = b"" if kind == frames.SPECIAL else bytes.fromhex(text) if kind else text.encode()
+        spelt = b"" if kind == SPECIAL else bytes.fromhex(text) if kind else text.encode()
         assert spelt == tok.pieces[token]
-    assert labels.label(tok.eos) == ("eos", frames.SPECIAL)
-    assert labels.label(tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", frames.SPECIAL)
+    assert labels.label(tok.eos) == ("eos", SPECIAL)
+    assert labels.label(tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", SPECIAL)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from starlette.staticfiles import StaticFiles
 
 from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.decode.display import TokenLabels
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
 from mercury_jax.decode.thinking import decode_answer
@@ -176,7 +177,7 @@ class Playground:
     def __init__(self, engine: Engine, options: ServerOptions = ServerOptions()):
         self.engine, self.lm, self.options = engine, engine.lm, options
         self.info = page_info(engine, bool(options.keys))
-        self.labels = frames.TokenLabels(self.lm)
+        self.labels = TokenLabels(self.lm.tokenizer)
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
 
     def routes(self) -> list[BaseRoute]:
@@ -426,7 +427,7 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         "baseline": BASELINE if BASELINE in rules.names else None,
         "temperature": number(rules.own.temperature),
         "efforts": {name: effort._asdict() for name, effort in EFFORTS.items()},
-        "mask": None if mask is None else frames.TokenLabels(lm).label(mask)[0],
+        "mask": None if mask is None else TokenLabels(lm.tokenizer).label(mask)[0],
         "limits": {
             "max_tokens": max(1, min(MAX_TOKENS, engine.context - 1)), "steps": MAX_STEPS, "temperature": 2,
             "characters": MAX_CHARACTERS,

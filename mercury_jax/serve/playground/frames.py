@@ -17,12 +17,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.decode_config import bucket as padded_size
+from mercury_jax.decode.display import TokenLabels
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 from mercury_jax.types import LM, Model, Params, Pass
 
-ACCEPTED, FORCED, SPECIAL, BYTES = 1, 2, 4, 8  # bits of a cell's flags
+ACCEPTED, FORCED = 1, 2  # bits of a cell's flags, beside those of its label
 PRECISION = 1000  # steps of a confidence; finer steps would send changes that are not visible
 TOP = 5  # most probable tokens to show for a cell
 
@@ -66,40 +67,6 @@ def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np
     both = min(n, before)
     changed[:both] = np.any([a[:both] != b[:both] for a, b in zip(new, shown, strict=True)], axis=0)
     return new, np.flatnonzero(changed)
-
-
-class TokenLabels:
-    """Labels of tokens on the page: the text of a token, or a name for a token without text.
-
-    Args:
-        lm: The model.
-    """
-
-    def __init__(self, lm: LM):
-        self._tokenizer = lm.tokenizer
-        self._known: dict[int, tuple[str, int]] = {}
-
-    def label(self, token: int) -> tuple[str, int]:
-        """Returns (text, flag) of a token id.
-
-        The flag is SPECIAL for a control token, BYTES for a part of a character, whose text is in hex, else 0.
-        """
-        if token not in self._known:
-            pieces = self._tokenizer.pieces
-            piece = pieces[token] if token < len(pieces) else b""
-            try:
-                name = (
-                    piece.decode()
-                    if piece
-                    else self._tokenizer.decode([token], skip_special=False).strip("<|>")
-                )
-                known = (name, 0) if piece else (name or f"id {token}", SPECIAL)
-            except UnicodeDecodeError:
-                known = piece.hex(" ").upper(), BYTES
-            except (ValueError, IndexError, KeyError):  # a vocabulary may end in unused ids
-                known = f"id {token}", SPECIAL
-            self._known[token] = known
-        return self._known[token]
 
 
 def frame_event(

@@ -1,0 +1,430 @@
+"""How an answer came about, to look at: HTML for notebooks and pages, a plot, an animated picture.
+
+A `Trace` is the answer after every denoising step, read off the frames of `sample(..., history=True)`. `Output` and
+`StreamOutput` show themselves in notebooks by `trace_html`; `Output.plot`, `mercury sample --html` and `--gif` use the
+other functions. The HTML needs no server, no other file and no network. All text in it is escaped: what a model
+writes is never run.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import itertools
+import json
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from mercury_jax import install
+from mercury_jax.config import refuse
+from mercury_jax.decode.stream import AnswerBuffer
+from mercury_jax.tokenizer import AnyTokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from mercury_jax.decode.sample import Output
+    from mercury_jax.decode.state import Frame
+
+# Of an output in a notebook; a note below it says what is left out.
+MOST_ROWS, MOST_STEPS, MOST_TOKENS = 4, 256, 1024
+NOISE = "░"
+UNKNOWN = 0.25  # a guess less probable than this is shown as noise
+SPECIAL, BYTES = 4, 8  # flags of a label
+
+Label = tuple[str, int]  # text and flag
+
+
+class TokenLabels:
+    """Labels of tokens: the text of a token, or a name for a token without text.
+
+    Args:
+        tokenizer: Of the model.
+    """
+
+    def __init__(self, tokenizer: AnyTokenizer):
+        self._tokenizer = tokenizer
+        self._known: dict[int, Label] = {}
+
+    def label(self, token: int) -> Label:
+        """Returns (text, flag) of a token id.
+
+        The flag is SPECIAL for a control token, BYTES for a part of a character, whose text is in hex, else 0.
+        """
+        if token not in self._known:
+            pieces = self._tokenizer.pieces
+            piece = pieces[token] if token < len(pieces) else b""
+            try:
+                if piece:
+                    known = piece.decode(), 0
+                else:
+                    name = self._tokenizer.decode([token], skip_special=False).strip("<|>")
+                    known = name or f"id {token}", SPECIAL
+            except UnicodeDecodeError:
+                known = piece.hex(" ").upper(), BYTES
+            except (ValueError, IndexError, KeyError):  # a vocabulary may end in unused ids
+                known = f"id {token}", SPECIAL
+            self._known[token] = known
+        return self._known[token]
+
+
+class Trace(NamedTuple):
+    """One answer after each of its S denoising steps. Positions without a token yet have id -1.
+
+    Attributes:
+        tokens: int [S, n], accepted tokens and current guesses.
+        since: int [S, n], the step in which the token was accepted, counted from 1; 0: a guess.
+        confidence: float [S, n], probability of the argmax; of an accepted token in the step that accepted it.
+    """
+
+    tokens: np.ndarray
+    since: np.ndarray
+    confidence: np.ndarray
+
+
+def trace(frames: Sequence[Frame], row: int, first: int, close: int = -1) -> Trace:
+    """Reads the steps of one answer off the frames of a call.
+
+    Args:
+        frames: One of each pass, leaves [B, ...].
+        row: Index of the answer.
+        first: Absolute position of its first token.
+        close: Id that closes a thinking section whose budget is used up, which no frame shows.
+
+    Returns:
+        The answer after every pass that denoised it.
+    """
+    size = max((int(f.start[row]) + int(f.used[row]) for f in frames), default=first)
+    buffer = AnswerBuffer(first, max(size - first, 0), close, row)
+    steps: list[Trace] = []
+    since, sure = np.zeros(len(buffer.tokens), int), np.zeros(len(buffer.tokens))
+    for frame in frames:
+        if not buffer.update(jax.tree.map(lambda x: np.asarray(x)[None], frame), 1):
+            continue
+        known = np.arange(len(buffer.tokens)) < buffer.end
+        accepted = buffer.accepted & known
+        new = accepted & (since == 0)
+        since = np.where(accepted, np.where(new, len(steps) + 1, since), 0)
+        sure = np.where(accepted & ~new, sure, buffer.confidence)
+        steps.append(Trace(np.where(known, buffer.tokens, -1), since, np.where(known, sure, 0.0)))
+    if not steps:
+        return Trace(np.zeros((0, 0), int), np.zeros((0, 0), int), np.zeros((0, 0)))
+    return Trace(*map(np.stack, zip(*steps, strict=True)))
+
+
+def traces(out: Output) -> list[Trace]:
+    """The traces of all answers of a call.
+
+    Args:
+        out: Of `sample(..., history=True)`.
+
+    Returns:
+        One for each answer.
+
+    Raises:
+        ValueError: The call kept no history.
+    """
+    if not out.history:
+        raise refuse("history", "empty", "the frames of sample(..., history=True)")
+    marks = None if out.tokenizer is None else out.tokenizer.thinking
+    close = -1 if marks is None else marks.close
+    found = [trace(out.history, row, int(out.first[row]), close) for row in range(len(out.texts))]
+    # What a model wrote behind its end of text is not part of the answer.
+    return [Trace(*(x[:, : max(n, 1)] for x in one)) for one, n in zip(found, out.lengths, strict=True)]
+
+
+# --- HTML; ID is replaced by a name of its own for each output, so that several fit into one page
+
+_STYLE = """
+#ID { font: 14px/1.6 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; color: inherit; max-width: 100%; }
+#ID .m-text { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid rgba(128, 128, 128, .4);
+  border-radius: 6px; padding: .6em .8em; margin: .3em 0; }
+#ID .m-text span { border-radius: 3px; }
+#ID .m-noise, #ID .m-special, #ID .m-note { opacity: .65; }
+#ID .m-special { font-style: italic; font-size: .85em; }
+#ID .m-bar { display: flex; gap: .6em; align-items: center; flex-wrap: wrap; }
+#ID .m-bar input { flex: 1; min-width: 8em; }
+#ID .m-bar button { font: inherit; color: inherit; background: transparent; cursor: pointer; min-width: 4.5em;
+  border: 1px solid rgba(128, 128, 128, .6); border-radius: 4px; }
+"""
+
+# Draws one step: accepted tokens in the colour of the step that accepted them, guesses in blue by their confidence.
+_SCRIPT = """
+(function () {
+  const root = document.getElementById("ID");
+  const data = JSON.parse(root.querySelector("script[type='application/json']").textContent);
+  const text = root.querySelector(".m-text"), caption = root.querySelector(".m-step");
+  const slider = root.querySelector("input"), play = root.querySelector("button");
+  const last = data.steps.length - 1, pace = Math.max(120, Math.min(700, 4000 / last));
+  let timer = null;
+
+  function cell(label, since, p, masked) {
+    const span = document.createElement("span"), held = since > 0;
+    span.title = (held ? "accepted in step " + since : "a guess") + ", probability " + p.toFixed(2);
+    if (!held && (masked || p < data.unknown)) {
+      span.textContent = data.noise;
+      span.className = "m-noise";
+      return span;
+    }
+    span.textContent = label[1] ? "\u27e8" + label[0] + "\u27e9" : label[0];
+    span.className = label[1] ? "m-special" : "";
+    const hue = 280 - 240 * (data.of > 1 ? (since - 1) / (data.of - 1) : 1);
+    span.style.background = held ? "hsla(" + hue + ", 70%, 50%, .35)" : "rgba(0, 150, 215, " + (0.05 + 0.3 * p) + ")";
+    span.style.fontStyle = held || label[1] ? "" : "italic";
+    return span;
+  }
+  function draw(k) {
+    const step = data.steps[k];
+    text.textContent = "";
+    step.t.forEach((t, i) => t >= 0 && text.appendChild(
+      cell(data.labels[t], step.s[i], step.c[i] / 100, t === data.mask)));
+    const held = step.s.filter((since) => since > 0).length;
+    caption.textContent = "step " + step.n + " of " + data.of + ": " + held + " tokens accepted";
+    slider.value = k;
+  }
+  function stop() { clearInterval(timer); timer = null; play.textContent = "play"; }
+  play.onclick = function () {
+    if (timer) return stop();
+    let k = +slider.value >= last ? 0 : +slider.value;
+    draw(k);
+    play.textContent = "pause";
+    timer = setInterval(() => k < last && root.isConnected ? draw(++k) : stop(), pace);
+  };
+  slider.oninput = function () { stop(); draw(+slider.value); };
+  draw(last);
+})();
+"""
+
+
+def trace_html(found: Trace, tokenizer: AnyTokenizer, title: str = "") -> str:
+    """One answer as HTML with a slider over its steps, which shows the last step where scripts do not run.
+
+    Args:
+        found: The trace.
+        tokenizer: Of the model.
+        title: A line above.
+
+    Returns:
+        A `<div>` with its own style, data and script.
+    """
+    labels, index = TokenLabels(tokenizer), {-1: -1}
+    total, size = found.tokens.shape
+    kept = np.unique(np.linspace(0, total - 1, min(total, MOST_STEPS)).astype(int))
+    steps = []
+    for k in kept:
+        tokens, since = found.tokens[k, :MOST_TOKENS].tolist(), found.since[k, :MOST_TOKENS].tolist()
+        for token in tokens:
+            index.setdefault(token, len(index) - 1)
+        percent = np.rint(100 * np.nan_to_num(found.confidence[k, :MOST_TOKENS])).astype(int).tolist()
+        steps.append({"n": int(k) + 1, "t": [index[t] for t in tokens], "s": since, "c": percent})
+    nothing = [0] * len(steps[0]["t"])
+    # The noise before the first step.
+    steps.insert(0, {"n": 0, "t": steps[0]["t"], "s": nothing, "c": nothing})
+    data = {
+        "steps": steps, "labels": [labels.label(token) for token in index if token >= 0], "of": total,
+        "mask": -2 if tokenizer.mask is None else index.get(tokenizer.mask, -2), "noise": NOISE, "unknown": UNKNOWN,
+    }  # fmt: skip
+    # A "<" inside of a string could end the element that holds the data.
+    told = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    shown = (labels.label(token) for token in found.tokens[-1, :MOST_TOKENS].tolist() if token >= 0)
+    last = "".join(f"⟨{name}⟩" if flag else name for name, flag in shown)
+    left_out = [f"{total - len(kept)} steps"] * (len(kept) < total)
+    left_out += [f"{size - MOST_TOKENS} tokens"] * (size > MOST_TOKENS)
+    note = f'<div class="m-note">not shown: {", ".join(left_out)}</div>' if left_out else ""
+    name = f"mercury-{secrets.token_hex(6)}"
+    return (
+        f'<div id="{name}"><style>{_STYLE.replace("ID", name)}</style>'
+        f'<div class="m-note">{html.escape(title)}</div><div class="m-text">{html.escape(last)}</div>'
+        f'<div class="m-bar"><button type="button">play</button><input type="range" min="0" max="{len(steps) - 1}" '
+        f'value="{len(steps) - 1}" aria-label="step"><span class="m-step">step {total} of {total}</span></div>{note}'
+        f'<script type="application/json">{told}</script><script>{_SCRIPT.replace("ID", name)}</script></div>'
+    )
+
+
+def output_html(out: Output) -> str:
+    """An output as HTML: its answers, with a slider over the steps if the call kept its history.
+
+    Args:
+        out: Of `sample`.
+
+    Returns:
+        HTML for a notebook; of more than MOST_ROWS answers the first.
+    """
+    parts = []
+    found = traces(out) if out.history and out.tokenizer is not None else None
+    for row in range(min(len(out.texts), MOST_ROWS)):
+        n, passes = out.lengths[row], int(out.forwards[row])
+        title = f"{n} tokens in {passes} forward passes ({n / max(passes, 1):.1f} per pass)"
+        if found is not None and out.tokenizer is not None and len(found[row].tokens):
+            parts.append(trace_html(found[row], out.tokenizer, title))
+            continue
+        thought = out.thinking[row]
+        thinking = "" if thought is None else f'<span style="opacity:.65">{html.escape(thought)}\n</span>'
+        parts.append(
+            f'<div style="opacity:.65">{title}; sample(..., history=True) shows its steps</div>'
+            f'<pre style="white-space:pre-wrap">{thinking}{html.escape(out.texts[row])}</pre>'
+        )
+    if len(out.texts) > MOST_ROWS:
+        parts.append(f"<div>and {len(out.texts) - MOST_ROWS} more answers</div>")
+    return "\n".join(parts)
+
+
+def frame_html(frame: Frame) -> str:
+    """A frame as HTML: one cell a position, bluer the more confident; accepted ones have a border. Ids in the titles.
+
+    Args:
+        frame: Of one pass, leaves [B, ...].
+
+    Returns:
+        HTML for a notebook, with the first MOST_ROWS rows.
+    """
+    rows = []
+    for row in range(min(len(frame.used), MOST_ROWS)):
+        cells = []
+        for i in range(min(int(frame.used[row]), MOST_TOKENS)):
+            p, held = float(np.nan_to_num(frame.confidence[row, i])), bool(frame.accepted[row, i])
+            state = "accepted" if held else "a guess"
+            title = f"id {int(frame.answer[row, i])}, {state}, probability {p:.2f}"
+            box = "display:inline-block;width:.8em;height:1.2em;margin:1px;border:1px solid "
+            colours = f"{'currentColor' if held else 'transparent'};background:rgba(0,150,215,{p:.2f})"
+            cells.append(f'<span title="{title}" style="{box}{colours}"></span>')
+        start, used = int(frame.start[row]), int(frame.used[row])
+        where = f"positions {start} to {start + used - 1}" if used else "not denoised in this pass"
+        rows.append(f"<div>row {row}: {where}</div>{''.join(cells)}")
+    return "\n".join(rows)
+
+
+def prompt_html(text: str) -> str:
+    """A prompt above its answer, escaped."""
+    return f'<pre style="white-space:pre-wrap">{html.escape(text)}</pre>'
+
+
+def page(body: str, title: str) -> str:
+    """A whole page around HTML of this module, light or dark as the reader's system.
+
+    Args:
+        body: HTML.
+        title: Of the page, escaped here.
+
+    Returns:
+        The page.
+    """
+    style = "max-width:60em;margin:2em auto;padding:0 1em;font-family:system-ui,sans-serif"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{html.escape(title)}</title></head><body style="{style}">{body}</body></html>'
+    )
+
+
+# --- pictures
+
+
+def check_matplotlib(argument: str) -> None:
+    """Raises a ValueError that names the argument and the command to install matplotlib, if it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
+        raise refuse(argument, "asked for", allowed)
+
+
+def plot(found: Trace) -> Figure:
+    """Draws the confidence of each position in each step, with a dot where the token was accepted.
+
+    Args:
+        found: The trace of one answer.
+
+    Returns:
+        A figure of matplotlib.
+
+    Raises:
+        ValueError: matplotlib is missing.
+    """
+    check_matplotlib("plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps, n = found.tokens.shape
+    figure = Figure(figsize=(min(3 + 0.12 * n, 12), min(2 + 0.2 * steps, 8)), layout="constrained")
+    FigureCanvasAgg(figure)  # not pyplot, which would look for a window system and show the figure twice
+    axes = figure.add_subplot()
+    grid = np.where(found.tokens >= 0, found.confidence, np.nan)
+    image = axes.imshow(
+        grid, aspect="auto", vmin=0, vmax=1, cmap="viridis", extent=(-0.5, n - 0.5, steps + 0.5, 0.5)
+    )
+    when, where = np.nonzero(found.since == np.arange(1, steps + 1)[:, None])
+    axes.plot(where, when + 1, "o", markersize=3, color="white", markeredgecolor="black", label="accepted")
+    axes.set(xlabel="position", ylabel="step", title="probability of the most probable token")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="upper right", fontsize="small")
+    figure.colorbar(image)
+    return figure
+
+
+def save_gif(
+    found: Trace, tokenizer: AnyTokenizer, path: str | Path, title: str = "", columns: int = 64
+) -> None:
+    """Writes an animation of an answer.
+
+    Args:
+        found: The trace.
+        tokenizer: Of the model.
+        path: The file.
+        columns: Characters of a line.
+
+    Raises:
+        ValueError: matplotlib, which brings Pillow and the font, is missing.
+    """
+    check_matplotlib("--gif")
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf"), 18)
+    width, height = 11, 24
+    noise = Trace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
+    found = Trace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
+    drawn = [_cells(found, tokenizer, k, columns) for k in range(len(found.tokens))]
+    lines = 3 + max(cell[1] for cells in drawn for cell in cells)
+    pictures = []
+    for k, cells in enumerate(drawn):
+        picture = Image.new("RGB", (width * columns + 32, height * lines + 32), (250, 250, 250))
+        pen = ImageDraw.Draw(picture)
+        caption = f"step {k} of {len(drawn) - 1}: {int((found.since[k] > 0).sum())} tokens accepted"
+        pen.text((16, 12), caption, (110, 110, 110), font)
+        for x, y, character, colour in cells:
+            pen.text((16 + width * x, 12 + height * (y + 2)), character, colour, font)
+        pictures.append(picture.quantize(32))
+    pace = [max(120, min(700, 4000 // len(pictures)))] * len(pictures)
+    pace[0], pace[-1] = 700, 2500
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
+
+
+def _cells(
+    found: Trace, tokenizer: AnyTokenizer, step: int, columns: int
+) -> list[tuple[int, int, str, tuple[int, int, int]]]:
+    """The characters of one step: column, line, character, colour."""
+    labels, cells, x, y = TokenLabels(tokenizer), [], 0, 0
+    rows = zip(
+        found.tokens[step].tolist(), found.since[step].tolist(), found.confidence[step].tolist(), strict=True
+    )
+    for token, since, p in itertools.takewhile(lambda cell: cell[0] >= 0, rows):
+        text, flag = labels.label(token)
+        if not since and (token == tokenizer.mask or p < UNKNOWN):
+            text, colour = NOISE, (190, 190, 190)
+        else:
+            text = f"<{text}>" if flag else text.replace("\t", "    ")
+            colour = (20, 20, 20) if since else (0, 120, 190)
+        for character in text:
+            if character == "\n" or x == columns:
+                x, y = 0, y + 1
+            if character != "\n":
+                cells.append(
+                    (x, y, character if character.isprintable() else "\N{REPLACEMENT CHARACTER}", colour)
+                )
+                x += 1
+    return cells or [(0, 0, " ", (0, 0, 0))]
