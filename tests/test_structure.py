@@ -19,7 +19,7 @@ COUNTS = structure.counts(SOURCES)
 # rose from 204 files and 31,000 lines with corpora as shards, LoRA, jobs of several processes and training by rewards,
 # then from 35,000 lines with rings of sliding layers and the bytes and kernels of a pass, then with plans, and with
 # kernels for training, norms, routing, experts and the heads of attention, and published quantised checkpoints.
-AT_MOST = {"files": 247, "functions_per_1000_lines": 42.5, "code_lines": 38_800}
+AT_MOST = {"files": 248, "functions_per_1000_lines": 42.5, "code_lines": 39_000}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.

@@ -1,9 +1,9 @@
 """How an answer came about, to look at: HTML for notebooks and pages, a plot, an animated picture.
 
-A `Trace` is the answer after every denoising step, read off the frames of `sample(..., history=True)`. `Output` and
-`StreamOutput` show themselves in notebooks by `trace_html`; `Output.plot`, `mercury sample --html` and `--gif` use the
-other functions. The HTML needs no server, no other file and no network. All text in it is escaped: what a model
-writes is never run.
+An `AnswerTrace` is the answer after every denoising step, read off the frames of `sample(..., history=True)`. `Output`,
+`StreamOutput` and `Frame` show themselves in notebooks by functions of this module; `Output.plot` and `mercury sample
+--html` and `--gif` use the others. The HTML needs no server, no other file and no network. All text in it is escaped:
+what a model writes is never run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mercury_jax.decode.sample import Output
     from mercury_jax.decode.state import Frame
+    from mercury_jax.decode.stream import StreamOutput
 
 # Of an output in a notebook; a note below it says what is left out.
 MOST_ROWS, MOST_STEPS, MOST_TOKENS = 4, 256, 1024
@@ -73,7 +74,7 @@ class TokenLabels:
         return self._known[token]
 
 
-class Trace(NamedTuple):
+class AnswerTrace(NamedTuple):
     """One answer after each of its S denoising steps. Positions without a token yet have id -1.
 
     Attributes:
@@ -87,7 +88,7 @@ class Trace(NamedTuple):
     confidence: np.ndarray
 
 
-def trace(frames: Sequence[Frame], row: int, first: int, close: int = -1) -> Trace:
+def trace(frames: Sequence[Frame], row: int, first: int, close: int = -1) -> AnswerTrace:
     """Reads the steps of one answer off the frames of a call.
 
     Args:
@@ -101,7 +102,7 @@ def trace(frames: Sequence[Frame], row: int, first: int, close: int = -1) -> Tra
     """
     size = max((int(f.start[row]) + int(f.used[row]) for f in frames), default=first)
     buffer = AnswerBuffer(first, max(size - first, 0), close, row)
-    steps: list[Trace] = []
+    steps: list[AnswerTrace] = []
     since, sure = np.zeros(len(buffer.tokens), int), np.zeros(len(buffer.tokens))
     for frame in frames:
         if not buffer.update(jax.tree.map(lambda x: np.asarray(x)[None], frame), 1):
@@ -111,13 +112,13 @@ def trace(frames: Sequence[Frame], row: int, first: int, close: int = -1) -> Tra
         new = accepted & (since == 0)
         since = np.where(accepted, np.where(new, len(steps) + 1, since), 0)
         sure = np.where(accepted & ~new, sure, buffer.confidence)
-        steps.append(Trace(np.where(known, buffer.tokens, -1), since, np.where(known, sure, 0.0)))
+        steps.append(AnswerTrace(np.where(known, buffer.tokens, -1), since, np.where(known, sure, 0.0)))
     if not steps:
-        return Trace(np.zeros((0, 0), int), np.zeros((0, 0), int), np.zeros((0, 0)))
-    return Trace(*map(np.stack, zip(*steps, strict=True)))
+        return AnswerTrace(np.zeros((0, 0), int), np.zeros((0, 0), int), np.zeros((0, 0)))
+    return AnswerTrace(*map(np.stack, zip(*steps, strict=True)))
 
 
-def traces(out: Output) -> list[Trace]:
+def traces(out: Output) -> list[AnswerTrace]:
     """The traces of all answers of a call.
 
     Args:
@@ -135,7 +136,7 @@ def traces(out: Output) -> list[Trace]:
     close = -1 if marks is None else marks.close
     found = [trace(out.history, row, int(out.first[row]), close) for row in range(len(out.texts))]
     # What a model wrote behind its end of text is not part of the answer.
-    return [Trace(*(x[:, : max(n, 1)] for x in one)) for one, n in zip(found, out.lengths, strict=True)]
+    return [AnswerTrace(*(x[:, : max(n, 1)] for x in one)) for one, n in zip(found, out.lengths, strict=True)]
 
 
 # --- HTML; ID is replaced by a name of its own for each output, so that several fit into one page
@@ -201,7 +202,7 @@ _SCRIPT = """
 """
 
 
-def trace_html(found: Trace, tokenizer: AnyTokenizer, title: str = "") -> str:
+def trace_html(found: AnswerTrace, tokenizer: AnyTokenizer, title: str = "") -> str:
     """One answer as HTML with a slider over its steps, which shows the last step where scripts do not run.
 
     Args:
@@ -274,6 +275,30 @@ def output_html(out: Output) -> str:
     return "\n".join(parts)
 
 
+def stream_html(out: StreamOutput) -> str:
+    """An answer of a stream as HTML: accepted tokens with a border below, guesses bluer the more confident.
+
+    Args:
+        out: Of `stream`.
+
+    Returns:
+        HTML for a notebook, with the first MOST_TOKENS tokens.
+    """
+    if out.tokenizer is None:
+        return prompt_html(out.text)
+    labels, spans = TokenLabels(out.tokenizer), []
+    cells = zip(out.tokens.tolist(), out.accepted.tolist(), out.confidence.tolist(), strict=True)
+    for token, held, p in itertools.islice(cells, MOST_TOKENS):
+        name, flag = labels.label(token)
+        text = f"⟨{name}⟩" if flag else name
+        text = NOISE if not held and (token == out.tokenizer.mask or p < UNKNOWN) else text
+        title = f"{'accepted' if held else 'a guess'}, probability {p:.2f}"
+        look = "border-bottom:2px solid" if held else f"background:rgba(0,150,215,{0.05 + 0.3 * p:.2f})"
+        spans.append(f'<span title="{title}" style="{look}">{html.escape(text)}</span>')
+    caption = f"{out.forwards} forward passes, {int(out.accepted.sum())} tokens accepted"
+    return f'<div style="opacity:.65">{caption}</div><pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+
+
 def frame_html(frame: Frame) -> str:
     """A frame as HTML: one cell a position, bluer the more confident; accepted ones have a border. Ids in the titles.
 
@@ -300,7 +325,7 @@ def frame_html(frame: Frame) -> str:
 
 
 def prompt_html(text: str) -> str:
-    """A prompt above its answer, escaped."""
+    """A plain text, such as a prompt above its answer, escaped."""
     return f'<pre style="white-space:pre-wrap">{html.escape(text)}</pre>'
 
 
@@ -326,13 +351,20 @@ def page(body: str, title: str) -> str:
 
 
 def check_matplotlib(argument: str) -> None:
-    """Raises a ValueError that names the argument and the command to install matplotlib, if it is missing."""
+    """Refuses an argument that needs matplotlib where it is missing.
+
+    Args:
+        argument: Its name, for the error.
+
+    Raises:
+        ValueError: Naming the argument and the command that installs matplotlib.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         allowed = f"any, once matplotlib is installed: {install.command('plot')}"
         raise refuse(argument, "asked for", allowed)
 
 
-def plot(found: Trace) -> Figure:
+def plot(found: AnswerTrace) -> Figure:
     """Draws the confidence of each position in each step, with a dot where the token was accepted.
 
     Args:
@@ -367,7 +399,7 @@ def plot(found: Trace) -> Figure:
 
 
 def save_gif(
-    found: Trace, tokenizer: AnyTokenizer, path: str | Path, title: str = "", columns: int = 64
+    found: AnswerTrace, tokenizer: AnyTokenizer, path: str | Path, title: str = "", columns: int = 64
 ) -> None:
     """Writes an animation of an answer.
 
@@ -375,7 +407,7 @@ def save_gif(
         found: The trace.
         tokenizer: Of the model.
         path: The file.
-        columns: Characters of a line.
+        columns: Most characters of a line.
 
     Raises:
         ValueError: matplotlib, which brings Pillow and the font, is missing.
@@ -386,16 +418,20 @@ def save_gif(
 
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf"), 18)
     width, height = 11, 24
-    noise = Trace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
-    found = Trace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
+    noise = AnswerTrace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
+    found = AnswerTrace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
     drawn = [_cells(found, tokenizer, k, columns) for k in range(len(found.tokens))]
-    lines = 3 + max(cell[1] for cells in drawn for cell in cells)
+    caption = "step {} of {}: {} tokens accepted"
+    columns = max(
+        len(caption.format(*found.tokens.shape, 999)), *(1 + x for cells in drawn for x, *_ in cells)
+    )
+    lines = 3 + max(y for cells in drawn for _, y, *_ in cells)
     pictures = []
     for k, cells in enumerate(drawn):
         picture = Image.new("RGB", (width * columns + 32, height * lines + 32), (250, 250, 250))
         pen = ImageDraw.Draw(picture)
-        caption = f"step {k} of {len(drawn) - 1}: {int((found.since[k] > 0).sum())} tokens accepted"
-        pen.text((16, 12), caption, (110, 110, 110), font)
+        told = caption.format(k, len(drawn) - 1, (found.since[k] > 0).sum())
+        pen.text((16, 12), told, (110, 110, 110), font)
         for x, y, character, colour in cells:
             pen.text((16 + width * x, 12 + height * (y + 2)), character, colour, font)
         pictures.append(picture.quantize(32))
@@ -405,7 +441,7 @@ def save_gif(
 
 
 def _cells(
-    found: Trace, tokenizer: AnyTokenizer, step: int, columns: int
+    found: AnswerTrace, tokenizer: AnyTokenizer, step: int, columns: int
 ) -> list[tuple[int, int, str, tuple[int, int, int]]]:
     """The characters of one step: column, line, character, colour."""
     labels, cells, x, y = TokenLabels(tokenizer), [], 0, 0

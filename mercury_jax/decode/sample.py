@@ -117,10 +117,9 @@ class Output:
     n: int = 1  # answers to each prompt
     # Counts of the drafter, with `draft=`; `forwards` counts the passes of `lm` only.
     draft: DraftOutput | None = field(repr=False, default=None)
-    first: np.ndarray = field(
-        repr=False, default_factory=lambda: np.zeros(0, int)
-    )  # int [B], position of token 0
-    tokenizer: AnyTokenizer | None = field(repr=False, default=None)  # of the model, to show the history
+    # To show the history: the absolute position of each answer's first token (int [B]), and the model's tokenizer.
+    first: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
+    tokenizer: AnyTokenizer | None = field(repr=False, default=None)
 
     @property
     def text(self) -> str:

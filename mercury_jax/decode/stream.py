@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame
 from mercury_jax.decode.stop_texts import cut_at_stop, end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
+from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM
 
 
@@ -38,6 +39,12 @@ class StreamOutput:
     done: bool
     thinking: str | None = None  # the thinking of a conversation; None where there is none
     row: int = 0  # index of the answer: i * n + k for answer k to prompt i
+    tokenizer: AnyTokenizer | None = field(repr=False, compare=False, default=None)  # of the model
+
+    def _repr_html_(self) -> str:
+        from mercury_jax.decode import display
+
+        return display.stream_html(self)
 
 
 def stream(
@@ -269,4 +276,5 @@ def _output(
         done=buffer.done,
         thinking=thinking,
         row=buffer.row,
+        tokenizer=lm.tokenizer,
     )
