@@ -42,10 +42,10 @@ parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers 
 	$(if $(ARGS),,$(BIN)/python tests/hub/parity/mutated.py)
 	$(if $(ARGS),,$(BIN)/python tests/hub/parity/finetuned.py)
 
-notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
+notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUESTIONS=128 for a long one
 	@set -- colab/*.ipynb; \
 	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
-	MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
+	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
 
 browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
 	$(BIN)/python -m pytest tests/browser $(ARGS)

@@ -10,7 +10,7 @@ from typing import Any
 import mercury_jax
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 # The address of the repository: links to files outside of docs/, and the "Open in Colab" badges.
 REPOSITORY, BRANCH = "github.com/mercury-jax/mercury_jax", "main"
@@ -84,7 +84,15 @@ def _as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any
     lines[:] = found
 
 
+def _copy_notebooks(app: Any) -> None:
+    """Makes pages of the notebooks in colab/, which hold their outputs."""
+    import notebooks
+
+    notebooks.pages(Path(app.srcdir) / "notebooks")
+
+
 def setup(app: Any) -> None:
     """Registers what this site adds to Sphinx."""
+    app.connect("builder-inited", _copy_notebooks)
     app.connect("source-read", _link_to_repository)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # before napoleon, at 500

@@ -64,11 +64,12 @@ def nearest(name: str, names: Sequence[str]) -> str:
         names: Names that exist.
 
     Returns:
-        The most similar name first, then all names if there are at most `MANY`.
+        The most similar name first, if one is similar, then all names if there are at most `MANY`.
     """
     bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
     last = lambda dotted: dotted.rpartition(".")[2]
-    close = difflib.get_close_matches(name, bare, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, bare, n=1, cutoff=0.65)
+    close = close or [n for n in bare if len(name) > 1 and (n.startswith(name) or name.startswith(n))][:1]
     close = close or [n for n in bare if last(n) == last(name)][:1]
     every = ", ".join(names)
     if close and len(names) > MANY:

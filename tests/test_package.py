@@ -105,27 +105,3 @@ def test_a_message_about_a_missing_extra_names_how_this_installation_was_made(di
         [sys.executable, "-c", SERVE], env=env, cwd=tmp_path, capture_output=True, text=True
     )
     assert said.returncode == 2 and command.replace("FOLDER", str(folder)) in said.stderr
-
-
-@pytest.mark.parametrize("notebook, extra", [("agent", "serve"), ("quickstart", "plot")])
-def test_a_notebook_installs_from_its_clone_or_from_the_address_it_is_given(
-    notebook, extra, tmp_path, monkeypatch
-):
-    cells = json.loads((ROOT / "colab" / f"{notebook}.ipynb").read_text())["cells"]
-    first = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
-    assert first.count('%pip install -q "{wanted}"') == 1
-    program = first.replace('%pip install -q "{wanted}"', "installed.append(wanted)")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-
-    def run(folder, source=""):
-        monkeypatch.chdir(folder)
-        installed: list[str] = []
-        exec(program.replace('SOURCE = ""', f"SOURCE = {source!r}"), {"installed": installed})
-        return installed
-
-    assert run(ROOT / "colab") == run(ROOT) == [f"{ROOT}[{extra}]"]
-    assert run(tmp_path, "git+https://git.example/x.git") == [
-        f"mercury-jax[{extra}] @ git+https://git.example/x.git"
-    ]
-    with pytest.raises(RuntimeError, match="set SOURCE above to an address"):
-        run(tmp_path)

@@ -18,14 +18,16 @@ COUNTS = structure.counts(SOURCES)
 # The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks. They
 # rose from 204 files and 31,000 lines with corpora as shards, LoRA, jobs of several processes and training by rewards,
 # then from 35,000 lines with rings of sliding layers and the bytes and kernels of a pass, then with plans, and with
-# kernels for training, norms, routing, experts and the heads of attention, and published quantised checkpoints.
-AT_MOST = {"files": 248, "functions_per_1000_lines": 42.5, "code_lines": 39_000}
+# kernels for training, norms, routing, experts and the heads of attention, and published quantised checkpoints, then
+# with the display of denoising steps, chats in a terminal and completion.
+AT_MOST = {"files": 250, "functions_per_1000_lines": 42.5, "code_lines": 39_300}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.
 SAME_NAME = {
     "app.py": {"cli", "serve", "serve/playground"},
     "attention.py": {"kernels", "kernels/hopper"},
+    "chat.py": {"", "cli"},
     "dispatch.py": {"kernels", "kernels/hopper"},
     "dit.py": {"hub/families", "models"},
     "export.py": {"checkpoint", "hub"},

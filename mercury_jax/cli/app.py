@@ -24,6 +24,7 @@ Command = Callable[[list[str]], int]  # words -> exit code
 COMMANDS = {
     "demo": ("demo", "watch the embedded model turn noise into answers"),
     "sample": ("sample", "continue a text, or answer a message"),
+    "chat": ("chat", "talk to a model in the terminal"),
     "infill": ("infill", "fill the holes in a text"),
     "edit": ("infill:run_edit", "rewrite spans of a text, or let the model choose what to change"),
     "init": ("train:run_init", "write a recipe to start from"),
@@ -35,6 +36,7 @@ COMMANDS = {
     "bench": ("bench", "measure decoding rules, training, servers, GPUs, and compiled programs"),
     "convert": ("convert", "convert a checkpoint from or to the Hugging Face layout"),
     "info": ("info", "describe a model, this machine, rules and tasks"),
+    "completion": ("completion", "print a script that completes commands and options in a shell"),
 }
 DATA = {
     "pack": ("data:run_pack", "tokenise texts, chats or problems into shards"),
@@ -53,7 +55,7 @@ BENCHES = {
 
 # Names that other programs use -> ours.
 SYNONYMS = {
-    "chat": "sample --chat", "complete": "sample", "generate": "sample", "run": "sample", "finetune": "train",
+    "complete": "sample", "generate": "sample", "run": "sample", "finetune": "train",
     "new": "init", "evaluate": "eval", "benchmark": "bench", "export": "convert", "server": "serve",
 }  # fmt: skip
 BAD_INPUT, FAILED, DISK_FULL, INTERRUPTED = 2, 1, 4, 130

@@ -482,9 +482,12 @@ def read_text(word: str, escapes: bool) -> str:
     """
     if word == "-":
         word = sys.stdin.read().removesuffix("\n")
-    if not escapes:
-        return word
-    return re.sub(r"\\([nt\\])", lambda m: {"n": "\n", "t": "\t", "\\": "\\"}[m[1]], word)
+    return unescape(word) if escapes else word
+
+
+def unescape(text: str) -> str:
+    r"""The text with `\n`, `\t` and `\\` read as Python reads them."""
+    return re.sub(r"\\([nt\\])", lambda m: {"n": "\n", "t": "\t", "\\": "\\"}[m[1]], text)
 
 
 def read_text_or_file(name: str, text: str | None, file: str | None, escapes: bool) -> str:

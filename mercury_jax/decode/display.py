@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import io
 import itertools
 import json
 import secrets
@@ -381,8 +382,16 @@ def plot(found: AnswerTrace) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    class Shown(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
     steps, n = found.tokens.shape
-    figure = Figure(figsize=(min(3 + 0.12 * n, 12), min(2 + 0.2 * steps, 8)), layout="constrained")
+    figure = Shown(figsize=(min(3 + 0.12 * n, 12), min(2 + 0.2 * steps, 8)), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would look for a window system and show the figure twice
     axes = figure.add_subplot()
     grid = np.where(found.tokens >= 0, found.confidence, np.nan)

@@ -17,7 +17,7 @@ from tests.marks import slow_except
     "argv, words",
     [
         (["smaple"], ["command", "'smaple'", "sample is the nearest"]),
-        (["chat"], ["command", "'chat'", "allowed: mercury sample --chat"]),
+        (["generate"], ["command", "'generate'", "allowed: mercury sample"]),
         (["xyz"], ["'xyz'", "demo, sample"]),
         (["sample"], ["PROMPT", "required"]),
         (["sample", ""], ["PROMPT", "''"]),

@@ -103,6 +103,7 @@ def test_a_plot_has_a_dot_for_each_accepted_token(solved):
     axes = figure.axes[0]
     assert axes.images[0].get_array().shape == (solved.forwards[1], solved.lengths[1])
     assert len(axes.lines[0].get_xdata()) == solved.lengths[1]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook asks for this
     with pytest.raises(ValueError, match=r"row is 2; allowed: 0\.\.1"):
         solved.plot(2)
     with pytest.raises(ValueError, match="history"):

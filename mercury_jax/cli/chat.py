@@ -1,0 +1,176 @@
+"""`mercury chat`: a conversation with a model in the terminal, or line by line from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Decoding, Flag, Group, Int, Loading, OptionalFloat, option
+from mercury_jax.config import refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.types import LM
+
+Messages = list[dict[str, str]]
+
+COMMANDS = """/new            forget the conversation
+/system TEXT    begin a new one with this system prompt; without TEXT with none
+/undo           forget the last question and its answer
+/help           these commands
+/quit           leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatCommand:
+    """Talk to a model: each line is a message, and the model sees the whole conversation.
+
+    examples:
+      mercury chat                                the embedded model: sums, 4x4 Sudokus
+      mercury chat --model GSAI-ML/LLaDA-8B-Instruct --quantise int8
+      mercury chat --system "Answer in one word." --effort low
+      printf '347+585=\\n120+345=\\n' | mercury chat      an answer to each line
+
+    A terminal shows every denoising step. Lines that begin with / are commands:
+    /new, /system TEXT, /undo, /help, /quit. Ctrl-C stops an answer, Ctrl-D leaves.
+    """
+
+    system: Annotated[str | None, option("TEXT")] = None
+    """System prompt, the first message of the conversation."""
+    max_tokens: Int = 256
+    """Most tokens of an answer, not counting its thinking."""
+    temperature: OptionalFloat = None
+    """Sampling temperature; 0 takes the most likely token. Default: the rule's."""
+    effort: Annotated[str | None, option("NAME")] = None
+    """instant, low, medium or high: denoising steps, thresholds and the token budget for thinking."""
+    escapes: arguments.Escapes = False
+    r"""Read \n, \t and \\ in the lines as Python does: a Sudoku of four lines, say."""
+    no_live: Flag = False
+    """Print an answer only when it is complete."""
+    json: Flag = False
+    """Print one JSON object for each answer."""
+    decoding: Annotated[Decoding, Group] = field(default_factory=Decoding)
+    loading: Annotated[Loading, Group] = field(default_factory=Loading)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Args:
+        argv: The words behind the command's name.
+
+    Returns:
+        0 at the end of the input or after /quit.
+
+    Raises:
+        ValueError: A value is not allowed, the model has no chat template, or a line of a pipe cannot be answered.
+    """
+    from mercury_jax.decode.inputs import MAX_TOKENS
+
+    args, parameters = arguments.read_with_rule(ChatCommand, argv, "mercury chat")
+    arguments.check_request(args.decoding.seed, args.temperature, args.effort)
+    if not 1 <= args.max_tokens <= MAX_TOKENS:
+        raise refuse("--max-tokens", args.max_tokens, f"1..{MAX_TOKENS}")
+    how = dict(
+        max_tokens=args.max_tokens, temperature=args.temperature, effort=args.effort, seed=args.decoding.seed,
+        plan=args.decoding.plan(), sampler=args.decoding.sampler(parameters),
+    )  # fmt: skip
+    person = show.terminal(sys.stdin) and show.terminal()
+    lm = args.loading.load()
+    # Raises where the model has no chat template, before anybody has typed a line.
+    lm.tokenizer.render([{"role": "user", "content": "x"}], thinking=False)
+    if person:
+        show.say(
+            f"{lm.name}, {lm.parameters / 1e6:,.1f}M parameters. /help lists the commands; Ctrl-D leaves."
+        )
+    messages = _opened(args.system)
+    for line in _lines(person):
+        text = arguments.unescape(line) if args.escapes else line
+        if line.startswith("/"):
+            if line == "/quit":
+                break
+            messages = _command(line, messages)
+            continue
+        try:
+            reply = _answer(lm, [*messages, {"role": "user", "content": text}], args, how, person)
+        except KeyboardInterrupt:
+            if not person:
+                raise
+            show.say("\nstopped; this question is not part of the conversation")
+            continue
+        except ValueError as error:  # most often a conversation that outgrew the context
+            if not person:
+                raise
+            show.say(f"mercury: {error}\n/new begins again, /undo forgets the last answer")
+            continue
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+    return 0
+
+
+def _opened(system: str | None) -> Messages:
+    """The messages of a new conversation."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _lines(person: bool) -> Iterator[str]:
+    """Lines that are not empty, from a prompt or from a pipe, until the end of the input."""
+    if not person:
+        yield from filter(None, (line.strip("\r\n") for line in sys.stdin))
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  editing and history of lines; Windows has its own
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit leaves)")
+            continue
+        if line:
+            yield line
+
+
+def _command(line: str, messages: Messages) -> Messages:
+    """Carries out a line that begins with /; returns the messages after it."""
+    word, _, rest = line.partition(" ")
+    if word == "/new":
+        return [message for message in messages[:1] if message["role"] == "system"]
+    if word == "/system":
+        return _opened(rest.strip())
+    if word == "/undo":
+        return messages[:-2] if messages and messages[-1]["role"] == "assistant" else messages
+    if word != "/help":
+        show.say(f"{word} is no command:")
+    show.say(COMMANDS)
+    return messages
+
+
+def _answer(lm: LM, messages: Messages, args: ChatCommand, how: dict[str, Any], person: bool) -> str:
+    """Decodes and prints the next answer; returns its text without the thinking."""
+    if person and not (args.no_live or args.json):
+        from rich.console import Console
+
+        from mercury_jax.decode.stream import stream
+
+        console = Console(highlight=False)
+        size = min(args.max_tokens, args.decoding.block or lm.model.config.block)
+        last = show.follow(console, lm.tokenizer, "", size, stream(lm, messages, **how))
+        console.print(show.figures(len(last.tokens), last.forwards), style="dim")
+        return last.text
+    from mercury_jax.decode.sample import sample
+
+    with show.progress(text="decoding; a first answer compiles"):
+        out = sample(lm, messages, **how)
+    if args.json:
+        show.emit({
+            "text": out.text, "thinking": out.thinking[0], "tokens": out.lengths[0], "forwards": int(out.forwards[0]),
+            "seconds": out.seconds, "finish": out.finish[0], "messages": len(messages),
+        })  # fmt: skip
+    else:
+        print(show.readable(out.text) if show.terminal() else out.text, flush=True)
+    return out.text

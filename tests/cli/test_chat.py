@@ -1,0 +1,124 @@
+"""`mercury chat` keeps the conversation, and `mercury completion` knows what the commands take."""
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.cli import chat, completion, main
+from tests.cli.run import objects, refused
+
+
+def talk(monkeypatch, capsys, lines: str, *argv: str) -> list[dict]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return objects(capsys, "chat", "--max-tokens", "12", "--json", *argv)
+
+
+def test_each_answer_is_that_of_the_whole_conversation(monkeypatch, capsys, at_hand):
+    lm, seen = mj.load(at_hand), [{"role": "system", "content": "Be brief."}]
+    rows = talk(monkeypatch, capsys, "def f\n\nx = 1\n", "--model", at_hand, "--system", "Be brief.")
+    assert [row["messages"] for row in rows] == [2, 4]  # an empty line is none
+    for line, row in zip(("def f", "x = 1"), rows, strict=True):
+        seen.append({"role": "user", "content": line})
+        assert row["text"] == mj.sample(lm, seen, max_tokens=12).text
+        seen.append({"role": "assistant", "content": row["text"]})
+
+
+def test_commands_change_the_conversation_and_are_no_messages(monkeypatch, capsys, at_hand):
+    lines = "a\n/undo\nb\n/new\nc\n/system S\nd\n/what\n/quit\nnever\n"
+    rows = talk(monkeypatch, capsys, lines, "--model", at_hand)
+    assert [row["messages"] for row in rows] == [1, 1, 1, 2]
+
+
+def test_a_pipe_gets_one_text_a_line_and_escapes_are_read(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0200\\n4302\\n3401\\n0004\n"))
+    assert main(["chat", "-e"]) == 0
+    assert capsys.readouterr().out == "1243\n4312\n3421\n2134\n"
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(monkeypatch, capsys, at_hand):
+    typed, asked = iter(["first", "second"]), []
+
+    def read(prompt):
+        for line in typed:
+            return line
+        raise EOFError
+
+    def answer(lm, messages, *rest):
+        asked.append([message["content"] for message in messages])
+        if messages[-1]["content"] == "first":
+            raise KeyboardInterrupt
+        return "reply"
+
+    monkeypatch.setattr(chat.show, "terminal", lambda stream=None: True)
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(chat, "_answer", answer)
+    assert main(["chat", "--model", at_hand]) == 0
+    assert asked == [
+        ["first"],
+        ["second"],
+    ]  # the stopped question is not part of the second one's conversation
+    assert "stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--effort", "huge"], "effort is 'huge'"),
+        (["--rule", "treshold"], "threshold is the nearest"),
+    ],
+)
+def test_values_are_refused_before_the_model_loads(capsys, argv, told):
+    assert told in refused(capsys, "chat", "--model", "no/such/model", *argv)
+
+
+def test_only_near_names_are_suggested(capsys):
+    for word, near in {"chatt": "chat", "bnch": "bench", "comp": "completion"}.items():
+        assert f"{near} is the nearest" in refused(capsys, word)
+    for word in ("foo", "zzz"):
+        assert "nearest" not in refused(capsys, word)
+    assert "--stop" not in refused(capsys, "sample", "x", "--set", "3")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shell") / "mercury.bash"
+    path.write_text(completion.bash())
+    return path
+
+
+@pytest.mark.parametrize(
+    "typed, found",
+    [
+        ("mercury ser", ["serve"]),
+        ("mercury bench dec", ["decode"]),
+        ("mercury sample x --max-t", ["--max-tokens"]),
+        ("mercury train nano --optim.lr", ["--optim.lr"]),
+        ("mercury chat --rule topk", ["topk_margin"]),
+        ("mercury eval sudoku4", ["sudoku4"]),
+        ("mercury data pack --held", ["--held-out"]),
+    ],
+)
+def test_bash_completes_commands_options_and_names(script, typed, found):
+    program = (
+        'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _mercury; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    bash = shutil.which("bash")
+    assert bash, "bash is part of what CI needs"
+    done = subprocess.run([bash, "-c", program, script, *typed.split()], capture_output=True, text=True)
+    assert done.stdout.split() == found and done.stderr == ""
+
+
+def test_the_options_are_those_that_the_parser_takes(capsys):
+    assert "bash, zsh, fish" in refused(capsys, "completion", "tcsh")
+    from mercury_jax.cli.arguments import _option_names
+    from mercury_jax.cli.sample import Sample
+
+    for command, kind in (("sample", Sample), ("chat", chat.ChatCommand)):
+        assert set(_option_names(kind)) <= set(completion.options(command))
+    assert re.search(r"^complete -c mercury .*-l max-tokens$", completion.fish(), re.MULTILINE)
