@@ -1,4 +1,4 @@
-"""Pictures of the playground for README.md and docs/serving.md, by default in docs/results.
+"""Pictures of the playground for docs/serving.md, by default in docs/results, and the recording that opens the page.
 
 Run with `python -m tests.browser.screenshots [FOLDER]`.
 
@@ -8,6 +8,7 @@ in the pictures are those of that run. Needs playwright, and Debian's Chromium o
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import mercury_jax as mj
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig
+from mercury_jax.serve.playground.app import STATIC
 from tests.browser.conftest import ARGS, Served
 from tests.browser.seeing import open_page, run, seek
 
@@ -35,6 +37,7 @@ def main(folder: Path) -> None:
             browser.new_page(viewport=SIZE, color_scheme=scheme, reduced_motion="reduce")
             for scheme in ("light", "dark")
         )
+        record(light, served)
         for page, name in ((light, "Sudoku"), (dark, "Addition")):
             open_page(page, served)
             page.get_by_role("button", name=name).click()
@@ -46,6 +49,17 @@ def main(folder: Path) -> None:
         choose(dark, "main", 28)
         dark.screenshot(path=folder / "playground-finished.png")
         browser.close()
+
+
+def record(page, served) -> None:
+    """Write the runs of the first example, as the page exports them, to the file that it shows at first sight."""
+    open_page(page, served)
+    run(page)
+    run(page)
+    with page.expect_download() as file:
+        page.click("#export")
+    runs = json.loads(file.value.path().read_text())
+    (STATIC / "demo.json").write_text(json.dumps(runs, separators=(",", ":"), ensure_ascii=False) + "\n")
 
 
 def choose(page, run: str, index: int) -> None:

@@ -143,7 +143,9 @@ def test_only_the_finished_answer_is_read_out(page, served):
     assert live == [["said", "polite"]]
     expect(page.locator("#said")).to_be_empty()
     run(page)
-    expect(page.locator("#said")).to_have_text(f"Answer, {len(cells(page))} tokens in 6 forwards: {TEXT}")
+    expect(page.locator("#said")).to_have_text(
+        f"Answer, {len(cells(page))} tokens in 6 forward passes: {TEXT}"
+    )
 
 
 RATIO = """() => {

@@ -22,7 +22,7 @@ def test_side_by_side_writes_the_same_in_fewer_forwards(page, opened):
     run(page)
     forwards = [int(page.locator(f".{side} dd").nth(2).text_content()) for side in ("main", "beside")]
     assert forwards[0] < 10 and forwards[1] == opened.engine.lm.model.config.block
-    expect(page.locator(".verdict")).to_contain_text(f"{forwards[0]} forwards instead of {forwards[1]}")
+    expect(page.locator(".verdict")).to_contain_text(f"{forwards[0]} forward passes instead of {forwards[1]}")
     expect(page.locator(".verdict")).to_contain_text("Both wrote the same text.")
     expect(page.locator("#said")).to_contain_text(": 1542")
     seek(page, 3)

@@ -109,7 +109,9 @@ def test_steps_come_while_the_run_goes_on(page, scripted):
     expect(page.locator("#said")).to_be_empty()  # a screen reader hears the answer, not every pass
     served.engine.gate.release(20)
     finished(page)
-    expect(page.locator("#said")).to_contain_text(f"Answer, {len(script[0].tokens)} tokens in 6 forwards")
+    expect(page.locator("#said")).to_contain_text(
+        f"Answer, {len(script[0].tokens)} tokens in 6 forward passes"
+    )
 
 
 def exported(page) -> dict:
@@ -173,4 +175,4 @@ def test_an_empty_answer_is_an_answer(page, scripted):
     open_page(page, served)
     run(page)
     assert cells(page) == []
-    expect(page.locator("#said")).to_contain_text("0 tokens in 1 forwards")
+    expect(page.locator("#said")).to_contain_text("0 tokens in 1 forward passes")

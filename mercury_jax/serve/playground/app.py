@@ -422,6 +422,7 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         "block": engine.block,
         "locked": locked,
         "thinking": lm.tokenizer.thinking is not None,
+        "turns": lm.name not in EXAMPLES,  # the embedded model was trained on single questions
         "holes": lm.model.config.pattern != "block_causal" or lm.tokenizer.fim is not None,
         "rules": offered,
         "baseline": BASELINE if BASELINE in rules.names else None,

@@ -36,6 +36,11 @@ async function post(path, body, signal) {
   return response.ok ? response : refuse(response);
 }
 
+/** Whether the server has compiled its programs; it answers no request before that. */
+export async function ready() {
+  return (await fetch("ready", { headers: headers() })).ok;
+}
+
 /** The five most probable tokens of a cell: {top: [{id, text, kind, p}], exact}. */
 export async function top(body, signal) {
   return (await post("playground/top", body, signal)).json();

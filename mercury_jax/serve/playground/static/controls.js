@@ -25,6 +25,8 @@ export class Controls {
   get kind() { return document.querySelector("input[name=kind]:checked").value; }
   get effort() { return document.querySelector("input[name=effort]:checked").value; }
   get rule() { return this.info.rules.find((r) => r.name === $("rule").value); }
+  get keep() { return $("keep").checked; }
+  get system() { return $("system").value.trim(); }
   get compare() { return $("compare").checked && !$("compare").disabled; }
 
   /** Fill in what `info` says of the model. */
@@ -44,9 +46,10 @@ export class Controls {
     $("examples").replaceChildren(...info.examples.map((e) => this.chip(e)));
     $("max_tokens").max = info.limits.max_tokens;
     $("steps").max = info.limits.steps;
-    $("temperature").placeholder = "own";
+    $("temperature").placeholder = "default";
     $("compare").disabled = info.baseline === null;
     document.querySelector("input[name=kind][value=edit]").disabled = !info.holes;
+    $("keep").checked = info.turns;
     this.ruleChanged();
     this.load(info.examples[0]);
   }
@@ -78,7 +81,7 @@ export class Controls {
   kindChanged() {
     const gap = this.kind === "edit";
     $("prompt-label").textContent = PROMPT[this.kind];
-    $("max-label").textContent = gap ? "Tokens in the hole" : "Most tokens";
+    $("max-label").textContent = gap ? "Tokens in the hole" : "Maximum tokens";
     $("max_tokens").placeholder = gap ? "as many" : "64";
     $("grammar").hidden = gap;
     $("hole").hidden = !gap;

@@ -6,6 +6,8 @@ import { element, kind, label, percent, visible } from "./canvas.js";
 const OTHER = "This trace is of another model: only what it recorded can be shown.";
 const EXACT = "By the model alone, without temperature.";
 const NEARLY = "By the model alone, from nearly what the pass read: a trace does not keep all of it.";
+const COMPILING = "asking … the first question about a token compiles a program, which takes some seconds.";
+const SLOW = 1500;  // ms after which it is said why nothing is there yet
 const CALM = 120;  // ms: who drags the slider asks once, at the end
 
 export class Inspector {
@@ -41,6 +43,7 @@ export class Inspector {
       return null;
     }
     const asked = this.asked = new AbortController();
+    const slow = setTimeout(() => { note.textContent = COMPILING; }, SLOW);
     try {
       await new Promise((go) => setTimeout(go, CALM));
       if (asked.signal.aborted) return null;
@@ -49,6 +52,8 @@ export class Inspector {
       note.textContent = exact ? EXACT : NEARLY;
     } catch (error) {
       if (error.name !== "AbortError") note.textContent = error.message;
+    } finally {
+      clearTimeout(slow);
     }
     return null;
   }

@@ -3,19 +3,26 @@
 import * as api from "./api.js";
 import { element } from "./canvas.js";
 import { Controls, baseline } from "./controls.js";
+import { Conversation } from "./conversation.js";
 import { Inspector } from "./inspector.js";
 import { legend } from "./legend.js";
 import { Player } from "./player.js";
+import { Race, faster } from "./race.js";
 import { rewriting } from "./rewrite.js";
 import { Run } from "./run.js";
+import { linkOf, ofLink } from "./share.js";
 import { Trace, exported, figures, imported } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
+const ONE = "One token per step", NARROW = 900;  // px: the answer stands below the form
+const RECORDED = "A recording: the embedded model solves a Sudoku on two CPU cores. Run asks the model of this server.";
 const handlers = { pick: (run, i) => inspect(run, i), select: (run, range) => offerRewrite(run, range) };
-const main = new Run("main", "Answer", handlers), beside = new Run("beside", "One token a step", handlers);
+const main = new Run("main", "Answer", handlers), beside = new Run("beside", ONE, handlers);
 const inspector = new Inspector($("inspector"));
 const controls = new Controls({ run: () => running ? stop() : start(compose()) });
 const player = new Player(show, refresh);
+const conversation = new Conversation($("turns"), () => note(""));
+const race = new Race((text) => { $("where").textContent = text; }, () => { player.seek(player.most); });
 const verdict = element("p", "verdict");
 let info = null, running = null, looked = null, both = false;
 
@@ -34,7 +41,23 @@ async function begin() {
   const size = `${short(info.parameters)} parameters, blocks of ${info.block}`;
   $("model").replaceChildren(element("b", "", info.model), ` ${size}`);
   controls.offer(info);
-  return complain(null);
+  return warm();
+}
+
+/** Say that the server compiles, until it answers requests. */
+async function warm() {
+  const began = performance.now();
+  while (!await api.ready()) {
+    const waited = Math.round((performance.now() - began) / 1000);
+    note(`The server compiles its programs: ${waited} s so far. It answers when it is done.`);
+    await new Promise((go) => setTimeout(go, 500));
+  }
+  if ($("note").textContent.startsWith("The server compiles")) note("");
+}
+
+function note(text) {
+  $("note").hidden = !text;
+  $("note").textContent = text;
 }
 
 const short = (n) => n.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -47,7 +70,12 @@ function complain(error) {
 /** The request of the form, or null with the reason shown. */
 function compose() {
   try {
-    return info && controls.request();
+    const request = info && controls.request();
+    if (request?.kind === "chat") {
+      const [{ content }] = request.messages;
+      request.messages = conversation.messages(content, controls.system, controls.keep);
+    }
+    return request;
   } catch (error) {
     complain(error);
     return null;
@@ -57,20 +85,26 @@ function compose() {
 async function start(request) {
   if (!request || running) return;
   complain(null);
+  note("");
+  race.stop();
   both = controls.compare;
   running = new AbortController();
   controls.busy(true);
   setUp(main, request, name(request));
-  if (both) setUp(beside, baseline(request, info.baseline), "One token a step");
+  if (both) setUp(beside, baseline(request, info.baseline), ONE);
   lay();
+  if (window.innerWidth <= NARROW) $("stage").scrollIntoView();
   player.begin();
-  const signal = running.signal;
-  // Holes are filled one after the other, so that neither waits for the other while its time is taken.
-  if (request.before !== undefined) for (const run of runs()) await follow(run, signal);
-  else await Promise.all(runs().map((run) => follow(run, signal)));
+  await warm();
+  // One after the other, so that neither waits for the other while its time is taken.
+  for (const run of runs()) {
+    await follow(run, running.signal);
+    if (run.failed) break;
+  }
   running = null;
   controls.busy(false);
   player.finish();
+  if (main.trace.end && !main.failed && main.trace.end.finish !== "error") conversation.add(main.trace, controls.keep);
   tell();
 }
 
@@ -124,12 +158,12 @@ function compare(k) {
   if (!over) {
     const count = (n) => `${n} token${n === 1 ? "" : "s"}`;
     const steps = `${k} step${k === 1 ? "" : "s"}`, here = count(a.settled), there = count(b.settled);
-    return void verdict.replaceChildren(k ? `After ${steps}: ${here} here, ${there} with one token a step.` : "");
+    return void verdict.replaceChildren(k ? `After ${steps}: ${here} here, ${there} with one token per step.` : "");
   }
   const ratio = (b.forwards / a.forwards).toLocaleString("en", { maximumSignificantDigits: 2 });
   const same = main.trace.end.text === beside.trace.end.text ? "Both wrote the same text." : "The texts differ.";
-  const fewer = `${a.forwards} forwards instead of ${b.forwards}: ${ratio} times fewer.`;
-  verdict.replaceChildren(element("b", "", fewer), ` ${same}`);
+  const fewer = `${a.forwards} forward passes instead of ${b.forwards}: ${ratio} times fewer.`;
+  verdict.replaceChildren(element("b", "", fewer), ` ${faster(main.trace, beside.trace)} ${same}`);
 }
 
 function refresh() {
@@ -144,7 +178,8 @@ function refresh() {
   for (const id of ["next", "last"]) $(id).disabled = k >= most;
   $("play").disabled = most === 0 && !live;
   slider.disabled = most === 0;
-  $("export").disabled = most === 0 || running !== null;
+  for (const id of ["export", "share"]) $(id).disabled = most === 0 || running !== null;
+  $("race").disabled = most === 0 || running !== null || !both;
   if (!playing && k === most) compare(k);
 }
 
@@ -153,7 +188,7 @@ function tell() {
   const { end } = main.trace;
   refresh();
   show(player.k);
-  if (end) $("said").textContent = `Answer, ${end.tokens} tokens in ${end.forwards} forwards: ${end.text}`;
+  if (end) $("said").textContent = `Answer, ${end.tokens} tokens in ${end.forwards} forward passes: ${end.text}`;
 }
 
 function inspect(run, i) {
@@ -181,28 +216,55 @@ function offerRewrite(run, range) {
   run.node.append(button);
 }
 
+/** The runs on the stage as the text of a file. */
+function kept() {
+  return exported(runs().map((run) => run.trace).filter((trace) => trace.start), new Date().toISOString());
+}
+
+async function share() {
+  try {
+    const link = await linkOf(kept(), location.href);
+    await navigator.clipboard.writeText(link);
+    note("The link is in the clipboard. It holds every step; the server does not keep it.");
+  } catch (error) {
+    complain(error);
+  }
+}
+
 function download() {
-  const kept = runs().map((run) => run.trace).filter((trace) => trace.start);
-  const text = exported(kept, new Date().toISOString());
   const link = element("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.href = URL.createObjectURL(new Blob([kept()], { type: "application/json" }));
   link.download = `trace-${main.trace.start?.model ?? "model"}.json`;
   link.click();
   URL.revokeObjectURL(link.href);
 }
 
-async function upload(file) {
-  if (!file || running) return;
+/** Show the runs of a text that `exported` wrote: of a file, a link, or the recording of the first page. */
+function replay(text) {
+  if (running) return;
+  race.stop();
   try {
-    const traces = imported(await file.text());
+    const traces = imported(text);
     complain(null);
     both = traces.length === 2;
-    const title = (trace, i) => i ? "One token a step" : `${trace.start.model ?? "a model"}, recorded`;
+    const title = (trace, i) => i ? ONE : `${trace.start.model ?? "a model"}, recorded`;
     traces.forEach((trace, i) => runs()[i].take(trace, title(trace, i)));
     player.clear();
     lay();
     player.grow(Math.max(...traces.map((t) => t.length)));
     player.seek(player.most);
+  } catch (error) {
+    complain(error);
+  }
+}
+
+/** What stands on the stage at first sight: the runs of the link, else a recording. */
+async function greet() {
+  try {
+    const linked = await ofLink(location.hash);
+    replay(linked ?? await (await fetch("playground/static/demo.json")).text());
+    note(linked ? "The steps of this link. Run asks the model of this server." : RECORDED);
+    if (!matchMedia("(prefers-reduced-motion: reduce)").matches) player.toggle();
   } catch (error) {
     complain(error);
   }
@@ -225,6 +287,8 @@ function keys(event) {
 
 function listen() {
   const on = (id, what, act) => $(id).addEventListener(what, act);
+  on("race", "click", () => { player.pause(); race.start(runs()); });
+  on("share", "click", share);
   on("first", "click", () => player.seek(0));
   on("back", "click", () => player.seek(player.k - 1));
   on("play", "click", () => player.toggle());
@@ -234,13 +298,19 @@ function listen() {
   on("pace", "change", (event) => { player.pace = Number(event.target.value); });
   on("export", "click", download);
   on("import", "click", () => $("file").click());
-  on("file", "change", (event) => { upload(event.target.files[0]); event.target.value = ""; });
-  on("key", "change", (event) => { api.useKey(event.target.value); begin(); });
+  on("file", "change", (event) => { read(event.target.files[0]); event.target.value = ""; });
+  on("key", "change", (event) => { api.useKey(event.target.value); complain(null); begin(); });
   document.addEventListener("keydown", keys);
+}
+
+async function read(file) {
+  if (file) replay(await file.text());
+  note("");
 }
 
 legend($("legend"));
 lay();
 refresh();
 listen();
+greet();
 begin();

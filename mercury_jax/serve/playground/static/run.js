@@ -19,7 +19,7 @@ export class Run {
     head.append(this.title, this.state);
     this.numbers = new Map();
     const dl = element("dl", "figures");
-    for (const [key, text] of [["perSecond", "tokens/s"], ["perStep", "tokens/step"], ["forwards", "forwards"]]) {
+    for (const [key, text] of [["perSecond", "tokens per second"], ["perStep", "tokens per step"], ["forwards", "forward passes"]]) {
       const cell = element("div"), dt = element("dt", "", text), dd = element("dd", "", "–");
       cell.append(dt, dd);
       dl.append(cell);
@@ -57,6 +57,12 @@ export class Run {
     this.meter.value = state.cells.length ? sums.settled / state.cells.length : 0;
     this.node.classList.toggle("ended", ended);
     this.badge(ended, state);
+  }
+
+  /** Show the time of a race in place of the badge; `arrived`: the run has ended by then. */
+  clock(text, arrived) {
+    this.state.textContent = text;
+    this.state.classList.toggle("good", arrived);
   }
 
   badge(ended, state) {

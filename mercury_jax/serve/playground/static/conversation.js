@@ -1,0 +1,110 @@
+// The conversation as plain text: turns with folded thinking, code set as code, a button that copies. All text goes in
+// as text, never as markup.
+
+import { element } from "./canvas.js";
+
+const FENCE = /^```([\w+-]*)[^\n]*\n([\s\S]*?)(?:^```[^\n]*$|$(?![\s\S]))/gm;
+const TOKEN = new RegExp([
+  /(?<comment>#[^\n]*|\/\/[^\n]*|\/\*[\s\S]*?\*\/)/, /(?<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`[^`]*`)/,
+  /(?<number>\b\d[\w.]*\b)/,
+  /(?<word>\b(?:and|as|assert|async|await|break|case|catch|class|const|continue|def|del|elif|else|except|export|false|False|finally|for|from|function|if|import|in|interface|is|lambda|let|match|new|None|not|null|or|pass|raise|return|self|static|struct|switch|this|throw|true|True|try|type|var|while|with|yield)\b)/,
+].map((part) => part.source).join("|"), "g");
+
+/** A text as nodes: paragraphs, and blocks between ``` fences as code with coloured words. */
+export function rendered(text) {
+  const parts = [];
+  let at = 0;
+  for (const found of text.matchAll(FENCE)) {
+    if (found.index > at) parts.push(element("div", "prose", text.slice(at, found.index).trim()));
+    parts.push(codeBlock(found[2]));
+    at = found.index + found[0].length;
+  }
+  if (at < text.length) parts.push(element("div", "prose", at ? text.slice(at).trim() : text));
+  return parts;
+}
+
+/** Source code with its comments, strings, numbers and keywords marked. */
+export function codeBlock(source) {
+  const block = element("pre", "code"), code = element("code");
+  let at = 0;
+  for (const found of source.matchAll(TOKEN)) {
+    const [kind] = Object.entries(found.groups).find(([, value]) => value !== undefined);
+    code.append(source.slice(at, found.index), element("span", `is-${kind}`, found[0]));
+    at = found.index + found[0].length;
+  }
+  code.append(source.slice(at));
+  block.append(code);
+  return block;
+}
+
+/** A button that copies what `text()` returns. */
+export function copyButton(text, name = "Copy") {
+  const button = element("button", "copy", name);
+  button.type = "button";
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Not allowed";  // the browser refuses, most often over plain http
+    }
+    setTimeout(() => { button.textContent = name; }, 1500);
+  });
+  return button;
+}
+
+export class Conversation {
+  /** host: where the turns are shown. changed(): a new conversation was begun. */
+  constructor(host, changed) {
+    this.host = host;
+    this.changed = changed;
+    this.turns = [];
+  }
+
+  /** The messages of a request: the system prompt, earlier turns where they are kept, and the question. */
+  messages(question, system, keep) {
+    const before = keep ? this.turns.filter((turn) => turn.chat) : [];
+    const said = before.flatMap(({ asked, answer }) => [
+      { role: "user", content: asked }, { role: "assistant", content: answer },
+    ]);
+    return [...(system ? [{ role: "system", content: system }] : []), ...said, { role: "user", content: question }];
+  }
+
+  /** Take over a finished answer; without `keep` it is the only one. */
+  add(trace, keep) {
+    const { request, end, start } = trace, chat = request?.kind === "chat";
+    const given = chat ? String(request.messages.at(-1).content) : request?.prompt ?? start?.before ?? "";
+    const turn = { chat, asked: given, answer: end.text, thinking: end.thinking ?? "", after: start?.after ?? "" };
+    this.turns = keep && chat ? [...this.turns.filter((one) => one.chat), turn] : [turn];
+    this.show();
+  }
+
+  clear() {
+    this.turns = [];
+    this.show();
+    this.changed();
+  }
+
+  show() {
+    this.host.hidden = this.turns.length === 0;
+    const head = element("header"), fresh = element("button", "", "New conversation");
+    fresh.type = "button";
+    fresh.addEventListener("click", () => this.clear());
+    head.append(element("h2", "", this.turns.length > 1 ? "Conversation" : "Answer"), fresh);
+    this.host.replaceChildren(head, ...this.turns.map((turn) => shown(turn, this.turns.length > 1)));
+  }
+}
+
+function shown(turn, several) {
+  const node = element("article", "turn"), answer = element("div", "answer");
+  const whole = turn.chat ? turn.answer : turn.asked + turn.answer + turn.after;
+  if (several) node.append(element("div", "asked", turn.asked));
+  if (turn.thinking) {
+    const folded = element("details", "thinking");
+    folded.append(element("summary", "", "Thinking"), element("div", "prose", turn.thinking));
+    node.append(folded);
+  }
+  answer.append(...(turn.chat ? rendered(whole) : [codeBlock(whole)]));
+  node.append(answer, copyButton(() => whole));
+  return node;
+}
