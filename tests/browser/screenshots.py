@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import mercury_jax as mj
@@ -29,9 +30,11 @@ def main(folder: Path) -> None:
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium")
     with (
-        Served(Engine(mj.load(), EngineConfig(slots=4, programs="one"))) as served,
+        Served(Engine(mj.load(), EngineConfig(slots=4))) as served,
         sync_playwright() as playwright,
     ):
+        while not served.engine.compiled:  # the smaller programs, which short requests run in
+            time.sleep(0.1)
         browser = playwright.chromium.launch(executable_path=path, args=ARGS)
         light, dark = (
             browser.new_page(viewport=SIZE, color_scheme=scheme, reduced_motion="reduce")
