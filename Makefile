@@ -27,7 +27,7 @@ test-all: $(VENV)/.test  ## run the slow tests too
 lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/shellcheck .ci/run launch/slurm/*.sbatch launch/tpu/*.sh
+	$(BIN)/shellcheck .ci/run tests/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
 
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -46,6 +46,9 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUE
 	@set -- colab/*.ipynb; \
 	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
 	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
+
+wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, chat, serve
+	tests/wheel.sh $(BIN)/python $(CONSTRAINTS)
 
 browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
 	$(BIN)/python -m pytest tests/browser $(ARGS)

@@ -105,3 +105,15 @@ def test_a_message_about_a_missing_extra_names_how_this_installation_was_made(di
         [sys.executable, "-c", SERVE], env=env, cwd=tmp_path, capture_output=True, text=True
     )
     assert said.returncode == 2 and command.replace("FOLDER", str(folder)) in said.stderr
+
+
+def test_loading_and_sampling_import_no_module_that_windows_lacks(tmp_path):
+    program = """
+import sys
+for name in ("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"):
+    sys.modules[name] = None  # an import of it fails, as on Windows
+import mercury_jax as mj
+print(mj.sample(mj.load(), "import ", max_tokens=4).lengths)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[4]\n"), done.stderr
