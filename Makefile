@@ -6,11 +6,12 @@ CONSTRAINTS ?= constraints.txt
 ARGS        ?=
 CLIENTS     ?= .venv-clients
 DEVICELESS  ?= .venv-deviceless
+LMEVAL      ?= .venv-lm-eval
 BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs notebooks parity browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs notebooks parity wheel lm-eval browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -47,6 +48,9 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUE
 	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
 	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
 
+lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
+	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest tests/evaluate/harness_leg.py $(ARGS)
+
 wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, chat, serve
 	tests/wheel.sh $(BIN)/python $(CONSTRAINTS)
 
@@ -75,7 +79,7 @@ deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that ar
 setup: $(VENV)/.core  ## only make the environment
 
 clean:  ## remove environments, caches and built files; runs/ stays
-	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) build dist docs/_build docs/api/generated *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) $(LMEVAL) build dist docs/_build docs/api/generated *.egg-info .pytest_cache .ruff_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -114,6 +118,12 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@touch $@ $(VENV)/.test $(VENV)/.browser $(VENV)/.core
 
 # The compilers of chips (some 4 GB) stay out of it too: beside them JAX looks for a driver first.
+$(LMEVAL)/.ready: pyproject.toml $(CONSTRAINTS)
+	@echo "Installing mercury_jax[test,lm-eval] into $(LMEVAL)"
+	@$(PYTHON) -m venv $(LMEVAL)
+	@$(LMEVAL)/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,lm-eval]'
+	@touch $@
+
 $(DEVICELESS)/.ready: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing mercury_jax[test,deviceless] into $(DEVICELESS)"
 	@$(PYTHON) -m venv $(DEVICELESS)

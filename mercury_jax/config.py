@@ -70,7 +70,9 @@ def nearest(name: str, names: Sequence[str]) -> str:
     last = lambda dotted: dotted.rpartition(".")[2]
     close = difflib.get_close_matches(name, bare, n=1, cutoff=0.65)
     close = close or [n for n in bare if len(name) > 1 and (n.startswith(name) or name.startswith(n))][:1]
-    close = close or [n for n in bare if last(n) == last(name)][:1]
+    if not close:  # `widht` means `model.width`; of several with the same last part the first
+        ends = {last(n): n for n in reversed(bare)}
+        close = [ends[n] for n in difflib.get_close_matches(last(name), ends, n=1, cutoff=0.65)]
     every = ", ".join(names)
     if close and len(names) > MANY:
         return f"{bare[close[0]]} is the nearest of {len(names)}"

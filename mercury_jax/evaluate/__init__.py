@@ -6,6 +6,7 @@
 
 runner   tasks by name; `run` evaluates one, `compare` with several decoding rules; summaries, tables, plots
 code     the code tasks: a bound on the bits per byte, and infilling
+harness  our models in lm-evaluation-harness, `python -m mercury_jax.evaluate.harness`
 card     writes the model card, `python -m mercury_jax.evaluate.card`
 """
 

@@ -1,0 +1,289 @@
+"""Our models in lm-evaluation-harness, whose tasks and prompts the published tables of LLaDA and Dream use.
+
+    python -m mercury_jax.evaluate.harness run --model mercury_jax --model_args pretrained=FOLDER --tasks gsm8k
+
+Everything behind the module's name is the harness's own command line. Log-likelihoods are those of `mj.score`, a lower
+bound for diffusion models; generation is `mj.sample`. Needs the extra `lm-eval`; no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mercury_jax import hub
+from mercury_jax.config import Plan, nearest, refuse
+from mercury_jax.decode import rules, sample as sampling, score as scoring
+
+try:
+    import lm_eval.models  # noqa: F401  registers the harness's own models, to which ours is added
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM as HarnessModel
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise ImportError(
+        "mercury_jax.evaluate.harness needs lm-evaluation-harness: pip install lm_eval"
+    ) from error
+
+CONVERSATION = "mercury_jax conversation: "  # begins a prompt that the harness made of a conversation
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+logger = logging.getLogger("mercury_jax")
+
+
+class Generation(NamedTuple):
+    """How the harness wants one answer.
+
+    Attributes:
+        stop: Texts at which it ends.
+        max_tokens: Its maximum number of tokens.
+        temperature: 0 without sampling; None: the rule's own.
+    """
+
+    stop: list[str]
+    max_tokens: int
+    temperature: float | None
+
+
+@register_model("mercury_jax")
+class MercuryModel(HarnessModel):
+    """A model of mercury_jax as the harness calls it.
+
+    Args:
+        pretrained: "nano", a folder, or an id on the Hugging Face hub, as `mj.load` takes it.
+        dtype: As in `mj.load`.
+        quantise: As in `mj.load`.
+        kv: As in `mj.load`.
+        adapter: As in `mj.load`.
+        batch_size: Rows that are decoded or scored together.
+        rule: Decoding rule by name; "": the model's published settings. Its parameters are further arguments.
+        steps: Denoising steps of a block; 0: one per token.
+        block: Tokens of a block; 0: the model's.
+        effort: "instant", "low", "medium" or "high"; "": none.
+        max_gen_toks: Tokens of an answer where the task names no number.
+        samples: Noised canvases per answer of a log-likelihood (LLaDA's tables use 128).
+        check_greedy: Decode each continuation to tell whether it is the greedy one, as LAMBADA asks. Otherwise this is
+            reported as False.
+        seed: Of the canvases of log-likelihoods and of sampled tokens.
+        device: Unused; the harness always passes one. JAX_PLATFORMS and CUDA_VISIBLE_DEVICES choose JAX's.
+        max_batch_size: Unused; the harness always passes it.
+        **parameters: Parameters of the rule, such as `p=0.9`.
+
+    Raises:
+        ValueError: An argument is unknown or out of range; raised before the model is loaded.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "nano",
+        *,
+        dtype: str | None = None,
+        quantise: str | None = None,
+        kv: str | None = None,
+        adapter: str | None = None,
+        batch_size: int | str | None = 16,
+        rule: str = "",
+        steps: int = 0,
+        block: int = 0,
+        effort: str = "",
+        max_gen_toks: int = 256,
+        samples: int = 32,
+        check_greedy: bool = False,
+        seed: int = 0,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **parameters: float,
+    ):
+        super().__init__()
+        del device, max_batch_size
+        if not str(batch_size or 1).isdigit() or int(batch_size or 1) < 1:
+            raise refuse("batch_size", batch_size, "a whole number from 1 on")
+        if rule and rule not in rules.ALL:
+            raise refuse("rule", rule, nearest(rule, list(rules.ALL)))
+        known = list(rules.ALL[rule].params) if rule else []
+        for name in parameters:
+            if name not in known:
+                allowed = nearest(name, known) if known else "no further arguments without rule="
+                raise refuse(f"argument of {rule or 'mercury_jax'}", name, allowed)
+        self.sampler = rules.ALL[rule](**parameters) if rule else None
+        self.plan = Plan(steps=steps or None, block=block or None)
+        self.batch, self.seed, self.samples = int(batch_size or 1), seed, samples
+        self.effort, self.max_gen_toks, self.check_greedy = effort or None, max_gen_toks, check_greedy
+        self.lm = hub.load(pretrained, dtype=dtype, quantise=quantise, kv=kv, adapter=adapter)
+
+    # --- conversations: the harness passes a text, so the messages travel in it
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the chat template, under which the harness caches requests."""
+        return self.lm.name.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Returns a conversation as one text, which `generate_until` and `loglikelihood` read again.
+
+        Args:
+            chat_history: The messages.
+            add_generation_prompt: Must be True: answers that begin with given text are not supported.
+
+        Returns:
+            The messages as JSON behind a mark.
+
+        Raises:
+            ValueError: `add_generation_prompt` is False.
+        """
+        if not add_generation_prompt:
+            raise refuse("add_generation_prompt", False, "True: no answer can be begun with a given text")
+        return CONVERSATION + json.dumps(chat_history)
+
+    def _ids(self, context: str) -> list[int]:
+        """The ids of a prompt."""
+        tokenizer = self.lm.tokenizer
+        if context.startswith(CONVERSATION):
+            return tokenizer.render(json.loads(context.removeprefix(CONVERSATION)))
+        return [*tokenizer.begin, *tokenizer.encode(context)]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of a prompt and its answer. Spaces at the end of the prompt belong to the answer's first token."""
+        if context.startswith(CONVERSATION):
+            return self._ids(context), self.lm.tokenizer.encode(continuation)
+        bare = context.rstrip(" ")
+        continuation = context[len(bare) :] + continuation
+        whole, prompt = self._ids(bare + continuation), self._ids(bare)
+        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
+            return prompt, whole[len(prompt) :]
+        return prompt, self.lm.tokenizer.encode(continuation)  # a token would reach over the border
+
+    # --- the three requests of the harness
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers prompts.
+
+        Args:
+            requests: With `args` (prompt, settings); of the settings `until`, the number of tokens, `do_sample` and
+                `temperature` are read, others are refused.
+            disable_tqdm: Show no progress.
+
+        Returns:
+            The texts, up to the first stop text.
+        """
+        wanted = [self._generation(request.args[1]) for request in requests]
+        found = [""] * len(requests)
+        for rows in self._batches([len(request.args[0]) for request in requests], disable_tqdm):
+            hows = [wanted[i] for i in rows]
+            heat = [0.0 if how.temperature is None else how.temperature for how in hows]
+            prompts = [self._prompt(requests[i].args[0]) for i in rows]
+            out = sampling.sample(
+                self.lm, prompts, max_tokens=[how.max_tokens for how in hows], stop=[how.stop for how in hows],
+                temperature=None if all(how.temperature is None for how in hows) else heat, sampler=self.sampler,
+                plan=self.plan, effort=self.effort, seed=[self.seed + i for i in rows],
+            )  # fmt: skip
+            for i, text in zip(rows, out.texts, strict=True):
+                found[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return found
+
+    def _prompt(self, context: str) -> Any:
+        """A prompt as `mj.sample` takes it."""
+        if context.startswith(CONVERSATION):
+            return json.loads(context.removeprefix(CONVERSATION))
+        return self._ids(context)
+
+    def _generation(self, settings: dict[str, Any]) -> Generation:
+        """The settings of one answer, checked."""
+        read = {"until", "do_sample", "temperature", *LENGTHS}
+        for name in settings:
+            if name not in read:
+                raise refuse("generation_kwargs", name, ", ".join(sorted(read)))
+        until = settings.get("until") or []
+        stop = [until] if isinstance(until, str) else list(until)
+        most = next((settings[name] for name in LENGTHS if name in settings), self.max_gen_toks)
+        greedy = not settings.get("do_sample", False)
+        temperature = None if greedy else settings.get("temperature")
+        return Generation([text for text in stop if text], int(most), temperature)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Scores answers by `mj.score`.
+
+        Args:
+            requests: With `args` (prompt, answer).
+            disable_tqdm: Show no progress.
+
+        Returns:
+            (nats, whether greedy decoding gives this answer) of each; the nats are a lower bound for diffusion models.
+        """
+        if not self.check_greedy:
+            logger.info("check_greedy is False: no answer is reported as the greedy one")
+        pairs = [self._pair(*request.args) for request in requests]
+        scores = self._scores(pairs, disable_tqdm)
+        greedy = self._greedy(pairs) if self.check_greedy else [False] * len(pairs)
+        found = list(zip(scores, greedy, strict=True))
+        for request, one in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, one)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Scores whole texts. A text longer than the context is scored in parts, each behind the part before it.
+
+        Args:
+            requests: With `args` (text,).
+            disable_tqdm: Show no progress.
+
+        Returns:
+            Nats of each text, a lower bound for diffusion models.
+        """
+        half = self.lm.model.config.context // 2 - len(self.lm.tokenizer.begin)
+        pairs, owner = [], []
+        for i, request in enumerate(requests):
+            ids = self.lm.tokenizer.encode(request.args[0])
+            parts = [ids[at : at + half] for at in range(0, len(ids), half)]
+            for before, part in zip([[], *parts], parts):
+                pairs.append(([*self.lm.tokenizer.begin, *before], part))
+                owner.append(i)
+        found = [0.0] * len(requests)
+        for i, nats in zip(owner, self._scores(pairs, disable_tqdm), strict=True):
+            found[i] += nats
+        return found
+
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[float]:
+        """log p of each answer behind its prompt, in nats. All answers draw their canvases from the same seed."""
+        found = [0.0] * len(pairs)
+        for rows in self._batches([len(prompt) + len(answer) for prompt, answer in pairs], quiet):
+            for i in rows:
+                prompt, answer = pairs[i]
+                score = scoring.score(self.lm, prompt or "", answer, samples=self.samples, seed=self.seed)
+                found[i] = float(score.log_p)
+        return found
+
+    def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[bool]:
+        """Whether one token per step at temperature 0 gives each answer."""
+        found = [False] * len(pairs)
+        for rows in self._batches([len(prompt) for prompt, _ in pairs], True):
+            out = sampling.sample(
+                self.lm, [pairs[i][0] for i in rows], max_tokens=[len(pairs[i][1]) for i in rows], temperature=0.0,
+                sampler=self.sampler, plan=self.plan,
+            )  # fmt: skip
+            for i, tokens in zip(rows, out.tokens, strict=True):
+                found[i] = tokens.tolist() == list(pairs[i][1])
+        return found
+
+    def _batches(self, lengths: Sequence[int], quiet: bool) -> list[list[int]]:
+        """Indices in batches of similar lengths, with a progress bar."""
+        from tqdm import tqdm
+
+        order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+        batches = [order[at : at + self.batch] for at in range(0, len(order), self.batch)]
+        return list(batches) if quiet else tqdm(batches, desc="mercury_jax")  # type: ignore[return-value]
+
+
+def main() -> None:
+    """Runs the harness's command line, with `mercury_jax` among its models."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""lm-evaluation-harness on local tasks, with nano and a random LLaDA: the figures are those of `mercury eval`.
+
+Run by `make lm-eval`, in an environment of its own; no network is needed.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import lm_eval
+import numpy as np
+import pytest
+from lm_eval.tasks import TaskManager
+
+import mercury_jax as mj
+from mercury_jax import evaluate, hub, models, tasks
+from mercury_jax.evaluate.harness import MercuryModel
+from tests.tiny import tiny
+
+N = 24
+GENERATE = """
+task: local_sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{input}}}}"
+doc_to_target: "{{{{output}}}}"
+generation_kwargs: {{until: [], max_gen_toks: {tokens}, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+CHOOSE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{input}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+ROLL = """
+task: local_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """A folder with three tasks and their files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    os.environ["HF_HOME"] = str(folder / "cache")
+    problems = tasks.draw_distinct(tasks.TASKS["add3"], N, seed=3, split="validation")
+    choices = [
+        {"input": "import ", "choices": ["os\n", "zz\n", "qq\n"]},
+        {"input": "def ", "choices": ["f(x):", "1 1 1"]},
+    ]
+    texts = [{"text": "import os\nimport sys\n"}, {"text": "for i in range(3):\n    print(i)\n" * 30}]
+    sums = [{"input": p.input, "output": p.output} for p in problems]
+    for name, rows, task in (("sums", sums, GENERATE), ("choices", choices, CHOOSE), ("texts", texts, ROLL)):
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.yaml").write_text(task.format(file=file, tokens=64))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory):
+    """A random checkpoint in LLaDA's published format."""
+    one = tiny("bidirectional")
+    plain = dict(qk_norm=False, tied=False, zero_centred=False, scale_embed=False, block=32, kv_heads=2)
+    model = models.build(dataclasses.replace(one.model.config, **plain))
+    lm = dataclasses.replace(one, model=model, params=jax.jit(model.init)(jax.random.key(2)))
+    return str(hub.save_hf(tmp_path_factory.mktemp("llada") / "hf", lm, family="llada"))
+
+
+def harness(local, model, task, **more):
+    return lm_eval.simple_evaluate(
+        model, tasks=[task], task_manager=TaskManager(include_path=str(local)), bootstrap_iters=0, **more
+    )
+
+
+@pytest.mark.parametrize("kind", ["nano", "llada"])
+def test_answers_and_accuracy_are_those_of_mercury_eval(kind, local, llada):
+    source = llada if kind == "llada" else "nano"
+    model = MercuryModel(source, batch_size=8)
+    own = evaluate.run(model.lm, "add3", file=local / "sums.jsonl", max_tokens=64, batch=8)
+    found = harness(local, model, "local_sums", apply_chat_template=True)
+    answers = {s["doc"]["input"]: s["resps"][0][0] for s in found["samples"]["local_sums"]}
+    assert [answers[row["input"]] for row in own.rows] == [row["prediction"] for row in own.rows]
+    assert found["results"]["local_sums"]["exact_match,none"] == own.summary["accuracy"]
+    assert (own.summary["accuracy"] > 0.9) == (kind == "nano")
+
+
+@pytest.mark.parametrize("kind", ["nano", "llada"])
+def test_choices_are_those_of_score(kind, local, llada):
+    model = MercuryModel(llada if kind == "llada" else "nano", samples=16, seed=5)
+    found = harness(local, model, "local_choice")
+    right = []
+    for sample in found["samples"]["local_choice"]:
+        doc = sample["doc"]
+        own = [
+            mj.score(model.lm, *model._pair(doc["input"], c), samples=16, seed=5).log_p
+            for c in doc["choices"]
+        ]
+        np.testing.assert_allclose([float(r[0][0]) for r in sample["resps"]], own, rtol=1e-5)
+        right.append(int(np.argmax(own)) == 0)
+    assert found["results"]["local_choice"]["acc,none"] == np.mean(right)
+
+
+def test_a_long_text_is_scored_in_parts(local):
+    model = MercuryModel("nano", samples=8)
+    found = harness(local, model, "local_text")
+    short, long = (json.loads(line)["text"] for line in (local / "texts.jsonl").read_text().splitlines())
+    assert len(model.lm.tokenizer.encode(long)) > model.lm.model.config.context // 2
+    nats = {s["doc"]["text"]: s["resps"][0][0] for s in found["samples"]["local_text"]}
+    begin = model.lm.tokenizer.begin
+    whole = mj.score(model.lm, begin or "", model.lm.tokenizer.encode(short), samples=8).log_p
+    assert float(nats[short]) == pytest.approx(whole, rel=1e-5)
+    bits = -(float(nats[short]) + float(nats[long])) / np.log(2) / len((short + long).encode())
+    assert found["results"]["local_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_greedy_answers_are_told_apart():
+    model = MercuryModel("nano", check_greedy=True, samples=4)
+    greedy = mj.sample(model.lm, "import os\n", max_tokens=2, temperature=0.0).text
+    request = lambda answer: lm_eval.api.instance.Instance("loglikelihood", {}, ("import os\n", answer), 0)
+    found = model.loglikelihood([request(greedy), request("zz zz")], disable_tqdm=True)
+    assert [flag for _, flag in found] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"rule": "treshold"}, "threshold is the nearest"),
+        ({"rule": "threshold", "q": 1}, "argument of threshold is 'q'"),
+        ({"stepz": 3}, "no further arguments without rule="),
+        ({"batch_size": "auto"}, "batch_size is 'auto'"),
+    ],
+)
+def test_arguments_are_refused_before_the_model_loads(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        MercuryModel("no/such/model", **arguments)
+
+
+def test_settings_that_would_be_ignored_are_refused(local):
+    model = MercuryModel("nano")
+    with pytest.raises(ValueError, match="generation_kwargs is 'num_beams'"):
+        harness(local, model, "local_sums", gen_kwargs="num_beams=4")
+
+
+def test_the_command_of_the_documentation_runs(local, tmp_path):
+    command = [sys.executable, "-m", "mercury_jax.evaluate.harness", "run", "--model", "mercury_jax", "--model_args",
+               "pretrained=nano,rule=threshold,p=0.9", "--tasks", "local_sums", "--include_path", str(local),
+               "--apply_chat_template", "--output_path", str(tmp_path), "--limit", "8"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [file] = tmp_path.rglob("results_*.json")
+    assert json.loads(file.read_text())["results"]["local_sums"]["exact_match,none"] >= 0.8
