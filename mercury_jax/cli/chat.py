@@ -68,9 +68,9 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ValueError: A value is not allowed, the model has no chat template, or a line of a pipe cannot be answered.
     """
-    from mercury_jax.decode.inputs import MAX_TOKENS
-
     args, parameters = arguments.read_with_rule(ChatCommand, argv, "mercury chat")
+    from mercury_jax.decode.inputs import MAX_TOKENS  # loads JAX, which the help does without
+
     arguments.check_request(args.decoding.seed, args.temperature, args.effort)
     if not 1 <= args.max_tokens <= MAX_TOKENS:
         raise refuse("--max-tokens", args.max_tokens, f"1..{MAX_TOKENS}")
