@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from mercury_jax.cli import arguments, show
@@ -57,20 +58,19 @@ def run(argv: Sequence[str]) -> int:
 
     if not args.task:
         raise refuse("TASK", None, f"one or more of {', '.join(evaluate.TASKS)}")
-    for name in args.task:
-        evaluate.find(name)
     if args.file is not None and len(args.task) > 1:
         raise refuse("--file", args.file, f"with one task, not {len(args.task)}")
-    sampler, plan = args.decoding.sampler(parameters), args.decoding.plan()
+    settings = evaluate.EvalSettings(
+        None if args.file is None else Path(args.file), args.split, args.limit, args.decoding.sampler(parameters),
+        args.decoding.plan(), args.batch, args.decoding.seed, args.max_tokens,
+    )  # fmt: skip
+    chosen = {name: evaluate.check(name, settings) for name in args.task}
     show.check_writable("--dump", args.dump)
     lm, rows = args.loading.load(), []
-    for name in args.task:
+    for name, task in chosen.items():
         with show.progress("count", name, quiet=args.json) as update:
-            report = evaluate.run(
-                lm, name, file=args.file, split=args.split, limit=args.limit, sampler=sampler, plan=plan,
-                batch=args.batch, seed=args.decoding.seed, max_tokens=args.max_tokens,
-                progress=lambda done, of: update(completed=done, total=of),
-            )  # fmt: skip
+            watched = settings._replace(progress=lambda done, of: update(completed=done, total=of))
+            report = task.run(lm, watched)
         if args.json:
             show.emit(report.summary)
         else:

@@ -96,7 +96,7 @@ def split(template: str, mark: str = "[[N]]") -> list[str | int]:
         Texts and lengths in order, `OPEN` for a hole of any length; empty texts are left out.
 
     Raises:
-        ValueError: The mark has no N between two other characters, or the template no hole.
+        ValueError: The mark has no N between two other characters, or the template no hole or one of 0 tokens.
     """
     before, n, after = mark.partition("N")
     if not (before and n and after):
@@ -105,6 +105,8 @@ def split(template: str, mark: str = "[[N]]") -> list[str | int]:
     if len(found) == 1:
         raise refuse("TEMPLATE", template, f"at least one hole, such as {before}24{after}")
     # re.split alternates text and the group of the pattern.
+    if any(p != "?" and int(p) == 0 for p in found[1::2]):
+        raise refuse("hole", 0, f"1 token or more; {before}?{after} for as many as are likely")
     return [(OPEN if p == "?" else int(p)) if i % 2 else p for i, p in enumerate(found) if p]
 
 

@@ -11,6 +11,20 @@ card     writes the model card, `python -m mercury_jax.evaluate.card`
 """
 
 from mercury_jax.evaluate import code as _code  # noqa: F401  importing it adds the code tasks to `TASKS`
-from mercury_jax.evaluate.runner import TASKS, EvalReport, Evaluation, compare, find, plot, run, table, wilson
+from mercury_jax.evaluate.runner import (
+    TASKS,
+    EvalReport,
+    EvalSettings,
+    Evaluation,
+    check,
+    compare,
+    find,
+    plot,
+    run,
+    table,
+    wilson,
+)
 
-__all__ = ["TASKS", "EvalReport", "Evaluation", "compare", "find", "plot", "run", "table", "wilson"]
+__all__ = [
+    "TASKS", "EvalReport", "EvalSettings", "Evaluation", "check", "compare", "find", "plot", "run", "table", "wilson",
+]  # fmt: skip

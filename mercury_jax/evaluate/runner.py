@@ -33,7 +33,7 @@ HELD_OUT = {"test": "held-out", "validation": "validation"}  # `summary["data"]`
 
 
 class EvalSettings(NamedTuple):
-    """The arguments of `run`, checked.
+    """The arguments of `run`; `check` checks them.
 
     Attributes:
         file: A file with questions, instead of the held-out ones.
@@ -47,15 +47,15 @@ class EvalSettings(NamedTuple):
         progress: Called after every batch as progress(done, total).
     """
 
-    file: Path | None
-    split: Split
-    limit: int | None
-    sampler: SamplerLike | None
-    plan: Plan | None
-    batch: int
-    seed: int
-    max_tokens: int | None
-    progress: Callable[[int, int], None]
+    file: Path | None = None
+    split: Split = "test"
+    limit: int | None = None
+    sampler: SamplerLike | None = None
+    plan: Plan | None = None
+    batch: int = 64
+    seed: int = 0
+    max_tokens: int | None = None
+    progress: Callable[[int, int], None] = lambda done, of: None
 
 
 @dataclass(frozen=True)
@@ -217,24 +217,44 @@ def run(
     Raises:
         ValueError: An argument is not allowed; raised before any compute.
     """
-    found = find(task)
-    if split not in HELD_OUT:
-        raise refuse("split", split, ", ".join(HELD_OUT))
-    if split != "test" and found.task is None:
-        raise refuse("split", split, f"test: {task} has no other held-out side")
-    for name, value in {"limit": limit, "batch": batch, "max_tokens": max_tokens}.items():
-        if value is None and name != "batch":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise refuse(name, value, "a whole number from 1 on")
     settings = EvalSettings(
         None if file is None else Path(file), split, limit, sampler, plan, batch, check_seed(seed), max_tokens,
         progress or (lambda done, of: None),
     )  # fmt: skip
+    return check(task, settings).run(lm, settings)
+
+
+def check(task: str, settings: EvalSettings) -> Evaluation:
+    """Checks the settings of a task without a model, so that a command can refuse them before it loads one.
+
+    Args:
+        task: A name in `TASKS`.
+        settings: As `run` takes them. The lines of a file are read.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: A setting is not allowed.
+    """
+    found, split = find(task), settings.split
+    if split not in HELD_OUT:
+        raise refuse("split", split, ", ".join(HELD_OUT))
+    if split != "test" and found.task is None:
+        raise refuse("split", split, f"test: {task} has no other held-out side")
+    for name in ("limit", "batch", "max_tokens"):
+        value = getattr(settings, name)
+        if value is None and name != "batch":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise refuse(name, value, "a whole number from 1 on")
+    check_seed(settings.seed)
     for name in found.unused:
         if getattr(settings, name) not in (None, Plan()):
             raise refuse(name, str(getattr(settings, name)), f"None: {task} has no use for it")
-    return found.run(lm, settings)
+    if settings.file is not None and found.task is not None:
+        tasks.read_problems(settings.file, found.task)
+    return found
 
 
 def compare(

@@ -42,7 +42,8 @@ from tests.marks import slow_except
         (["sample", "x", "--rule", "threshold", "--p", "nan"], ["p=", "nan", "a number"]),
         (["sample", "x", "--max-token", "3"], ["'--max-token'", "--max-tokens is the nearest"]),
         (["infill", "no hole"], ["TEMPLATE", "'no hole'", "[[24]]"]),
-        (["infill", "a [[0]] b"], ["hole", "0", "1..128"]),
+        (["infill", "a [[0]] b"], ["hole", "0", "1 token or more"]),
+        (["infill", "a [[999]] b"], ["hole", "999", "1..128"]),
         (["infill", "a [[999999999999]] b"], ["hole", "1..128"]),
         (["infill", "a [[100]] [[100]]"], ["tokens", "128"]),
         (["infill", "a", "--mark", "N"], ["--mark", "'N'"]),
@@ -64,6 +65,23 @@ def test_bad_input_names_the_argument_and_exits_with_2(argv, words, folder, caps
     model = ["--model", folder] if argv[0] in ("sample", "infill", "eval", "info") else []
     told = refused(capsys, *argv, *model)
     assert [w for w in words if w not in told] == []
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["eval", "sudoku4", "--limit", "0"], "limit is 0"),
+        (["eval", "sudoku4", "--batch", "0"], "batch is 0"),
+        (["eval", "sudoku4", "--seed", "-3"], "seed is -3"),
+        (["eval", "sudoku4", "--max-tokens", "0"], "max_tokens is 0"),
+        (["eval", "sudoku4", "--file", "no.jsonl"], "no.jsonl"),
+        (["infill", "a [[0]]"], "hole is 0"),
+        (["sample", "a", "--block", "0"], "block is 0"),
+        (["sample", "a", "--top-p", "3"], "top_p"),
+    ],
+)
+def test_values_are_refused_before_the_model_is_looked_for(argv, words, capsys):
+    assert words in refused(capsys, *argv, "--model", "no/such/model")
 
 
 @pytest.mark.parametrize(
