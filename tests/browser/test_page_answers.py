@@ -132,6 +132,12 @@ def test_a_race_shows_both_at_the_times_of_their_passes(wide, served):
     expect(badges.nth(0)).to_have_text(f"{last[0] / 1000:.2f} s")  # it has arrived
     assert float(badges.nth(1).text_content().removesuffix(" s")) <= last[1] / 1000 + 0.01
     expect(badges.nth(1)).to_have_text("done", timeout=10_000)
+    wide.click("#race")
+    expect(wide.locator("#where")).to_contain_text("slower")
+    seek(wide, 1)  # a step that is chosen by hand ends the race
+    expect(wide.locator("#where")).to_have_text("step 1 of 32")
+    wide.wait_for_timeout(300)
+    expect(wide.locator("#where")).to_have_text("step 1 of 32")
 
 
 def test_a_link_replays_the_steps_without_the_server(wide, served):

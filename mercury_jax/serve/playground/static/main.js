@@ -145,6 +145,7 @@ function lay() {
 }
 
 function show(k) {
+  race.stop();
   for (const run of runs()) run.show(k);
   compare(k);
   if (looked && !player.playing) inspect(...looked);
