@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Decoding, Flag, Group, Int, Loading, OptionalInt, Positional, option
+from mercury_jax.cli.arguments import (
+    Decoding,
+    Flag,
+    Float,
+    Group,
+    Int,
+    Loading,
+    OptionalInt,
+    Positional,
+    option,
+)
 from mercury_jax.config import refuse
 
 
@@ -20,8 +30,11 @@ class Evaluate:
       mercury eval sudoku4 --limit 64
       mercury eval sudoku4 add3 --rule confidence       one token per step
       mercury eval sudoku4 --file test.jsonl --dump answers.jsonl --json
+      mercury eval gsm8k --file test.jsonl --examples train.jsonl
+      mercury eval humaneval --file HumanEval.jsonl.gz --run-code sandbox
 
     `mercury info` lists the tasks. --file has one {"input", "output"} a line;
+    gsm8k, humaneval and mbpp need the file in which they are published.
     --dump writes one {"task", "input", "prediction", "correct", "forwards", ...}
     a line, in the same order. --seed draws the questions, and the tokens where
     the rule samples.
@@ -41,6 +54,20 @@ class Evaluate:
     """Rows decoded together."""
     max_tokens: OptionalInt = None
     """Most tokens of an answer. Default: the task's own."""
+    samples: Int = 1
+    """Test sets: answers per question, for pass@k."""
+    examples: Annotated[str | None, option("Z.jsonl")] = None
+    """Test sets: show the first questions of this file before each question."""
+    shots: OptionalInt = None
+    """Test sets: how many of them. Default: 4."""
+    prompts: Literal["chat", "text"] | None = None
+    """Test sets: ask in a conversation, or let a text be continued. Default: as the model has a chat template."""
+    template: Annotated[str | None, option("TEXT")] = None
+    """Test sets: the question's text, such as '{question}', in place of ours."""
+    run_code: Annotated[Literal["sandbox", "unsandboxed"] | None, option("sandbox|unsandboxed")] = None
+    """humaneval, mbpp: run the programs that the model writes, in a sandbox (Linux, bubblewrap) or without one."""
+    timeout: Float = 10.0
+    """humaneval, mbpp: most seconds of a program."""
     json: Flag = False
     """Print one JSON object for each task."""
     decoding: Annotated[Decoding, Group] = field(default_factory=Decoding)
@@ -63,6 +90,8 @@ def run(argv: Sequence[str]) -> int:
     settings = evaluate.EvalSettings(
         None if args.file is None else Path(args.file), args.split, args.limit, args.decoding.sampler(parameters),
         args.decoding.plan(), args.batch, args.decoding.seed, args.max_tokens,
+        args.samples, None if args.examples is None else Path(args.examples), args.shots, args.prompts, args.template,
+        args.run_code, args.timeout,
     )  # fmt: skip
     chosen = {name: evaluate.check(name, settings) for name in args.task}
     show.check_writable("--dump", args.dump)

@@ -6,11 +6,16 @@
 
 runner   tasks by name; `run` evaluates one, `compare` with several decoding rules; summaries, tables, plots
 code     the code tasks: a bound on the bits per byte, and infilling
+test_sets  GSM8K, HumanEval and MBPP from their published files
+sandbox  runs programs that a model wrote
 harness  our models in lm-evaluation-harness, `python -m mercury_jax.evaluate.harness`
 card     writes the model card, `python -m mercury_jax.evaluate.card`
 """
 
-from mercury_jax.evaluate import code as _code  # noqa: F401  importing it adds the code tasks to `TASKS`
+from mercury_jax.evaluate import (
+    code as _code,  # noqa: F401  importing it adds the code tasks to `TASKS`
+    test_sets as _test_sets,  # noqa: F401  and this the test sets
+)
 from mercury_jax.evaluate.runner import (
     TASKS,
     EvalReport,

@@ -22,7 +22,16 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, infill as infilling
 from mercury_jax.decode.score import canvas_times, score
 from mercury_jax.decode.token_stats import forbid
-from mercury_jax.evaluate.runner import TASKS, EvalReport, EvalSettings, Evaluation, Z, rule_name, summarise
+from mercury_jax.evaluate.runner import (
+    OF_TEST_SETS,
+    TASKS,
+    EvalReport,
+    EvalSettings,
+    Evaluation,
+    Z,
+    rule_name,
+    summarise,
+)
 from mercury_jax.noise import Corruption
 from mercury_jax.train.data import packing, sources
 from mercury_jax.types import LM, Batch, LaidOutDocument, Model, PackedPass, Params
@@ -352,13 +361,15 @@ TASKS.update(
             "code-bpb",
             "bound on the bits per byte of held-out files of Python's standard library",
             bits_per_byte,
-            unused=("sampler", "plan", "max_tokens", "file"),
+            unused=("sampler", "plan", "max_tokens", "file", *OF_TEST_SETS),
+            splits=("test",),
         ),
         "code-infill": Evaluation(
             "code-infill",
             "hide part of a line of those files, or a whole line, and restore it exactly",
             infill_lines,
-            unused=("max_tokens", "file"),
+            unused=("max_tokens", "file", *OF_TEST_SETS),
+            splits=("test",),
         ),
     }
 )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from mercury_jax.config import Plan, nearest, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sampler import SamplerLike
+from mercury_jax.evaluate.sandbox import RunCode
 from mercury_jax.tasks import Split, Task
 from mercury_jax.types import LM
 
@@ -44,6 +45,13 @@ class EvalSettings(NamedTuple):
         batch: Rows that are decoded together.
         seed: Seed of the questions, and of the sampled tokens.
         max_tokens: Largest number of tokens of an answer; None: the task's default.
+        samples: Answers per question; test sets only, as all fields below but the last.
+        examples: A file in the format of the test set, whose first questions are shown with their answers.
+        shots: Number of these; None: 4.
+        prompts: "chat" or "text"; None: a conversation if the model has a chat template.
+        template: The text of a question with its fields in braces, in place of the test set's.
+        run_code: Run the programs in answers: "sandbox" or "unsandboxed"; see `sandbox`.
+        timeout: Longest time of a program in seconds.
         progress: Called after every batch as progress(done, total).
     """
 
@@ -55,7 +63,17 @@ class EvalSettings(NamedTuple):
     batch: int = 64
     seed: int = 0
     max_tokens: int | None = None
+    samples: int = 1
+    examples: Path | None = None
+    shots: int | None = None
+    prompts: Literal["chat", "text"] | None = None
+    template: str | None = None
+    run_code: RunCode | None = None
+    timeout: float = 10.0
     progress: Callable[[int, int], None] = lambda done, of: None
+
+
+OF_TEST_SETS = ("samples", "examples", "shots", "prompts", "template", "run_code", "timeout")
 
 
 @dataclass(frozen=True)
@@ -96,15 +114,80 @@ class Evaluation(NamedTuple):
         name: The name in `TASKS`.
         about: Description in one line.
         run: Evaluates a model.
-        task: Draws the questions and checks the answers; None for the code tasks.
+        check: Checks the settings that only this kind of task uses.
         unused: Settings that the task does not use, and that are therefore refused.
+        splits: Held-out sides that it has.
+        task: Draws the questions and checks the answers; None for tasks that are not in `mercury_jax.tasks`.
     """
 
     name: str
     about: str
     run: Callable[[LM, EvalSettings], EvalReport]
-    task: Task | None = None
+    check: Callable[[EvalSettings], None] = lambda settings: None
     unused: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ("test", "validation")
+    task: Task | None = None
+
+
+Grade = Callable[[Sequence[int], Sequence[str]], list[dict[str, Any]]]
+
+
+def answer(
+    lm: LM,
+    prompts: Sequence[Any],
+    settings: EvalSettings,
+    max_tokens: int,
+    grade: Grade,
+    stop: Sequence[str] = (),
+) -> tuple[list[dict[str, Any]], list[tuple[int, int, float]], Summary]:
+    """Decodes an answer to each prompt, `settings.batch` at a time, and grades it.
+
+    Args:
+        lm: The model.
+        prompts: Conversations or texts.
+        settings: How they are decoded.
+        max_tokens: Largest number of tokens of an answer.
+        grade: grade(indices of prompts, answers) returns `correct` and what else a row shall hold, for a batch.
+        stop: Texts that end an answer.
+
+    Returns:
+        One row per prompt; (rows, tokens, seconds) of each batch; the settings, for a summary.
+    """
+    sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
+    # Sort the prompts by length, so that the rows of a batch have similar lengths and few shapes are compiled. The
+    # last batch is filled up by repeating its last prompt.
+    size = min(settings.batch, len(prompts))
+    order = sorted(range(len(prompts)), key=lambda i: _characters(prompts[i]))
+    rows: list[dict[str, Any]] = [{} for _ in prompts]
+    timed = list[tuple[int, int, float]]()
+    for done in range(0, len(order), size):
+        chosen = order[done : done + size]
+        filled = chosen + chosen[-1:] * (size - len(chosen))
+        out = sampling.sample(
+            lm, [prompts[i] for i in filled], max_tokens=max_tokens, seed=(settings.seed + done) % 2**31,
+            sampler=sampler, plan=plan, stop=list(stop) or None,
+        )  # fmt: skip
+        graded = grade(chosen, out.texts[: len(chosen)])
+        for at, i in enumerate(chosen):
+            prompt = prompts[i]
+            rows[i] = {
+                "input": prompt if isinstance(prompt, str) else prompt[-1]["content"],
+                "prediction": out.texts[at],
+                "thinking": out.thinking[at],
+                **graded[at],
+                "forwards": int(out.forwards[at]),
+                "tokens": out.lengths[at],
+                "finish": out.finish[at],
+            }
+        timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
+        settings.progress(done + len(chosen), len(prompts))
+    about = {"seed": settings.seed, "batch": settings.batch, "rule": rule_name(lm, sampler)}
+    return rows, timed, about | {"steps": plan.steps, "block": plan.block, "max_tokens": max_tokens}
+
+
+def _characters(prompt: Any) -> int:
+    """Length of a text, or of all messages of a conversation."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
 
 
 def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
@@ -122,44 +205,40 @@ def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
         asked = tasks.read_problems(settings.file, task)[: settings.limit]
     else:
         asked = tasks.draw_distinct(task, settings.limit or task.questions, settings.seed, settings.split)
-    most = settings.max_tokens or task.max_tokens
-    sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
-    named = rule_name(lm, sampler)
-    # Sort the questions by length, so that the rows of a batch have similar lengths and few shapes are compiled. The
-    # last batch is filled up by repeating its last question.
-    size = min(settings.batch, len(asked))
-    order = sorted(range(len(asked)), key=lambda i: len(asked[i].input))
-    rows: list[dict[str, Any]] = [{} for _ in asked]
-    began, timed = time.perf_counter(), list[tuple[int, int, float]]()
-    for done in range(0, len(order), size):
-        chosen = order[done : done + size]
-        filled = chosen + chosen[-1:] * (size - len(chosen))
-        out = sampling.sample(
-            lm, [[{"role": "user", "content": asked[i].input}] for i in filled], max_tokens=most,
-            seed=(settings.seed + done) % 2**31, sampler=sampler, plan=plan,
-        )  # fmt: skip
-        for at, i in enumerate(chosen):
-            rows[i] = {
-                "input": asked[i].input,
-                "output": asked[i].output,
-                "prediction": out.texts[at],
-                "thinking": out.thinking[at],
-                "correct": bool(task.check(asked[i].input, out.texts[at])),
-                "forwards": int(out.forwards[at]),
-                "tokens": out.lengths[at],
-                "finish": out.finish[at],
-            }
-        timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
-        settings.progress(done + len(chosen), len(asked))
+    began = time.perf_counter()
+
+    def grade(chosen: Sequence[int], texts: Sequence[str]) -> list[dict[str, Any]]:
+        pairs = [(asked[i], text) for i, text in zip(chosen, texts, strict=True)]
+        return [{"output": q.output, "correct": bool(task.check(q.input, text))} for q, text in pairs]
+
+    prompts = [[{"role": "user", "content": question.input}] for question in asked]
+    rows, timed, about = answer(lm, prompts, settings, settings.max_tokens or task.max_tokens, grade)
     data = HELD_OUT[settings.split] if settings.file is None else settings.file.name
-    about = {"task": task.name, "data": data, "seed": settings.seed, "batch": settings.batch, "rule": named}
-    about |= {"steps": plan.steps, "block": plan.block, "max_tokens": most}
-    return EvalReport(about | summarise(rows, timed, time.perf_counter() - began), rows)
+    found = {"task": task.name, "data": data, **about}
+    return EvalReport(found | summarise(rows, timed, time.perf_counter() - began), rows)
+
+
+def check_file(task: Task, settings: EvalSettings) -> None:
+    """Reads the questions of a file, to refuse bad lines.
+
+    Args:
+        task: The task that they must belong to.
+        settings: The file.
+    """
+    if settings.file is not None:
+        tasks.read_problems(settings.file, task)
 
 
 TASKS: dict[str, Evaluation] = {
     **{
-        task.name: Evaluation(task.name, task.about, functools.partial(answer_questions, task), task)
+        task.name: Evaluation(
+            task.name,
+            task.about,
+            functools.partial(answer_questions, task),
+            check=functools.partial(check_file, task),
+            unused=OF_TEST_SETS,
+            task=task,
+        )
         for task in tasks.TASKS.values()
     },
 }
@@ -194,6 +273,13 @@ def run(
     batch: int = 64,
     seed: int = 0,
     max_tokens: int | None = None,
+    samples: int = 1,
+    examples: str | Path | None = None,
+    shots: int | None = None,
+    prompts: Literal["chat", "text"] | None = None,
+    template: str | None = None,
+    run_code: RunCode | None = None,
+    timeout: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
     """Evaluates a model on one task. Equal arguments give equal answers; only the measured times differ.
@@ -201,7 +287,8 @@ def run(
     Args:
         lm: The model.
         task: A name in `TASKS`.
-        file: A JSON Lines file of {"input", "output"}, instead of the held-out questions.
+        file: A JSON Lines file of {"input", "output"}, instead of the held-out questions; the published file of a test
+            set (gsm8k, humaneval, mbpp), which these need.
         split: "test" to report figures, or "validation" to choose settings.
         limit: Largest number of questions; None: the task's default, or the whole file.
         sampler: As in `mj.sample`; None: the model's default.
@@ -209,6 +296,16 @@ def run(
         batch: Rows that are decoded together.
         seed: Seed of the questions, and of the sampled tokens.
         max_tokens: Largest number of tokens of an answer with its thinking; None: the task's default.
+        samples: Answers per question, for pass@k. This and what follows is for test sets only.
+        examples: A file in the format of the test set; its first questions are shown before each question, with their
+            answers.
+        shots: Number of these examples; None: 4.
+        prompts: "chat" for conversations, "text" for texts that are continued; None: as the model has a chat template
+            or not.
+        template: The text of a question, such as "{question}", in place of the test set's.
+        run_code: Humaneval and mbpp run programs that the model wrote: "sandbox" (bubblewrap, without network and
+            files), or "unsandboxed" on a machine that is itself a sandbox. They are refused without it.
+        timeout: Longest time of a program in seconds.
         progress: Called after every batch as progress(done, total).
 
     Returns:
@@ -218,7 +315,8 @@ def run(
         ValueError: An argument is not allowed; raised before any compute.
     """
     settings = EvalSettings(
-        None if file is None else Path(file), split, limit, sampler, plan, batch, check_seed(seed), max_tokens,
+        None if file is None else Path(file), split, limit, sampler, plan, batch, check_seed(seed), max_tokens, samples,
+        None if examples is None else Path(examples), shots, prompts, template, run_code, timeout,
         progress or (lambda done, of: None),
     )  # fmt: skip
     return check(task, settings).run(lm, settings)
@@ -238,22 +336,23 @@ def check(task: str, settings: EvalSettings) -> Evaluation:
         ValueError: A setting is not allowed.
     """
     found, split = find(task), settings.split
-    if split not in HELD_OUT:
-        raise refuse("split", split, ", ".join(HELD_OUT))
-    if split != "test" and found.task is None:
-        raise refuse("split", split, f"test: {task} has no other held-out side")
-    for name in ("limit", "batch", "max_tokens"):
+    if split not in found.splits:
+        others = "" if len(found.splits) > 1 else f": {task} has no other held-out side"
+        raise refuse("split", split, ", ".join(found.splits) + others)
+    for name in ("limit", "batch", "max_tokens", "samples", "shots"):
         value = getattr(settings, name)
-        if value is None and name != "batch":
+        if value is None and EvalSettings._field_defaults[name] is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise refuse(name, value, "a whole number from 1 on")
     check_seed(settings.seed)
+    if not isinstance(settings.timeout, int | float) or not 0 < settings.timeout < math.inf:
+        raise refuse("timeout", settings.timeout, "seconds above 0")
     for name in found.unused:
-        if getattr(settings, name) not in (None, Plan()):
-            raise refuse(name, str(getattr(settings, name)), f"None: {task} has no use for it")
-    if settings.file is not None and found.task is not None:
-        tasks.read_problems(settings.file, found.task)
+        default = EvalSettings._field_defaults[name]
+        if getattr(settings, name) not in (default, Plan()):
+            raise refuse(name, str(getattr(settings, name)), f"{default}: {task} has no use for it")
+    found.check(settings)
     return found
 
 
@@ -315,14 +414,14 @@ def compared(first: Summary, before: Sequence[bool], summary: Summary, now: Sequ
 # --- statistics
 
 
-def wilson(correct: int, n: int) -> tuple[float, float]:
+def wilson(correct: float, n: int) -> tuple[float, float]:
     """Computes the 95% score interval of a proportion (Wilson 1927).
 
     Unlike p +- z se, it stays within [0, 1] and does not shrink to a point at 0 or n right answers.
 
     Args:
-        correct: Number of right answers.
-        n: Number of answers.
+        correct: Number of right answers; with several answers per question their share, times the questions.
+        n: Number of answers, or of questions.
 
     Returns:
         (low, high).
@@ -369,27 +468,32 @@ def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, 
 
 
 def summarise(
-    rows: Sequence[Mapping[str, Any]], timed: Sequence[tuple[int, int, float]], seconds: float
+    rows: Sequence[Mapping[str, Any]],
+    timed: Sequence[tuple[int, int, float]],
+    seconds: float,
+    samples: int = 1,
 ) -> Summary:
     """Summarises answered questions.
 
     Args:
-        rows: One record per question, with `correct`, `forwards` and `tokens`.
+        rows: One record per answer, with `correct`, `forwards` and `tokens`.
         timed: (rows, tokens, seconds) of each batch.
         seconds: Total time.
+        samples: Answers per question.
 
     Returns:
-        Accuracy with its interval, and costs. `forwards` and `tokens` are means per answer; passes that encode prompts
-        do not count as forwards. `tokens_per_second` leaves out the first batch, which includes compilation, if there
-        are others.
+        Accuracy with its interval, and costs. `n` counts questions; the interval of several answers per question is as
+        wide as that of one, which is never too narrow. `forwards` and `tokens` are means per answer; passes that encode
+        prompts do not count as forwards. `tokens_per_second` leaves out the first batch, which includes compilation, if
+        there are others.
     """
     n, correct = len(rows), sum(row["correct"] for row in rows)
     forwards, tokens = (sum(row[name] for row in rows) for name in ("forwards", "tokens"))
-    low, high = wilson(correct, n)
+    low, high = wilson(correct / samples, n // samples)
     steady = timed[1:] or timed
     return {
-        "n": n,
-        "correct": correct,
+        "n": n // samples,
+        "correct": correct / samples if samples > 1 else correct,
         "accuracy": correct / n,
         "low": low,
         "high": high,
@@ -412,7 +516,10 @@ def line(summary: Mapping[str, Any]) -> str:
         return f"{s['task']}: {s['bits_per_byte']:.3f} bits per byte ({interval}, {s['bytes']} bytes)"
     interval = f"{s['accuracy']:.1%}, 95% {s['low']:.1%}..{s['high']:.1%}"
     cost = f"{s['forwards']:.1f} forwards an answer, {s['tokens_per_forward']:.2f} tokens a forward"
-    return f"{s['task']} ({s['data']}, {s['rule']}): {s['correct']} of {s['n']} right ({interval}), {cost}"
+    right = f"{s['correct']:.4g} of {s['n']} right ({interval})"
+    if s.get("samples", 1) > 1:
+        right += "".join(f", {name} {value:.1%}" for name, value in s.items() if name.startswith("pass@"))
+    return f"{s['task']} ({s['data']}, {s['rule']}): {right}, {cost}"
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:

@@ -7,8 +7,10 @@ training needs no list of what is held out. The problems of three public test fi
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -115,7 +117,7 @@ def read_text(path: str | Path, argument: str) -> str:
     """Reads a text file.
 
     Args:
-        path: The file, in UTF-8.
+        path: The file, in UTF-8; one whose name ends in .gz is unpacked.
         argument: What the message calls the path.
 
     Returns:
@@ -125,9 +127,13 @@ def read_text(path: str | Path, argument: str) -> str:
         ValueError: It cannot be read.
     """
     try:
+        if Path(path).suffix == ".gz":
+            return gzip.decompress(Path(path).read_bytes()).decode()
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise refuse(argument, str(path), f"a file that can be read ({error.strerror})") from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two: cut or damaged
+        raise refuse(
+            argument, str(path), f"a file that can be read ({getattr(error, 'strerror', '') or error})"
+        ) from None
     except UnicodeDecodeError as error:
         raise refuse(argument, str(path), f"UTF-8 text (byte {error.start} is none)") from None
 
