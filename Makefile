@@ -7,11 +7,12 @@ ARGS        ?=
 CLIENTS     ?= .venv-clients
 DEVICELESS  ?= .venv-deviceless
 LMEVAL      ?= .venv-lm-eval
+RELEASE     ?= .venv-release
 BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs notebooks parity wheel lm-eval browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs notebooks parity wheel hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -54,6 +55,18 @@ lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
 wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, chat, serve
 	tests/wheel.sh $(BIN)/python $(CONSTRAINTS)
 
+hashes: $(RELEASE)/.ready  ## constraints-hashed.txt again, after constraints.txt changed
+	$(RELEASE)/bin/uv pip compile -q --generate-hashes --universal --python-version 3.11 --no-emit-index-url --no-header \
+	  --no-annotate --extra serve --extra hub --extra plot -c $(CONSTRAINTS) -o constraints-hashed.txt pyproject.toml
+
+# From the hashes, so what is listed is what they install.
+sbom: $(RELEASE)/.ready  ## dist/mercury_jax.cdx.json: what the library brings along, for machines (CycloneDX)
+	@rm -rf $(RELEASE)/runtime && $(PYTHON) -m venv $(RELEASE)/runtime && mkdir -p dist
+	$(RELEASE)/runtime/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r constraints-hashed.txt
+	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o dist/mercury_jax.cdx.json \
+	  $(RELEASE)/runtime/bin/python
+	@echo "dist/mercury_jax.cdx.json"
+
 browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
 	$(BIN)/python -m pytest tests/browser $(ARGS)
 
@@ -79,7 +92,7 @@ deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that ar
 setup: $(VENV)/.core  ## only make the environment
 
 clean:  ## remove environments, caches and built files; runs/ stays
-	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) $(LMEVAL) build dist docs/_build docs/api/generated *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) $(LMEVAL) $(RELEASE) build dist docs/_build docs/api/generated *.egg-info .pytest_cache .ruff_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -122,6 +135,12 @@ $(LMEVAL)/.ready: pyproject.toml $(CONSTRAINTS)
 	@echo "Installing mercury_jax[test,lm-eval] into $(LMEVAL)"
 	@$(PYTHON) -m venv $(LMEVAL)
 	@$(LMEVAL)/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,lm-eval]'
+	@touch $@
+
+$(RELEASE)/.ready: pyproject.toml $(CONSTRAINTS)
+	@echo "Installing the tools of a release into $(RELEASE)"
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) 'uv>=0.9' 'cyclonedx-bom>=7.2'
 	@touch $@
 
 $(DEVICELESS)/.ready: pyproject.toml $(CONSTRAINTS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,3 +118,19 @@ print(mj.sample(mj.load(), "import ", max_tokens=4).lengths)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[4]\n"), done.stderr
+
+
+def test_every_pinned_version_of_an_installation_has_hashes():
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        pinned[name.lower().replace("_", "-")] = version.partition(" ")[0]
+    text = (ROOT / "constraints-hashed.txt").read_text()
+    entries = re.findall(r"^([\w.-]+)==([^ ]+)(.*(?:\n    .*)+)", text, re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^\w", text, re.MULTILINE)) > 60
+    for name, version, rest in entries:
+        assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", rest)) >= 1, name
+        # Those that only another platform or Python needs are not in the environment that constraints.txt describes.
+        if name in pinned or ";" not in rest:
+            assert pinned[name] == version, f"{name}: run `make hashes`"
+    assert "://" not in text  # from whichever index the user has
