@@ -57,14 +57,37 @@ html_theme_options = {
     "show_navbar_depth": 1,
 }
 
+# What newcomers search for, by page and heading, where the words of the page alone do not put it first.
+SEARCHED = {
+    "comparison": {"Comparison": "compare with vLLM; alternatives"},
+    "decoder": {"Transforms": "shard_map"},
+    "models": {"Loading": "load LLaDA; load Dream; load DiffusionGemma"},
+    "performance": {"Which machine to rent": "memory of a GPU; which GPU"},
+    "sampling": {
+        "Your own rule": "write a decoding rule; custom sampler",
+        "Effort": "effort; reasoning effort",
+    },
+    "search-and-rl": {"Best of n": "reward"},
+    "serving": {"Endpoints": "tools agent; tool calls; OpenAI"},
+    "training": {"Several devices and hosts": "several hosts; multi-host; Slurm"},
+}
+
 _CODE, _SECTION = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)"), re.compile(r"[A-Z][\w ]+:$")
 _OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
 
 
-def _link_to_repository(app: Any, page: str, source: list[str]) -> None:
-    """Turns links to files outside of docs/, which GitHub follows in the clone, into addresses."""
-    del app, page
+def _prepare(app: Any, page: str, source: list[str]) -> None:
+    """Turns links to files outside of docs/, which GitHub follows in the clone, into addresses; adds index entries."""
+    del app
     source[0] = _OUTSIDE.sub(rf"](https://{REPOSITORY}/blob/{BRANCH}/\1)", source[0])
+    # "!" makes an entry the main one of its phrase, which the search ranks first.
+    for heading, phrases in SEARCHED.get(page, {}).items():
+        entries = "".join(f"\n```{{index}} ! single: {phrase}\n```\n" for phrase in phrases.split("; "))
+        found = list(re.finditer(rf"^#+ {heading}\n", source[0], re.MULTILINE))
+        if len(found) != 1:
+            raise ValueError(f"SEARCHED of docs/conf.py: {page}.md has no single heading {heading!r}")
+        end = found[0].end()
+        source[0] = source[0][:end] + entries + source[0][end:]
 
 
 def _as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -95,5 +118,5 @@ def _copy_notebooks(app: Any) -> None:
 def setup(app: Any) -> None:
     """Registers what this site adds to Sphinx."""
     app.connect("builder-inited", _copy_notebooks)
-    app.connect("source-read", _link_to_repository)
+    app.connect("source-read", _prepare)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # before napoleon, at 500
