@@ -28,11 +28,6 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Every offence contains one of these words.
-WORDS = re.compile(
-    r"pickle|dill|shelve|marshal|joblib|jinja2|\b(eval|exec)\b|torch|trust_remote|dynamic_module|Environment"
-    r"|__import__|import_module"
-)
 UNPICKLE = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 
 
@@ -46,15 +41,19 @@ def offences(source, path="x.py"):
     """Finds what no file may do: unpickle, evaluate, trust a checkpoint's code, build a template environment."""
     tree, found = ast.parse(source), []
     own = path == "hub/template_sandbox.py"
+    # sandbox_child.py runs programs of HumanEval and MBPP, in an interpreter of its own; test_sandbox has its laws.
+    evaluates = {"eval"} if path == "evaluate/sandbox_child.py" else {"eval", "exec"}
     for name in imported(tree):
         top = name.split(".")[0]
         if top in UNPICKLE or name in ("torch.load", "torch.serialization", "pandas.read_pickle"):
             found.append(f"13: imports {name}")
         if top == "jinja2" and not own:
             found.append(f"12: imports {name}")
+        if name.endswith("sandbox_child"):
+            found.append(f"13: imports {name}, which runs programs, into this process")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name, words = dotted(call.func), {word.arg: word.value for word in call.keywords}
-        if name in ("eval", "exec") or name.endswith(("torch.load", ".read_pickle")):
+        if name in evaluates or name.endswith(("torch.load", ".read_pickle")):
             found.append(f"13: calls {name}")
         if name.endswith(("__import__", "import_module")) and _named(call) in UNPICKLE:
             found.append(f"13: calls {name} of {_named(call)}")
@@ -80,10 +79,11 @@ def test_12_13_14_no_file_unpickles_evaluates_or_builds_a_template():
     "source",
     ["import pickle", "from dill import loads", "torch.load(f)", "np.load(f, allow_pickle=True)", "eval(text)",
      "AutoModel.from_pretrained(x, trust_remote_code=flag)", "from jinja2 import Template", "x = jinja2.Environment()",
-     "from torch import load", "__import__('dill')", "importlib.import_module('pickle')", "exec(text)"],
+     "from torch import load", "__import__('dill')", "importlib.import_module('pickle')", "exec(text)",
+     "from mercury_jax.evaluate import sandbox_child"],
 )  # fmt: skip
 def test_12_13_14_the_search_finds_offences(source):
-    assert offences(source) != [] and WORDS.search(source)
+    assert offences(source) != []
 
 
 def addresses(source):
@@ -106,12 +106,13 @@ def test_01_02_no_decision_depends_on_the_url():
 # Malicious versions, and the first versions without known vulnerabilities.
 POISONED = {"litellm": {"1.82.7", "1.82.8"}}
 LEAST = {"starlette": (1, 0, 1), "jinja2": (3, 1, 6)}
-PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.+-]*)")
+PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.+-]*)(?: ; [^;]+?)?(?: +--hash=sha256:[0-9a-f]{64})*")
 
 
 def wrong_pins(text):
     """Returns the lines of a list of packages that pin no single version, a malicious one, or a vulnerable one."""
     bad = []
+    text = re.sub(r" *\\\n *", " ", text)  # a requirement with its hashes takes several lines
     for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
         found = PIN.fullmatch(line)
         name, version = (found[1].lower(), found[2]) if found else ("", "")
@@ -134,6 +135,8 @@ def test_01_26_packages_are_pinned_to_safe_versions():
         "a==1.*",
         "starlette==1.0.0",
         "-r x.txt",
+        "starlette==1.0.0 --hash=sha256:" + 64 * "0",
+        "a>=1 ; sys_platform == 'win32'",
     ):
         assert wrong_pins(bad) == [bad]
 
