@@ -59,17 +59,36 @@ html_theme_options = {
 
 # What newcomers search for, by page and heading, where the words of the page alone do not put it first.
 SEARCHED = {
-    "comparison": {"Comparison": "compare with vLLM; alternatives"},
-    "decoder": {"Transforms": "shard_map"},
-    "models": {"Loading": "load LLaDA; load Dream; load DiffusionGemma"},
-    "performance": {"Which machine to rent": "memory of a GPU; which GPU"},
+    "command-line": {"Exit codes and environment": "environment variables"},
+    "comparison": {"Comparison": "compare with vLLM; alternatives; SGLang"},
+    "decoder": {"Transforms": "shard_map; vmap; jit"},
+    "getting-started": {"Install": "pip; Python version; requirements"},
+    "models": {
+        "Loading": "load LLaDA; load Dream; load DiffusionGemma; Hugging Face; download weights",
+        "Quantisation": "quantise; 4-bit; 8-bit",
+        "Several devices": "multi GPU; multi-GPU; several GPUs; tensor parallel",
+    },
+    "performance": {
+        "Performance": "tokens per second; speed; benchmark; throughput",
+        "Which machine to rent": "memory of a GPU; which GPU; out of memory",
+    },
     "sampling": {
-        "Your own rule": "write a decoding rule; custom sampler",
+        "Decoding rules": "remasking; temperature; threshold",
         "Effort": "effort; reasoning effort",
+        "Infilling": "fill in the middle; autocomplete",
+        "JSON schemas and grammars": "JSON output; structured output",
+        "Prompts": "stop words; batch; system prompt",
+        "Your own rule": "write a decoding rule; custom sampler",
     },
     "search-and-rl": {"Best of n": "reward"},
-    "serving": {"Endpoints": "tools agent; tool calls; OpenAI"},
-    "training": {"Several devices and hosts": "several hosts; multi-host; Slurm"},
+    "serving": {"Deployment": "Docker; Kubernetes; deploy", "Endpoints": "tools agent; tool calls; OpenAI"},
+    "training": {
+        "Interrupted runs": "checkpoint save; save a checkpoint",
+        "Rewards and distillation": "RLHF; reinforcement learning",
+        "Several devices and hosts": "several hosts; distributed training; multi-host; Slurm",
+        "Training on your own text": "own text; own data",
+    },
+    "your-model": {"A Flax module": "custom model; own architecture"},
 }
 
 _CODE, _SECTION = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)"), re.compile(r"[A-Z][\w ]+:$")
