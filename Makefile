@@ -47,7 +47,7 @@ parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUESTIONS=128 for a long one
 	@set -- colab/*.ipynb; \
 	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
-	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
+	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PYTHONWARNINGS="error:No artists with labels" PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
 
 lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
 	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest tests/evaluate/harness_leg.py $(ARGS)

@@ -24,6 +24,7 @@ from conf import BRANCH, REPOSITORY, ROOT
 FOLDER = ROOT / "colab"
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 INSTALL = '''\
+# @title Install mercury_jax
 import importlib.util
 from pathlib import Path
 
@@ -59,11 +60,14 @@ def with_first_cells(notebook: dict[str, Any], name: str) -> dict[str, Any]:
     title = title | {"source": re.sub(r"\n{3,}", "\n\n", source).splitlines(keepends=True)}
     install = install_cell(notebook["metadata"]["mercury_jax"]["extra"])
     first = first | {"source": install.splitlines(keepends=True), "outputs": [], "execution_count": None}
+    first["metadata"] = {"cellView": "form", "tags": ["hide-input"]}  # folded on Colab and on the site
     return notebook | {"cells": [title, first, *rest]}
 
 
 def execute(path: Path) -> None:
     """Runs a notebook in its folder and keeps its outputs, without warnings, paths of this machine and times of cells.
+
+    Warnings are printed, to be read.
 
     Args:
         path: The notebook, which is written again.
@@ -84,10 +88,11 @@ def execute(path: Path) -> None:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """Returns outputs without warnings, with what was printed in turns as one text."""
+    """Returns outputs without warnings, which are printed, with what was printed in turns as one text."""
     kept: list[Any] = []
     for output in outputs:
         if output.get("name") == "stderr":
+            print(output.text, file=sys.stderr)
             continue
         if output.output_type == "stream" and kept and kept[-1].output_type == "stream":
             kept[-1].text += output.text
