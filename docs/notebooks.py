@@ -23,8 +23,9 @@ from conf import BRANCH, REPOSITORY, ROOT
 
 FOLDER = ROOT / "colab"
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
+TITLE = "Install mercury_jax"
 INSTALL = '''\
-# @title Install mercury_jax
+# @title {title}
 import importlib.util
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def badge(name: str) -> str:
 
 def install_cell(extra: str) -> str:
     """Returns the source of the cell that installs mercury_jax with an extra."""
-    return INSTALL.format(repository=REPOSITORY, extra=extra)
+    return INSTALL.format(title=TITLE, repository=REPOSITORY, extra=extra)
 
 
 def with_first_cells(notebook: dict[str, Any], name: str) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def with_first_cells(notebook: dict[str, Any], name: str) -> dict[str, Any]:
     title = title | {"source": re.sub(r"\n{3,}", "\n\n", source).splitlines(keepends=True)}
     install = install_cell(notebook["metadata"]["mercury_jax"]["extra"])
     first = first | {"source": install.splitlines(keepends=True), "outputs": [], "execution_count": None}
-    first["metadata"] = {"cellView": "form", "tags": ["hide-input"]}  # folded on Colab and on the site
+    # Folded on Colab and on the site.
+    first["metadata"] = {"cellView": "form", "tags": ["hide-input"], "mystnb": {"code_prompt_show": TITLE}}
     return notebook | {"cells": [title, first, *rest]}
 
 
