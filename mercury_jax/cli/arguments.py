@@ -197,6 +197,8 @@ def _one_line(box: str) -> str:
         else:
             words.append(text)
     text = " ".join(filter(None, words))
+    text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number", text)
+    text = re.sub(r"could not convert string to float: (.*)", r"\1 is no number", text)
     return re.sub(r"^Error parsing (\S+): (is )?", lambda m: f"{m[1]} {m[2] or 'is wrong: '}", text)
 
 

@@ -91,13 +91,13 @@ def run(argv: Sequence[str]) -> int:
         decode.check_plot(args.plot)
     show.check_writable("--plot", args.plot)
     show.check_writable("--out", args.out)
-    lm = show.load(args.model)
-    found = decode.entries(lm, chosen, None if args.twin is None else show.load(args.twin))
     how: dict[str, Any] = dict(
         limit=args.limit, batch=args.batch, split=args.split, seed=args.seed, max_tokens=args.max_tokens,
         alone=args.alone,
     )  # fmt: skip
     asked = [decode.questions(name, **how) for name in dict.fromkeys(args.tasks)]
+    lm = show.load(args.model)
+    found = decode.entries(lm, chosen, None if args.twin is None else show.load(args.twin))
     rows, base, others = [], [], []
     for one in asked:
         count = decode.units(found, one)

@@ -33,7 +33,7 @@ from mercury_jax.config import (
 )
 from mercury_jax.train import find_recipe
 from mercury_jax.train.data.packing import check_blocks
-from mercury_jax.train.data.sources import BatchSource, Chat, DataSource, Mixture, mixture
+from mercury_jax.train.data.sources import BatchSource, Chat, DataSource, Mixture, find_paths, mixture
 from mercury_jax.train.lora import LoraConfig, check_pattern
 from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.train.optim import OptimConfig
@@ -253,9 +253,10 @@ class TrainConfig:
         """The documents of `data`, or the conversations of `chats`.
 
         Raises:
-            ValueError: The recipe has neither.
+            ValueError: The recipe has neither, or `chats` matches no file.
         """
         if self.chats:
+            find_paths(self.chats, "chats")
             return mixture((Chat(self.chats), 1.0))
         if isinstance(self.data, BatchSource):
             raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")

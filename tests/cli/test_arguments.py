@@ -78,10 +78,22 @@ def test_bad_input_names_the_argument_and_exits_with_2(argv, words, folder, caps
         (["infill", "a [[0]]"], "hole is 0"),
         (["sample", "a", "--block", "0"], "block is 0"),
         (["sample", "a", "--top-p", "3"], "top_p"),
+        (["chat", "--temperature", "-1"], "temperature is -1.0"),
+        (["serve", "--slots", "0"], "slots is 0"),
+        (["serve", "--port", "99999"], "port is 99999"),
+        (["bench", "decode", "--rules", "nosuch"], "rules is 'nosuch'"),
+        (["bench", "decode", "--limit", "0"], "limit is 0"),
+        (["bench", "serve", "--concurrency", "0"], "concurrency is 0"),
     ],
 )
 def test_values_are_refused_before_the_model_is_looked_for(argv, words, capsys):
-    assert words in refused(capsys, *argv, "--model", "no/such/model")
+    name, *rest = argv
+    asked = (
+        [name, rest[0], "no/such/model", *rest[1:]]
+        if name == "bench"
+        else [*argv, "--model", "no/such/model"]
+    )
+    assert words in refused(capsys, *asked)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,25 @@
 
 import re
 
+import pytest
+
 from mercury_jax.cli import main
 
 
-def test_a_field_that_cannot_be_read_is_refused_in_one_line(capsys):
-    assert main(["train", "first", "--optim.lr", "abc"]) == 2
+@pytest.mark.parametrize(
+    "option, value, says",
+    [
+        ("--optim.lr", "abc", "--optim.lr is wrong: 'abc' is no number"),
+        ("--steps", "1.5", "--steps is wrong: '1.5' is no whole number"),
+        ("--steps", "0", "steps is 0; allowed: 1 or more"),
+        ("--chats", "missing.jsonl", "chats is 'missing.jsonl'; allowed: a glob that finds"),
+    ],
+)
+def test_a_wrong_field_is_refused_in_one_line_before_any_training(option, value, says, capsys, tmp_path):
+    assert main(["train", "sft_nano", option, value, "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "--optim.lr" in said and "'abc'" in said
+    assert said.count("\n") == 1 and says in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_help_explains_every_field(capsys):

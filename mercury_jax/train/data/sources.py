@@ -553,11 +553,12 @@ def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
     return sides
 
 
-def find_paths(pattern: str) -> list[str]:
+def find_paths(pattern: str, name: str = "glob") -> list[str]:
     """Finds the files that a glob matches.
 
     Args:
         pattern: The glob; `**` descends into folders.
+        name: Of the field, for the error.
 
     Returns:
         Sorted paths, without folders.
@@ -567,7 +568,7 @@ def find_paths(pattern: str) -> list[str]:
     """
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
     if not paths:
-        raise refuse("glob", pattern, "a glob that finds at least one file")
+        raise refuse(name, pattern, "a glob that finds at least one file")
     return paths
 
 
