@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,7 @@ def score(
     samples: int = 32,
     seed: int = 0,
     posterior: bool = False,
+    guidance: float = 0.0,
 ) -> Score:
     """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
@@ -91,14 +93,17 @@ def score(
         posterior: For uniform and hybrid noise: whether the model predicts p(token | canvas), as models trained by
             the cross-entropy of all tokens do (DiffusionGemma), or p(token | the other tokens of the canvas), as DUO
             and GIDD do. Both settings give a bound; the wrong one is loose.
+        guidance: Weight w of classifier-free guidance, as in `mj.sample(..., negative="masked")`: logits
+            l + w (l - u), where u are those with a mask in place of each prompt token (LLaDA's `cfg`). Masked noise
+            only. The bound is then that of the guided predictions. Costs two passes.
 
     Returns:
         The scores: arrays [B] if prompt or completion is a list, otherwise numbers.
 
     Raises:
         ValueError: Before any compute, naming the argument. Several prompts need the same number of answers; ids must
-            be whole numbers; `posterior` does not apply to masked noise; an autoregressive model needs at least one
-            token before the answer.
+            be whole numbers; `posterior` does not apply to masked noise, nor `guidance` to another; an autoregressive
+            model needs at least one token before the answer.
 
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
@@ -110,6 +115,10 @@ def score(
             "False: masks say nothing of the token" if not causal else "False: this model is autoregressive"
         )
         raise refuse("posterior", True, allowed)
+    if isinstance(guidance, bool) or not isinstance(guidance, Real) or not np.isfinite(float(guidance)):
+        raise refuse("guidance", guidance, "a finite number")
+    if guidance and (causal or kind != "absorbing"):
+        raise refuse("guidance", guidance, "0: this model does not denoise masks")
     samples = inputs.check_whole("samples", samples, 1, inputs.MAX_TOKENS)
     pairs, single = _pairs(lm, prompt, completion)
     seed, documents = inputs.check_seed(seed), []
@@ -125,7 +134,7 @@ def score(
             documents.append(MaskedDocument(laid, *draw_masks(laid, samples, rng)))
         else:
             documents.append(NoisedDocument(laid, *draw_times(laid, samples, rng, kind), own))
-    nats = weighted_nats(lm, documents, posterior=posterior)
+    nats = weighted_nats(lm, documents, posterior=posterior, guidance=guidance)
     error = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
     # Exact if every editable token is alone in its canvas: masked in each sample, with weight m / k = 1.
     once = lambda d: (
@@ -286,6 +295,7 @@ def weighted_nats(
     documents: Sequence[MaskedDocument] | Sequence[NoisedDocument],
     quantum: int = QUANTUM,
     posterior: bool = False,
+    guidance: float = 0.0,
 ) -> np.ndarray:
     """Computes the bound of each sample of each document: the weighted sum of its cross-entropies.
 
@@ -297,6 +307,7 @@ def weighted_nats(
         documents: B documents with the same number of samples N.
         quantum: The padded length is a multiple of it.
         posterior: See `score`.
+        guidance: See `score`.
 
     Returns:
         Nats, float64 [B, N].
@@ -327,7 +338,12 @@ def weighted_nats(
         time = flat(d.time for d in documents if isinstance(d, NoisedDocument))
     elif lm.model.config.timed:
         time = flat(canvas_times(d.laid.canvas, d.weight) for d in documents)
-    nats = _batched_nats(lm, flat(noised), tokens[document], positions, ranges, document, time, posterior)
+    xt, negative = flat(noised), None
+    if guidance:
+        assert lm.corruption.mask is not None
+        prompt = stacked("editable")[document] == 0
+        negative = np.where(prompt, lm.corruption.mask, xt), guidance
+    nats = _batched_nats(lm, xt, tokens[document], positions, ranges, document, time, posterior, negative)
     nats = np.where(weight > 0, nats, 0.0) * weight  # padding may hold any number
     return nats.sum(axis=1, dtype=np.float64).reshape(len(documents), samples)
 
@@ -363,10 +379,12 @@ def _batched_nats(
     layout: np.ndarray,
     time: np.ndarray | None,
     posterior: bool = False,
+    negative: tuple[np.ndarray, float] | None = None,
 ) -> np.ndarray:
     """Computes nats [B, T] in passes of the same shape, so that one compilation serves all of them.
 
-    Row b has the positions and key ranges of index layout[b]: the samples of a document share them.
+    Row b has the positions and key ranges of index layout[b]: the samples of a document share them. `negative` holds
+    the tokens of the unconditional branch [B, T] and the weight of the guidance.
     """
     count, out = len(xt), []
     rows = min(ROWS_PER_PASS, 1 << (count - 1).bit_length())
@@ -379,6 +397,7 @@ def _batched_nats(
             positions[layout[at]],
             ranges[layout[at]],
             None if time is None else time[at],
+            None if negative is None else (negative[0][at], np.float32(negative[1])),
         )
         with inputs.explain_wrong_params(lm):
             given = jax.tree.map(jnp.asarray, arrays)
@@ -397,13 +416,17 @@ def _nats(
     positions: Int[Array, "B T"],
     ranges: Int[Array, "B T R 2"],
     time: Float[Array, "B T"] | None,
+    negative: tuple[Int[Array, "B T"], Float[Array, ""]] | None,
 ) -> Float[Array, "B T"]:
-    """Computes -log p of each token, predicted from the noised tokens `xt`.
+    """Computes -log p of each token, predicted from the noised tokens `xt`, with guidance if there is a `negative`.
 
     Under uniform and hybrid noise it computes the term of the bound at the time of each position instead.
     """
     given = PackedPass(xt, positions, ranges, time=time if model.config.timed else None)
     logits = model.head(params, model.apply(params, given))
+    if negative is not None:
+        masked, weight = negative
+        logits += weight * (logits - model.head(params, model.apply(params, given._replace(tokens=masked))))
     if corruption.kind != "absorbing" and not model.config.autoregressive:
         assert time is not None
         t = jnp.where(time > 0, time, 0.5)  # outside of canvases any time will do: the weight there is 0

@@ -8,6 +8,7 @@ bound for diffusion models; generation is `mj.sample`. Needs the extra `lm-eval`
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mercury_jax import hub
 from mercury_jax.config import Plan, nearest, refuse
-from mercury_jax.decode import rules, sample as sampling, score as scoring
+from mercury_jax.decode import presets, rules, sample as sampling, score as scoring
 
 try:
     import lm_eval.models  # noqa: F401  registers the harness's own models, to which ours is added
@@ -61,6 +62,11 @@ class MercuryModel(HarnessModel):
         steps: Denoising steps of a block; 0: one per token.
         block: Tokens of a block; 0: the model's.
         effort: "instant", "low", "medium" or "high"; "": none.
+        preset: A function of `mj.presets` by name, such as "dream"; its parameters are further arguments, as in the
+            authors' scripts: `preset=dream,max_new_tokens=256,steps=256,temperature=0.1,top_p=0.9,alg=entropy`. Its
+            number of tokens wins over that of the task. Not with rule, block or effort.
+        guidance: Weight of classifier-free guidance, for answers and log-likelihoods: `mj.score` with `guidance`,
+            `mj.sample` with `negative="masked"` (LLaDA's `cfg`).
         max_gen_toks: Tokens of an answer where the task names no number.
         samples: Noised canvases per answer of a log-likelihood (LLaDA's tables use 128).
         check_greedy: Decode each continuation to tell whether it is the greedy one, as LAMBADA asks. Otherwise this is
@@ -68,7 +74,7 @@ class MercuryModel(HarnessModel):
         seed: Of the canvases of log-likelihoods and of sampled tokens.
         device: Unused; the harness always passes one. JAX_PLATFORMS and CUDA_VISIBLE_DEVICES choose JAX's.
         max_batch_size: Unused; the harness always passes it.
-        **parameters: Parameters of the rule, such as `p=0.9`.
+        **parameters: Parameters of the rule, such as `p=0.9`, or of the preset.
 
     Raises:
         ValueError: An argument is unknown or out of range; raised before the model is loaded.
@@ -87,29 +93,37 @@ class MercuryModel(HarnessModel):
         steps: int = 0,
         block: int = 0,
         effort: str = "",
+        preset: str = "",
+        guidance: float = 0.0,
         max_gen_toks: int = 256,
         samples: int = 32,
         check_greedy: bool = False,
         seed: int = 0,
         device: str | None = None,
         max_batch_size: int | None = None,
-        **parameters: float,
+        **parameters: Any,
     ):
         super().__init__()
         del device, max_batch_size
         if not str(batch_size or 1).isdigit() or int(batch_size or 1) < 1:
             raise refuse("batch_size", batch_size, "a whole number from 1 on")
-        if rule and rule not in rules.ALL:
-            raise refuse("rule", rule, nearest(rule, list(rules.ALL)))
-        known = list(rules.ALL[rule].params) if rule else []
-        for name in parameters:
-            if name not in known:
-                allowed = nearest(name, known) if known else "no further arguments without rule="
-                raise refuse(f"argument of {rule or 'mercury_jax'}", name, allowed)
-        self.sampler = rules.ALL[rule](**parameters) if rule else None
-        self.plan = Plan(steps=steps or None, block=block or None)
+        settings = {"rule": rule, "block": block, "effort": effort}
+        if preset:
+            for name, value in settings.items():
+                if value:
+                    raise refuse(name, value, f"nothing beside preset={preset}, which sets it")
+            script = _preset(preset, parameters | ({"steps": steps} if steps else {}))
+            self.how = {"temperature": None, **script}  # its own, also where the task names one
+        else:
+            self.how = _by_rule(rule, parameters) | {
+                "plan": Plan(steps=steps or None, block=block or None),
+                "effort": effort or None,
+            }
+        self.guidance = guidance
+        if guidance:
+            self.how |= {"guidance": guidance, "negative": "masked"}
         self.batch, self.seed, self.samples = int(batch_size or 1), seed, samples
-        self.effort, self.max_gen_toks, self.check_greedy = effort or None, max_gen_toks, check_greedy
+        self.max_gen_toks, self.check_greedy = max_gen_toks, check_greedy
         self.lm = hub.load(pretrained, dtype=dtype, quantise=quantise, kv=kv, adapter=adapter)
 
     # --- conversations: the harness passes a text, so the messages travel in it
@@ -126,24 +140,26 @@ class MercuryModel(HarnessModel):
 
         Args:
             chat_history: The messages.
-            add_generation_prompt: Must be True: answers that begin with given text are not supported.
+            add_generation_prompt: False if the last message is the beginning of the answer (`gen_prefix` of a task).
 
         Returns:
             The messages as JSON behind a mark.
 
         Raises:
-            ValueError: `add_generation_prompt` is False.
+            ValueError: `add_generation_prompt` is False, and the last message is not the assistant's.
         """
-        if not add_generation_prompt:
-            raise refuse("add_generation_prompt", False, "True: no answer can be begun with a given text")
+        if not add_generation_prompt and chat_history[-1]["role"] != "assistant":
+            raise refuse("add_generation_prompt", False, "True where the last message is not the assistant's")
         return CONVERSATION + json.dumps(chat_history)
 
     def _ids(self, context: str) -> list[int]:
         """The ids of a prompt."""
         tokenizer = self.lm.tokenizer
-        if context.startswith(CONVERSATION):
-            return tokenizer.render(json.loads(context.removeprefix(CONVERSATION)))
-        return [*tokenizer.begin, *tokenizer.encode(context)]
+        if not context.startswith(CONVERSATION):
+            return [*tokenizer.begin, *tokenizer.encode(context)]
+        messages = json.loads(context.removeprefix(CONVERSATION))
+        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+        return [*tokenizer.render(messages), *tokenizer.encode(begun)]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a prompt and its answer. Spaces at the end of the prompt belong to the answer's first token."""
@@ -175,10 +191,13 @@ class MercuryModel(HarnessModel):
             hows = [wanted[i] for i in rows]
             heat = [0.0 if how.temperature is None else how.temperature for how in hows]
             prompts = [self._prompt(requests[i].args[0]) for i in rows]
+            asked = {
+                "max_tokens": [how.max_tokens for how in hows],
+                "temperature": None if all(how.temperature is None for how in hows) else heat,
+            }
             out = sampling.sample(
-                self.lm, prompts, max_tokens=[how.max_tokens for how in hows], stop=[how.stop for how in hows],
-                temperature=None if all(how.temperature is None for how in hows) else heat, sampler=self.sampler,
-                plan=self.plan, effort=self.effort, seed=[self.seed + i for i in rows],
+                self.lm, prompts, stop=[how.stop for how in hows], seed=[self.seed + i for i in rows],
+                **asked | self.how,
             )  # fmt: skip
             for i, text in zip(rows, out.texts, strict=True):
                 found[i] = text
@@ -186,9 +205,11 @@ class MercuryModel(HarnessModel):
         return found
 
     def _prompt(self, context: str) -> Any:
-        """A prompt as `mj.sample` takes it."""
+        """A prompt as `mj.sample` takes it: a conversation, or ids."""
         if context.startswith(CONVERSATION):
-            return json.loads(context.removeprefix(CONVERSATION))
+            messages = json.loads(context.removeprefix(CONVERSATION))
+            if messages[-1]["role"] != "assistant":
+                return messages
         return self._ids(context)
 
     def _generation(self, settings: dict[str, Any]) -> Generation:
@@ -253,7 +274,14 @@ class MercuryModel(HarnessModel):
         for rows in self._batches([len(prompt) + len(answer) for prompt, answer in pairs], quiet):
             for i in rows:
                 prompt, answer = pairs[i]
-                score = scoring.score(self.lm, prompt or "", answer, samples=self.samples, seed=self.seed)
+                score = scoring.score(
+                    self.lm,
+                    prompt or "",
+                    answer,
+                    samples=self.samples,
+                    seed=self.seed,
+                    guidance=self.guidance,
+                )
                 found[i] = float(score.log_p)
         return found
 
@@ -261,10 +289,15 @@ class MercuryModel(HarnessModel):
         """Whether one token per step at temperature 0 gives each answer."""
         found = [False] * len(pairs)
         for rows in self._batches([len(prompt) for prompt, _ in pairs], True):
+            how = {
+                name: self.how[name]
+                for name in ("sampler", "plan", "guidance", "negative")
+                if name in self.how
+            }
+            lengths = [len(pairs[i][1]) for i in rows]
             out = sampling.sample(
-                self.lm, [pairs[i][0] for i in rows], max_tokens=[len(pairs[i][1]) for i in rows], temperature=0.0,
-                sampler=self.sampler, plan=self.plan,
-            )  # fmt: skip
+                self.lm, [pairs[i][0] for i in rows], max_tokens=lengths, temperature=0.0, **how
+            )
             for i, tokens in zip(rows, out.tokens, strict=True):
                 found[i] = tokens.tolist() == list(pairs[i][1])
         return found
@@ -276,6 +309,31 @@ class MercuryModel(HarnessModel):
         order = sorted(range(len(lengths)), key=lambda i: lengths[i])
         batches = [order[at : at + self.batch] for at in range(0, len(order), self.batch)]
         return list(batches) if quiet else tqdm(batches, desc="mercury_jax")  # type: ignore[return-value]
+
+
+def _by_rule(rule: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The sampler of a rule and its parameters, as an argument of `mj.sample`."""
+    if rule and rule not in rules.ALL:
+        raise refuse("rule", rule, nearest(rule, list(rules.ALL)))
+    known = list(rules.ALL[rule].params) if rule else []
+    for name in parameters:
+        if name not in known:
+            allowed = nearest(name, known) if known else "no further arguments without rule= or preset="
+            raise refuse(f"argument of {rule or 'mercury_jax'}", name, allowed)
+    return {"sampler": rules.ALL[rule](**parameters) if rule else None}
+
+
+def _preset(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `mj.sample` that a preset makes of its authors' ones."""
+    known = [key for key, value in vars(presets).items() if inspect.isfunction(value) and key[0] != "_"]
+    known = [key for key in known if getattr(presets, key).__module__ == presets.__name__]
+    if name not in known:
+        raise refuse("preset", name, nearest(name, known))
+    make = getattr(presets, name)
+    for key in parameters:
+        if key not in inspect.signature(make).parameters:
+            raise refuse(f"argument of {name}", key, nearest(key, list(inspect.signature(make).parameters)))
+    return make(**parameters)
 
 
 def main() -> None:

@@ -199,6 +199,30 @@ def test_logits_of_a_row_are_those_of_its_own_prompt(pattern):
     np.testing.assert_allclose(mj.logits(lm, canvas, PROMPT)[1], found[1], atol=2e-5)
 
 
+@pytest.mark.parametrize("pattern", ["bidirectional", "causal_encoder"])
+def test_guidance_scores_with_the_logits_of_both_branches(pattern):
+    """Against an enumeration of the masks of two tokens: k = 1 (two ways) and k = 2, with weights m / k."""
+    lm, w = tiny(pattern), 1.5
+    prompt, answer, mask = [20, 21, 22, 23], [30, 31], lm.corruption.mask
+
+    def nats(canvas, at):
+        with_prompt, without = (mj.logits(lm, canvas, p)[0] for p in (prompt, [mask] * len(prompt)))
+        guided = np.asarray(with_prompt + w * (with_prompt - without), float)
+        guided[:, list(lm.corruption.forbidden)] = -np.inf
+        return -sum(guided[i, answer[i]] - np.log(np.exp(guided[i]).sum()) for i in at)
+
+    both = nats([mask, mask], [0, 1])
+    one = (nats([mask, answer[1]], [0]) + nats([answer[0], mask], [1])) / 2
+    found = mj.score(lm, prompt, answer, samples=512, guidance=w)
+    assert found.log_p == pytest.approx(-(2 * one + both) / 2, abs=4 * found.se + 1e-5)
+    assert abs(found.log_p - mj.score(lm, prompt, answer, samples=512).log_p) > 20 * found.se
+    single = mj.score(lm, prompt, answer[:1], guidance=w)  # exact
+    canvas = mj.logits(lm, [mask], prompt)[0, 0], mj.logits(lm, [mask], [mask] * len(prompt))[0, 0]
+    guided = np.asarray(canvas[0] + w * (canvas[0] - canvas[1]), float)
+    guided[list(lm.corruption.forbidden)] = -np.inf
+    assert single.log_p == pytest.approx(guided[answer[0]] - np.log(np.exp(guided).sum()), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -214,6 +238,8 @@ def test_logits_of_a_row_are_those_of_its_own_prompt(pattern):
         (lambda lm: mj.score(lm, "a", [{"role": "user", "content": "x"}]), "completion is 'a conversation'"),
         (lambda lm: mj.score(lm, "a", ["c", "d " * 400]), "row 1 is .* context"),
         (lambda lm: mj.score(lm, "a", "b", samples=2.5), "samples is 2.5"),
+        (lambda lm: mj.score(lm, "a", "b", guidance=float("nan")), "guidance is nan"),
+        (lambda lm: mj.score(tiny(kind="uniform"), "a", "b", guidance=1.0), "guidance is 1.0; allowed: 0"),
         (lambda lm: mj.logits(lm, [[5, 6], [7, 8]], ["a", "b", "c"]), "prompt is 'a list of 3'"),
         (lambda lm: mj.logits(lm, [5, 6], ["a", "b"]), "prompt is 'a list of 2'"),
         (lambda lm: mj.logits(lm, [[5, 6], [7]]), "canvas is"),

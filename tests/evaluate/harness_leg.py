@@ -119,6 +119,43 @@ def test_choices_are_those_of_score(kind, local, llada):
     assert found["results"]["local_choice"]["acc,none"] == np.mean(right)
 
 
+def test_a_preset_is_the_script_of_its_authors(local, llada):
+    """LLaDA's arguments, whose 16 tokens win over the 64 of the task."""
+    script = dict(gen_length=16, steps=8, block_length=8, cfg_scale=0.5)
+    model = MercuryModel(llada, preset="llada", batch_size=8, **script)
+    found = harness(local, model, "local_sums", gen_kwargs="do_sample=True,temperature=0.7")["samples"][
+        "local_sums"
+    ]
+    prompts = [model._ids(s["doc"]["input"]) for s in found]
+    own = mj.sample(model.lm, prompts, **mj.presets.llada(**script))
+    assert [s["resps"][0][0] for s in found] == own.texts
+    assert set(own.lengths) <= set(range(17))
+
+
+def test_guidance_counts_for_answers_and_log_likelihoods(local, llada):
+    model = MercuryModel(llada, guidance=1.5, samples=8, max_gen_toks=8)
+    found = harness(local, model, "local_choice")["samples"]["local_choice"]
+    for sample in found:
+        pairs = [model._pair(sample["doc"]["input"], c) for c in sample["doc"]["choices"]]
+        own = [mj.score(model.lm, *pair, samples=8, guidance=1.5).log_p for pair in pairs]
+        np.testing.assert_allclose([float(r[0][0]) for r in sample["resps"]], own, rtol=1e-5)
+    request = lm_eval.api.instance.Instance("generate_until", {}, ("12+34=", {"until": []}), 0)
+    own = mj.sample(model.lm, [model._ids("12+34=")], max_tokens=8, guidance=1.5, negative="masked")
+    assert model.generate_until([request], disable_tqdm=True) == own.texts
+
+
+def test_an_answer_may_be_begun_by_the_task(local):
+    task = (local / "sums.yaml").read_text().replace("local_sums", "local_begun") + 'gen_prefix: "9"\n'
+    (local / "begun.yaml").write_text(task)
+    model = MercuryModel("nano", batch_size=8)
+    found = harness(local, model, "local_begun", apply_chat_template=True)["samples"]["local_begun"]
+    tokenizer = model.lm.tokenizer
+    render = lambda question: tokenizer.render([{"role": "user", "content": question}])
+    prompts = [[*render(s["doc"]["input"]), *tokenizer.encode("9")] for s in found]
+    own = mj.sample(model.lm, prompts, max_tokens=64)
+    assert [s["resps"][0][0] for s in found] == own.texts
+
+
 def test_a_long_text_is_scored_in_parts(local):
     model = MercuryModel("nano", samples=8)
     found = harness(local, model, "local_text")
@@ -146,6 +183,10 @@ def test_greedy_answers_are_told_apart():
         ({"rule": "treshold"}, "threshold is the nearest"),
         ({"rule": "threshold", "q": 1}, "argument of threshold is 'q'"),
         ({"stepz": 3}, "no further arguments without rule="),
+        ({"preset": "dreem"}, "dream is the nearest"),
+        ({"preset": "dream", "gen_length": 8}, "argument of dream is 'gen_length'"),
+        ({"preset": "dream", "block": 8}, "block is 8; allowed: nothing beside preset=dream"),
+        ({"preset": "dream", "alg": "entropi"}, "alg is 'entropi'"),
         ({"batch_size": "auto"}, "batch_size is 'auto'"),
     ],
 )
