@@ -112,6 +112,52 @@ def test_thinking_is_folded(page, nano):
     page.close()
 
 
+def test_a_tool_is_called_and_its_result_goes_back(wide, nano):
+    """The embedded model was not trained on tools; the grammar makes the call valid all the same."""
+    open_page(wide, nano)
+    wide.uncheck("#compare")
+    wide.locator("#tools-box summary").click()
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
+    add = {"name": "add", "parameters": {"type": "object", "properties": {"a": number}, "required": ["a"]}}
+    wide.fill("#tools", json.dumps([add]))
+    wide.check("#must-call")
+    run(wide, "47+38=")
+    expect(wide.locator("#turns .call b")).to_have_text("Calls add")
+    assert 0 <= json.loads(wide.locator("#turns .call pre").text_content())["a"] <= 99
+    size = wide.viewport_size["width"]
+    assert wide.evaluate("document.documentElement.scrollWidth") <= size
+    wide.get_by_label("Result of add").fill("85")
+    with wide.expect_request("**/playground/stream") as sent:
+        wide.get_by_role("button", name="Send results").click()
+    asked = json.loads(sent.value.post_data)
+    question, call, result = asked["messages"]
+    assert (question["content"], asked["tool_choice"]) == ("47+38=", "auto")
+    assert call["tool_calls"][0]["function"]["name"] == "add"
+    assert result == {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "85"}
+    finished(wide)
+    expect(wide.locator("#turns .asked")).to_have_text(["47+38=", "85"])
+    expect(wide.locator("#error")).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ("[{", "The list of tools is not JSON"),
+        ("{}", "The tools must be a JSON list."),
+        ('[{"name": "a"}, {"name": "a"}]', "tools[1].function.name"),
+        ('[{"parameters": {}}]', "tools"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused_in_words(page, nano, tools, says):
+    open_page(page, nano)
+    page.uncheck("#compare")
+    page.locator("#tools-box summary").click()
+    page.fill("#tools", tools)
+    page.click("#run")
+    expect(page.locator("#error")).to_contain_text(says)
+    page.wrong[:] = [text for text in page.wrong if "400" not in text]
+
+
 def test_a_race_shows_both_at_the_times_of_their_passes(wide, served):
     """Both runs had the server to themselves; the slower one arrives last, with its own time."""
     open_page(wide, served)

@@ -26,21 +26,30 @@ from starlette.staticfiles import StaticFiles
 from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.display import TokenLabels
-from mercury_jax.decode.grammar import JSONSchema
+from mercury_jax.decode.grammar import Grammar, JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
 from mercury_jax.decode.thinking import decode_answer
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
-from mercury_jax.serve.chat_completions import compile_grammar
-from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.chat import messages as conversation
+from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.chat_completions import compile_grammar, output_constraint, tool_policy
+from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import token_budget
 from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.serve.http import JsonResponse, read_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import frames
-from mercury_jax.serve.protocol import RequestModel, parse_request
+from mercury_jax.serve.protocol import (
+    ChatCompletionsRequest,
+    ChatMessage,
+    FunctionTool,
+    RequestModel,
+    parse_request,
+)
 from mercury_jax.serve.service import AnswerHandle, check_ready, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
+from mercury_jax.types import LM
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
@@ -72,6 +81,9 @@ GENERAL_EXAMPLES: list[dict[str, Any]] = [
      "schema": {"type": "array", "items": {
          "type": "object", "properties": {"name": {"type": "string"}, "km": {"type": "integer"}},
          "required": ["name", "km"], "additionalProperties": False}}},
+    {"kind": "chat", "title": "Tool", "prompt": "What is the weather in Oslo?", "max_tokens": 128, "tools": [
+        {"name": "weather", "description": "The weather of a city now.", "parameters": {
+            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]},
     _CODE,
     _AREA,
 ]  # fmt: skip
@@ -81,13 +93,6 @@ PageText = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, le=1 << 20)]
 
 
-class PlaygroundMessage(RequestModel):
-    """A message of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    content: PageText
-
-
 class PlaygroundRequest(RequestModel):
     """The body of `POST /playground/stream`.
 
@@ -95,6 +100,8 @@ class PlaygroundRequest(RequestModel):
         kind: "chat" (a conversation), "text" (a text to continue), "infill" (a hole to fill) or "edit" (a hole whose
             text is rewritten).
         messages: The conversation of "chat". With a hole: the conversation before the text, if any.
+        tools: Functions that the answer of "chat" may call, as in `POST /v1/chat/completions`.
+        tool_choice: "required": it calls one.
         prompt: The text to continue, for "text".
         before: The text before the hole.
         after: The text after the hole.
@@ -110,7 +117,9 @@ class PlaygroundRequest(RequestModel):
     """
 
     kind: Literal["chat", "text", "infill", "edit"]
-    messages: list[PlaygroundMessage] | None = Field(None, min_length=1, max_length=64)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=64)
+    tools: list[FunctionTool] | None = Field(None, max_length=16)
+    tool_choice: Literal["auto", "required"] = "auto"
     prompt: PageText | None = None
     before: PageText = ""
     after: PageText = ""
@@ -206,12 +215,9 @@ class Playground:
         prepared = dataclasses.replace(
             build_request(self.engine, body), cache_salt=request.scope.get(KEY_DIGEST, "")
         )
-        if (
-            body.answer_schema is not None
-        ):  # compiling a grammar may take seconds, so it runs outside of the event loop's thread
-            schema = JSONSchema(body.answer_schema)
-            grammar = await to_thread.run_sync(compile_grammar, self.lm, schema, "schema")
-            prepared = dataclasses.replace(prepared, grammar=grammar)
+        # Compiling a grammar may take seconds, so it runs outside of the event loop's thread.
+        grammar = await to_thread.run_sync(answer_grammar, self.lm, body)
+        prepared = dataclasses.replace(prepared, grammar=grammar)
         started = time.perf_counter()
         try:
             handle = self.engine.submit(prepared)
@@ -261,13 +267,28 @@ class Playground:
                     event = frames.frame_event(self.labels, shown, changed, snapshot)
                     yield sse_event(event | {"step": step, "ms": round(1000 * seconds, 3)})
                 if snapshot.finish is not None:
-                    # The whole text as `sample` would return it, and the cost.
+                    # The whole text as `sample` would return it, its calls of tools, and the cost.
                     thinking, text = decode_answer(self.lm, snapshot.tokens, chat)
+                    calls: list[dict[str, Any]] = []
+                    if body.tools and body.kind == "chat":
+                        text, calls = self._called(request, snapshot)
                     yield sse_event({
-                        "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish,
+                        "type": "end", "text": text, "calls": calls, "thinking": thinking, "finish": snapshot.finish,
                         "message": snapshot.message, "tokens": len(snapshot.tokens), "forwards": snapshot.forwards,
                         "cached": snapshot.cached, "seconds": round(seconds, 6),
                     })  # fmt: skip
+
+    def _called(self, request: EngineRequest, snapshot: Snapshot) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a finished answer without its calls of tools, and these."""
+        parser = OutputParser(
+            self.lm, chat=True, tools=True, thinking=conversation.opens_thinking(self.lm, request.prompt)
+        )
+        parser.feed(snapshot)
+        message = parser.message()
+        functions = [
+            (call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls
+        ]
+        return message.content, [{"id": id, "type": "function", "function": f} for id, f in functions]
 
     def _check_cell(self, request: EngineRequest, body: CellRequest) -> None:
         """Checks that a pass of the request can have denoised the cell; raises ApiError 400 otherwise."""
@@ -297,7 +318,10 @@ class Playground:
             text, kind = self.labels.label(token)
             cells.append({"id": token, "text": text, "kind": kind, "p": p})
         # With a grammar the result is never exact: frames do not show tokens that the grammar rejected after a pass.
-        return {"top": cells, "exact": top.exact and body.request.answer_schema is None}
+        return {
+            "top": cells,
+            "exact": top.exact and body.request.answer_schema is None and not body.request.tools,
+        }
 
 
 def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
@@ -333,11 +357,10 @@ def _answer(engine: Engine, body: PlaygroundRequest, param: str) -> EngineReques
     lm, chat, max_tokens = engine.lm, body.kind == "chat", body.max_tokens or DEFAULT_ANSWER
     if (body.messages if chat else body.prompt) is None:
         raise invalid_value(param, None, "a value: this kind needs it")
-    messages = [message.model_dump() for message in body.messages or ()]
+    if body.tools and not chat:
+        raise invalid_value("tools", f"{len(body.tools)} tools", "none: only a conversation has tools")
     ids = lambda think: (
-        tuple(lm.tokenizer.render(messages, thinking=think))
-        if chat
-        else tuple(encode_prompts(lm, body.prompt or "")[0][0].ids)
+        _conversation(lm, body, think) if chat else tuple(encode_prompts(lm, body.prompt or "")[0][0].ids)
     )
     thinks = body.effort is not None and chat and lm.tokenizer.thinking is not None
     thinking = EFFORTS[body.effort].thinking if thinks and body.effort else 0
@@ -359,9 +382,10 @@ def _hole(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     if not (body.messages is not None or body.before or body.after):
         raise invalid_value("before", "", "text in front of the hole or behind it")
     suffix = tuple(lm.tokenizer.encode(body.after))
+    if body.tools and body.messages is None:
+        raise invalid_value("tools", f"{len(body.tools)} tools", "none without messages")
     if body.messages is not None:
-        messages = [message.model_dump() for message in body.messages]
-        prompt = (*lm.tokenizer.render(messages), *lm.tokenizer.encode(body.before))
+        prompt = (*_conversation(lm, body), *lm.tokenizer.encode(body.before))
         suffix += (lm.model.config.eos,)
     else:
         prompt = (
@@ -372,6 +396,43 @@ def _hole(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     if size > MAX_TOKENS:
         raise invalid_value("selected", f"{size} tokens", f"at most {MAX_TOKENS}")
     return EngineRequest(prompt=prompt, suffix=suffix, max_tokens=size, **_decoding(engine, body))
+
+
+def _conversation(lm: LM, body: PlaygroundRequest, thinking: bool = False) -> tuple[int, ...]:
+    """Renders the messages of a request, and its tools."""
+    messages = conversation.plain_messages(body.messages or ())
+    size = sum(len(message["content"] or "") for message in messages)
+    if size > MAX_CHARACTERS:
+        raise invalid_value("messages", f"{size} characters", f"at most {MAX_CHARACTERS}")
+    if body.tools:
+        return conversation.render_prompt(lm, messages, conversation.plain_tools(body.tools), thinking)
+    return tuple(lm.tokenizer.render(messages, thinking=thinking))
+
+
+def answer_grammar(lm: LM, body: PlaygroundRequest) -> Grammar | None:
+    """Compiles the grammar of the answer's schema and tools, which may take seconds.
+
+    Args:
+        lm: The model.
+        body: The body of the HTTP request.
+
+    Returns:
+        The grammar; None if the answer is free.
+
+    Raises:
+        ApiError: 400 if the schema or a tool cannot be guaranteed.
+    """
+    schema = body.answer_schema
+    if not body.tools or body.kind != "chat":
+        return None if schema is None else compile_grammar(lm, JSONSchema(schema), "schema")
+    wanted = (
+        None if schema is None else {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    )
+    asked = ChatCompletionsRequest.model_validate({
+        "model": lm.name, "messages": body.messages, "tools": body.tools, "tool_choice": body.tool_choice,
+        "response_format": wanted,
+    })  # fmt: skip
+    return output_constraint(lm, asked, tool_policy(asked, conversation.plain_tools(body.tools))).grammar
 
 
 def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:

@@ -69,8 +69,11 @@ export class Controls {
     box.value = hole ? before + selected + after : example.prompt;
     box.setSelectionRange(before.length, before.length + selected.length);
     $("max_tokens").value = example.max_tokens;
-    $("schema").value = example.schema ? JSON.stringify(example.schema) : "";
-    $("grammar").open = Boolean(example.schema);
+    for (const [id, box, value] of [["schema", "grammar", example.schema], ["tools", "tools-box", example.tools]]) {
+      $(id).value = value ? JSON.stringify(value) : "";
+      $(box).open = Boolean(value);
+    }
+    $("must-call").checked = Boolean(example.tools);
     document.querySelector("input[name=effort][value='']").checked = true;
     $("rule").value = this.info.rules[0].name;
     this.ruleChanged();
@@ -84,6 +87,7 @@ export class Controls {
     $("max-label").textContent = gap ? "Tokens in the hole" : "Maximum tokens";
     $("max_tokens").placeholder = gap ? "as many" : "64";
     $("grammar").hidden = gap;
+    $("tools-box").hidden = this.kind !== "chat";
     $("hole").hidden = !gap;
     this.noteHole();
   }
@@ -124,12 +128,12 @@ export class Controls {
     $("steps").value = Math.max(1, Math.round(chosen.steps * this.info.block));
   }
 
-  /** The request that the form stands for. Throws an Error in words for a schema that is no JSON object. */
+  /** The request that the form stands for. Throws an Error in words for a schema or tools that are not JSON. */
   request() {
     const text = $("prompt").value, [from, to] = this.hole, gap = this.kind === "edit";
     const selected = gap ? text.slice(from, to) : "";
     const base = { kind: gap && !selected ? "infill" : this.kind, ...this.parameters() };
-    if (this.kind === "chat") base.messages = [{ role: "user", content: text }];
+    if (this.kind === "chat") Object.assign(base, { messages: [{ role: "user", content: text }], ...this.tools() });
     else if (this.kind === "text") base.prompt = text;
     else Object.assign(base, { before: text.slice(0, from), after: text.slice(to), ...(selected && { selected }) });
     const schema = gap ? null : this.schema();
@@ -143,15 +147,18 @@ export class Controls {
     };
   }
 
+  /** The fields `tools` and `tool_choice`, or nothing. A function may stand there with or without its wrapper. */
+  tools() {
+    const value = json("tools", "The list of tools");
+    if (value === undefined) return {};
+    if (!Array.isArray(value)) throw new Error("The tools must be a JSON list.");
+    const tools = value.map((one) => one?.type === "function" ? one : { type: "function", function: one });
+    return { tools, tool_choice: $("must-call").checked ? "required" : "auto" };
+  }
+
   schema() {
-    const text = $("schema").value.trim();
-    if (!text) return null;
-    let value = null;
-    try {
-      value = JSON.parse(text);
-    } catch (error) {
-      throw new Error(`The schema is not JSON: ${error.message}`);
-    }
+    const value = json("schema", "The schema");
+    if (value === undefined) return null;
     if (typeof value !== "object" || value === null || Array.isArray(value)) {
       throw new Error("The schema must be a JSON object.");
     }
@@ -162,6 +169,17 @@ export class Controls {
   busy(on) {
     $("run").classList.toggle("stop", on);
     $("run").replaceChildren(...(on ? ["Stop ", element("kbd", "", "Esc")] : ["Run ", element("kbd", "", "Ctrl ⏎")]));
+  }
+}
+
+/** The JSON of a field, undefined if it is empty. Throws an Error in words. */
+function json(id, name) {
+  const text = $(id).value.trim();
+  if (!text) return undefined;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${name} is not JSON: ${error.message}`);
   }
 }
 

@@ -1,5 +1,5 @@
-// The conversation as plain text: turns with folded thinking, code set as code, a button that copies. All text goes in
-// as text, never as markup.
+// The conversation as plain text: turns with folded thinking, code set as code, calls of tools with fields for their
+// results, a button that copies. All text goes in as text, never as markup.
 
 import { element } from "./canvas.js";
 
@@ -54,28 +54,38 @@ export function copyButton(text, name = "Copy") {
 }
 
 export class Conversation {
-  /** host: where the turns are shown. changed(): a new conversation was begun. */
-  constructor(host, changed) {
+  /** host: where the turns are shown. changed(): a new conversation was begun. send(request): results of tools. */
+  constructor(host, changed, send) {
     this.host = host;
     this.changed = changed;
+    this.send = send;
     this.turns = [];
   }
 
   /** The messages of a request: the system prompt, earlier turns where they are kept, and the question. */
   messages(question, system, keep) {
-    const before = keep ? this.turns.filter((turn) => turn.chat) : [];
-    const said = before.flatMap(({ asked, answer }) => [
-      { role: "user", content: asked }, { role: "assistant", content: answer },
-    ]);
+    const said = keep ? this.turns.filter((turn) => turn.chat).flatMap(messagesOf) : [];
     return [...(system ? [{ role: "system", content: system }] : []), ...said, { role: "user", content: question }];
+  }
+
+  /** The request that goes on from the calls of the last turn, with a result for each. */
+  answered(results) {
+    const { request, calls, answer } = this.turns.at(-1);
+    const given = results.map((content, i) => ({ role: "tool", tool_call_id: calls[i].id, content }));
+    return { ...request, tool_choice: "auto", messages: [...request.messages, assistant(answer, calls), ...given] };
   }
 
   /** Take over a finished answer; without `keep` it is the only one. */
   add(trace, keep) {
     const { request, end, start } = trace, chat = request?.kind === "chat";
-    const given = chat ? String(request.messages.at(-1).content) : request?.prompt ?? start?.before ?? "";
-    const turn = { chat, asked: given, answer: end.text, thinking: end.thinking ?? "", after: start?.after ?? "" };
-    this.turns = keep && chat ? [...this.turns.filter((one) => one.chat), turn] : [turn];
+    const messages = chat ? request.messages : [];
+    const said = messages.slice(messages.findLastIndex(({ role }) => role === "assistant") + 1)
+      .filter(({ role }) => role !== "system");
+    const asked = chat ? said.map(({ content }) => content).join("\n") : request?.prompt ?? start?.before ?? "";
+    const written = { answer: end.text, calls: end.calls ?? [], thinking: end.thinking ?? "" };
+    const turn = { chat, request, said, asked, ...written, after: start?.after ?? "" };
+    const goesOn = keep || said.some(({ role }) => role === "tool");
+    this.turns = goesOn && chat ? [...this.turns.filter((one) => one.chat), turn] : [turn];
     this.show();
   }
 
@@ -92,7 +102,36 @@ export class Conversation {
     fresh.addEventListener("click", () => this.clear());
     head.append(element("h2", "", this.turns.length > 1 ? "Conversation" : "Answer"), fresh);
     this.host.replaceChildren(head, ...this.turns.map((turn) => shown(turn, this.turns.length > 1)));
+    const last = this.turns.at(-1);
+    if (last?.calls.length) this.host.append(this.results(last.calls));
   }
+
+  /** A field for the result of each call, and the button that sends them. */
+  results(calls) {
+    const form = element("form", "results"), send = element("button", "primary", "Send results");
+    const fields = calls.map(({ function: { name } }) => {
+      const label = element("label", "field", `Result of ${name}`), field = element("textarea");
+      field.rows = 2;
+      field.required = true;
+      label.append(field);
+      return [label, field];
+    });
+    form.append(...fields.map(([label]) => label), send);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send(this.answered(fields.map(([, field]) => field.value)));
+    });
+    return form;
+  }
+}
+
+function assistant(answer, calls) {
+  return { role: "assistant", content: calls.length ? answer || null : answer, ...(calls.length && { tool_calls: calls }) };
+}
+
+/** The messages of a finished turn. */
+function messagesOf({ said, answer, calls }) {
+  return [...said, assistant(answer, calls)];
 }
 
 function shown(turn, several) {
@@ -104,7 +143,19 @@ function shown(turn, several) {
     folded.append(element("summary", "", "Thinking"), element("div", "prose", turn.thinking));
     node.append(folded);
   }
-  answer.append(...(turn.chat ? rendered(whole) : [codeBlock(whole)]));
-  node.append(answer, copyButton(() => whole));
+  answer.append(...(turn.chat ? rendered(whole) : [codeBlock(whole)]), ...turn.calls.map(called));
+  const text = [whole, ...turn.calls.map((call) => JSON.stringify(call.function))].filter(Boolean).join("\n");
+  node.append(answer, copyButton(() => text));
+  return node;
+}
+
+/** A call of a tool: its name, and the arguments a line each. */
+function called({ function: { name, arguments: text } }) {
+  const node = element("div", "call");
+  let given = text;
+  try {
+    given = JSON.stringify(JSON.parse(text), null, 2);
+  } catch { /* of a model whose calls are not JSON: as it is */ }
+  node.append(element("b", "", `Calls ${name}`), codeBlock(given));
   return node;
 }

@@ -21,7 +21,7 @@ const main = new Run("main", "Answer", handlers), beside = new Run("beside", ONE
 const inspector = new Inspector($("inspector"));
 const controls = new Controls({ run: () => running ? stop() : start(compose()) });
 const player = new Player(show, refresh);
-const conversation = new Conversation($("turns"), () => note(""));
+const conversation = new Conversation($("turns"), () => note(""), (request) => start(request));
 const race = new Race((text) => { $("where").textContent = text; }, () => { player.seek(player.most); });
 const verdict = element("p", "verdict");
 let info = null, running = null, looked = null, both = false;
@@ -189,7 +189,9 @@ function tell() {
   const { end } = main.trace;
   refresh();
   show(player.k);
-  if (end) $("said").textContent = `Answer, ${end.tokens} tokens in ${end.forwards} forward passes: ${end.text}`;
+  const calls = (end?.calls ?? []).map((call) => `calls ${call.function.name}`);
+  const written = [end?.text, ...calls].filter(Boolean).join(", ");
+  if (end) $("said").textContent = `Answer, ${end.tokens} tokens in ${end.forwards} forward passes: ${written}`;
 }
 
 function inspect(run, i) {

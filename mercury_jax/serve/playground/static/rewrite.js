@@ -17,5 +17,5 @@ export function rewriting(trace, cells, [from, to], parameters) {
   }
   const request = { kind: "edit", ...parameters, selected, max_tokens: inside.length };
   const around = { before: (old.prompt ?? old.before ?? "") + before, after: after + (old.after ?? "") };
-  return { ...request, ...around, ...(old.messages && { messages: old.messages }) };
+  return { ...request, ...around, ...(old.messages && { messages: old.messages, tools: old.tools }) };
 }
