@@ -214,8 +214,9 @@ def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[st
     except ModuleNotFoundError as error:
         if error.name != "tyro":
             raise
-        allowed = "an environment with it (pip install tyro); only `mercury bench gpu` runs without"
-        raise refuse("this environment", "without tyro", allowed) from None
+        raise ValueError(
+            "mercury needs tyro: pip install tyro. Only `mercury bench gpu` runs without"
+        ) from None
     return getattr(module, function or "run")(words[1:])
 
 

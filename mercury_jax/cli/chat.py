@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 
+EMBEDDED = "nano"  # name of the model in the package
 COMMANDS = """/new            forget the conversation
 /system TEXT    begin a new one with this system prompt; without TEXT with none
 /undo           forget the last question and its answer
@@ -26,7 +27,7 @@ COMMANDS = """/new            forget the conversation
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCommand:
-    """Talk to a model: each line is a message, and the model sees the whole conversation.
+    """Talk to a model: each line is a message. The model sees the whole conversation; the embedded one each line alone.
 
     examples:
       mercury chat                                the embedded model: sums, 4x4 Sudokus
@@ -48,6 +49,9 @@ class ChatCommand:
     """instant, low, medium or high: denoising steps, thresholds and the token budget for thinking."""
     escapes: arguments.Escapes = False
     r"""Read \n, \t and \\ in the lines as Python does: a Sudoku of four lines, say."""
+    single: Flag = False
+    """Each line is a conversation of its own. Always so with the embedded model, which was trained on single
+    questions."""
     no_live: Flag = False
     """Print an answer only when it is complete."""
     json: Flag = False
@@ -82,15 +86,18 @@ def run(argv: Sequence[str]) -> int:
     lm = args.loading.load()
     # Raises where the model has no chat template, before anybody has typed a line.
     lm.tokenizer.render([{"role": "user", "content": "x"}], thinking=False)
+    single = args.single or lm.name == EMBEDDED
     if person:
         show.say(
             f"{lm.name}, {lm.parameters / 1e6:,.1f}M parameters. /help lists the commands; Ctrl-D leaves."
         )
+    if person and single:
+        show.say("Each question is a conversation of its own.")
     messages = _opened(args.system)
     for line in _lines(person):
         text = arguments.unescape(line) if args.escapes else line
         if line.startswith("/"):
-            if line == "/quit":
+            if line in ("/quit", "/exit"):
                 break
             messages = _command(line, messages)
             continue
@@ -106,7 +113,8 @@ def run(argv: Sequence[str]) -> int:
                 raise
             show.say(f"mercury: {error}\n/new begins again, /undo forgets the last answer")
             continue
-        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+        if not single:
+            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
     return 0
 
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from mercury_jax.cli import arguments, show
@@ -105,8 +109,16 @@ def run(argv: Sequence[str]) -> int:
         seconds = time.perf_counter() - began
     say(f"compiled in {seconds:.1f} s\n")
     right = [_ask(lm, draw, live, args.json, say) for draw in kinds]
-    say(NEXT)
+    say(_first() + NEXT)
     return int(False in right)
+
+
+def _first() -> str:
+    """How to get the command `mercury`, where it is installed in an environment that is not active."""
+    activate = Path(sys.executable).with_name("activate")
+    if shutil.which("mercury") is not None or not activate.is_file():
+        return ""
+    return f"The command mercury: source {os.path.relpath(activate)}\n\n"
 
 
 # --- questions

@@ -114,8 +114,7 @@ def run(argv: Sequence[str]) -> int:
     args, parameters = arguments.read_with_rule(Serve, argv, "mercury serve")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        allowed = f"an environment with them: {install.command('serve')}"
-        raise refuse("this environment", f"without {', '.join(missing)}", allowed)
+        raise ValueError(f"mercury serve needs {', '.join(missing)}: {install.command('serve')}")
     from mercury_jax.serve.options import check_address
     from mercury_jax.serve.server import listen
 

@@ -361,8 +361,7 @@ def check_matplotlib(argument: str) -> None:
         ValueError: Naming the argument and the command that installs matplotlib.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
-        raise refuse(argument, "asked for", allowed)
+        raise ValueError(f"{argument} needs matplotlib: {install.command('plot')}")
 
 
 def plot(found: AnswerTrace) -> Figure:

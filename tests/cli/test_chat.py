@@ -34,6 +34,18 @@ def test_commands_change_the_conversation_and_are_no_messages(monkeypatch, capsy
     assert [row["messages"] for row in rows] == [1, 1, 1, 2]
 
 
+def test_the_embedded_model_answers_each_question_alone(monkeypatch, capsys):
+    """It was trained on single questions: behind another one the second answer was wrong."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("347+585=\n120+345=\n/exit\nnever\n"))
+    assert main(["chat"]) == 0
+    assert capsys.readouterr().out == "932\n465\n"
+
+
+def test_single_lines_are_no_conversation(monkeypatch, capsys, at_hand):
+    rows = talk(monkeypatch, capsys, "a\nb\n", "--model", at_hand, "--system", "S", "--single")
+    assert [row["messages"] for row in rows] == [2, 2]
+
+
 def test_a_pipe_gets_one_text_a_line_and_escapes_are_read(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("0200\\n4302\\n3401\\n0004\n"))
     assert main(["chat", "-e"]) == 0

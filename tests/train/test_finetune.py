@@ -153,7 +153,7 @@ def test_chats_are_rendered_by_the_checkpoints_template_and_end_as_it_ends_an_an
     [
         (dict(init=""), "init is ''; allowed: a checkpoint: this recipe takes its model from it"),
         (dict(chats=""), "chats is ''; allowed: a glob of JSONL files with conversations"),
-        (dict(chats="nothing/*.jsonl"), "glob is 'nothing/"),
+        (dict(chats="nothing/*.jsonl"), "chats is 'nothing/"),
     ],
 )
 def test_what_a_recipe_lacks_is_refused_before_anything_is_loaded(base, tmp_path, monkeypatch, fields, words):
