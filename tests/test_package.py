@@ -120,6 +120,14 @@ print(mj.sample(mj.load(), "import ", max_tokens=4).lengths)
     assert (done.returncode, done.stdout) == (0, "[4]\n"), done.stderr
 
 
+def test_a_folder_of_the_same_name_does_not_hide_the_installation(tmp_path):
+    """Who cloned the repository starts Python beside the clone as often as in it."""
+    (tmp_path / "mercury_jax").mkdir()
+    program = "import mercury_jax as mj; print(mj.load().name)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "nano\n"), done.stderr
+
+
 def test_every_pinned_version_of_an_installation_has_hashes():
     pinned = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
