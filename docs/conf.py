@@ -46,6 +46,7 @@ napoleon_custom_sections = [("Departs from the reference", "notes_style")]
 
 html_theme = "sphinx_book_theme"
 html_title = "mercury_jax"
+html_static_path, html_css_files = ["style.css"], ["style.css"]
 html_search_scorer = str(ROOT / "docs/scorer.js")
 html_theme_options = {
     "repository_url": f"https://{REPOSITORY}",
