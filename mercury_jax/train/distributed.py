@@ -194,10 +194,12 @@ class Watch:
             about = json.loads(told)
             if self._over.is_set() or self._failing:
                 return
+            # Said before it leaves: process 0 may end once all have left, and JAX then aborts whoever still runs.
+            _say(f"{about['message']}; process {self.index} ends with it")
             self.leave()
             self._leave_last(dead=about["process"] if about["code"] == LOST else None)
-            _end(f"{about['message']}; process {self.index} ends with it", about["code"])
-            return
+            # The main thread may wait in a collective that will never return.
+            os._exit(about["code"])
 
     def _find_silent(self) -> None:
         """On process 0: publishes a process whose counter has not changed for `heartbeat` seconds."""
@@ -237,7 +239,7 @@ class Watch:
                 if all(found.get(f"{ALIVE}{index}") == LEFT for index in others):
                     break
                 time.sleep(POLL / 10)
-        time.sleep(2 * POLL)
+        time.sleep(4 * POLL)  # from their mark to their end, also on a busy machine
 
 
 def _exit_code(error: BaseException) -> int:
