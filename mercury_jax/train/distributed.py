@@ -194,12 +194,10 @@ class Watch:
             about = json.loads(told)
             if self._over.is_set() or self._failing:
                 return
-            # Said before it leaves: process 0 may end once all have left, and JAX then aborts whoever still runs.
-            _say(f"{about['message']}; process {self.index} ends with it")
             self.leave()
             self._leave_last(dead=about["process"] if about["code"] == LOST else None)
-            # The main thread may wait in a collective that will never return.
-            os._exit(about["code"])
+            _end(f"{about['message']}; process {self.index} ends with it", about["code"])
+            return
 
     def _find_silent(self) -> None:
         """On process 0: publishes a process whose counter has not changed for `heartbeat` seconds."""
