@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,10 +65,10 @@ class MercuryModel(HarnessModel):
         effort: "instant", "low", "medium" or "high"; "": none.
         preset: A function of `mj.presets` by name, such as "dream"; its parameters are further arguments, as in the
             authors' scripts: `preset=dream,max_new_tokens=256,steps=256,temperature=0.1,top_p=0.9,alg=entropy`. Its
-            number of tokens wins over that of the task. Not with rule, block or effort.
+            number of tokens and temperature win over those of the task. Not with rule, block, effort or max_gen_toks.
         guidance: Weight of classifier-free guidance, for answers and log-likelihoods: `mj.score` with `guidance`,
             `mj.sample` with `negative="masked"` (LLaDA's `cfg`).
-        max_gen_toks: Tokens of an answer where the task names no number.
+        max_gen_toks: Tokens of an answer where the task names no number; None: 256.
         samples: Noised canvases per answer of a log-likelihood (LLaDA's tables use 128).
         check_greedy: Decode each continuation to tell whether it is the greedy one, as LAMBADA asks. Otherwise this is
             reported as False.
@@ -95,7 +96,7 @@ class MercuryModel(HarnessModel):
         effort: str = "",
         preset: str = "",
         guidance: float = 0.0,
-        max_gen_toks: int = 256,
+        max_gen_toks: int | None = None,
         samples: int = 32,
         check_greedy: bool = False,
         seed: int = 0,
@@ -107,7 +108,11 @@ class MercuryModel(HarnessModel):
         del device, max_batch_size
         if not str(batch_size or 1).isdigit() or int(batch_size or 1) < 1:
             raise refuse("batch_size", batch_size, "a whole number from 1 on")
-        settings = {"rule": rule, "block": block, "effort": effort}
+        if max_gen_toks is not None and (not isinstance(max_gen_toks, int) or max_gen_toks < 1):
+            raise refuse("max_gen_toks", max_gen_toks, "a whole number from 1 on")
+        if isinstance(guidance, bool) or not isinstance(guidance, int | float) or not math.isfinite(guidance):
+            raise refuse("guidance", guidance, "a finite number")
+        settings = {"rule": rule, "block": block, "effort": effort, "max_gen_toks": max_gen_toks}
         if preset:
             for name, value in settings.items():
                 if value:
@@ -121,9 +126,11 @@ class MercuryModel(HarnessModel):
             }
         self.guidance = guidance
         if guidance:
+            if "guidance" in self.how:
+                raise refuse("guidance", guidance, f"0 beside the guidance of preset={preset}")
             self.how |= {"guidance": guidance, "negative": "masked"}
         self.batch, self.seed, self.samples = int(batch_size or 1), seed, samples
-        self.max_gen_toks, self.check_greedy = max_gen_toks, check_greedy
+        self.max_gen_toks, self.check_greedy = max_gen_toks or 256, check_greedy
         self.lm = hub.load(pretrained, dtype=dtype, quantise=quantise, kv=kv, adapter=adapter)
 
     # --- conversations: the harness passes a text, so the messages travel in it

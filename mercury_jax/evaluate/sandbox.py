@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from mercury_jax.config import one_of, refuse
 
@@ -127,10 +127,10 @@ def _bubblewrap() -> list[str]:
     ]  # fmt: skip
 
 
-def _first(file: tempfile._TemporaryFileWrapper[bytes] | object, most: int = 4096) -> str:
+def _first(file: IO[bytes], most: int = 4096) -> str:
     """The first bytes of an open file as text."""
-    file.seek(0)  # type: ignore[attr-defined]
-    return file.read(most).decode(errors="replace")  # type: ignore[attr-defined]
+    file.seek(0)
+    return file.read(most).decode(errors="replace")
 
 
 def _verdict(code: int, report: str, told: str, secret: str) -> Verdict:

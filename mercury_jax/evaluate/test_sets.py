@@ -314,7 +314,7 @@ def final_number(text: str) -> Decimal | None:
         text: Such as "... #### 1,234", "the answer is $1234" or "\\boxed{1234}"; otherwise its last number counts.
 
     Returns:
-        The number; None if there is none.
+        The number, or None.
     """
     found = MARKED.findall(text) or re.findall(NUMBER, text)
     try:
@@ -348,7 +348,7 @@ def extract_code(text: str, function: str | None = None) -> str:
         function: Prefer the first block that defines this function.
 
     Returns:
-        The first code block in Markdown, or the whole text if there is none. A block may lack its end.
+        The first code block in Markdown, or the whole text. A block may lack its end.
     """
     blocks = FENCE.findall(text)
     defines = [block for block in blocks if function and _defines(block, function)]

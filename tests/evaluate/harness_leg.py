@@ -187,6 +187,10 @@ def test_greedy_answers_are_told_apart():
         ({"preset": "dream", "gen_length": 8}, "argument of dream is 'gen_length'"),
         ({"preset": "dream", "block": 8}, "block is 8; allowed: nothing beside preset=dream"),
         ({"preset": "dream", "alg": "entropi"}, "alg is 'entropi'"),
+        ({"preset": "dream", "max_gen_toks": 64}, "max_gen_toks is 64; allowed: nothing beside preset=dream"),
+        ({"preset": "llada", "cfg_scale": 0.5, "guidance": 1.0}, "guidance is 1.0; allowed: 0 beside"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+        ({"guidance": "much"}, "guidance is 'much'"),
         ({"batch_size": "auto"}, "batch_size is 'auto'"),
     ],
 )
