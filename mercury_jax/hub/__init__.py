@@ -9,6 +9,7 @@
     family.py            `Family` and `register`; families/ has one file per architecture
     generation.py        published sampling settings, and generation_config.json
     tokenizer.py         tokenizers of checkpoints, built from the files that tokenizer_files.py reads
+    tiny.py              `tiny_random`: small random checkpoints in a family's format, to try commands
     chat_template.py     chat templates, in the sandbox of template_sandbox.py
 
 To add a family, write one file in families/ that passes a `Family` to `register`.
@@ -19,8 +20,9 @@ from mercury_jax.hub.adapters import save_adapter
 from mercury_jax.hub.export import convert, save, save_hf
 from mercury_jax.hub.family import register
 from mercury_jax.hub.load import NANO, config_of, folder_of, info, is_native, load, takes_mask, tokenizer_of
+from mercury_jax.hub.tiny import tiny_random
 
 __all__ = [
     "NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "register", "save", "save_adapter",
-    "save_hf", "takes_mask", "tokenizer_of",
+    "save_hf", "takes_mask", "tiny_random", "tokenizer_of",
 ]  # fmt: skip

@@ -1,0 +1,37 @@
+"""`hub.tiny_random`: a checkpoint in a family's published format that every command takes."""
+
+import jax
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.hub.tiny import BUILDS
+from tests.marks import slow_except
+
+
+@pytest.mark.parametrize("family", slow_except(BUILDS, "LLaDA", "DiffusionGemma"))
+def test_a_checkpoint_is_of_its_family_and_answers_a_chat(family, tmp_path):
+    folder = mj.hub.tiny_random(family, tmp_path / "model")
+    assert mj.hub.info(folder)["family"] == family
+    lm = mj.load(folder)
+    out = mj.sample(lm, [{"role": "user", "content": "389+784="}], max_tokens=4)
+    assert out.lengths[0] <= 4 and out.forwards[0] >= 1
+    assert lm.tokenizer.encode("389+784=") == mj.load().tokenizer.encode("389+784=")
+
+
+def test_the_seed_decides_the_weights(tmp_path):
+    first, again, other = (
+        mj.load(mj.hub.tiny_random("LLaDA", tmp_path / str(i), seed=seed)).params
+        for i, seed in enumerate((0, 0, 1))
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["embed"], other["embed"])
+
+
+def test_unknown_families_and_folders_in_use_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="family is 'BERT'; allowed: LLaDA; "):
+        mj.hub.tiny_random("BERT", tmp_path / "model")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        mj.hub.tiny_random("llada", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
