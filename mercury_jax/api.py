@@ -137,7 +137,9 @@ def _with_model(config: TrainConfig) -> TrainConfig:
     changes = config.model.changes
     found = hub.config_of(config.init, **changes)
     if found.mask is None and config.noise.kind != "uniform":
-        mask = hub.tokenizer_of(config.init).vocab_size
+        # The tokenizer's own mask, else the first id that it does not name.
+        tokenizer = hub.tokenizer_of(config.init)
+        mask = tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
         if mask >= found.vocab:
             allowed = f"an id: {config.init} has no mask, and its tokenizer names all {found.vocab} ids"
             raise refuse("model.mask", None, allowed)

@@ -3,9 +3,10 @@
 A block is fenced as `python` or `bash`. `# -> text` lines are what the code above them prints, since the last such
 lines; `...` stands for any text. The blocks of a page run in order, in one empty folder and one namespace:
 
-    python                              runs in this process
+    python                              runs in this process; a client asks that server, too
     bash                                `mercury` commands run in this process too; `curl` asks a server of the
-                                        embedded model in place of the one at http://127.0.0.1:8000
+                                        embedded model in place of the one at http://127.0.0.1:8000. A block that sets
+                                        an environment variable is run by bash, whole
     <!-- file: NAME --> above a block   the block is written to that file, for the commands behind it
     <!-- not run: REASON --> above      needs an accelerator, the network or much time
 
@@ -45,14 +46,19 @@ LONG = {"README.md", "CONTRIBUTING.md"}  # pages that take over ten seconds
 LONG |= {
     "docs/command-line.md",
     "docs/decoder.md",
+    "docs/fine-tuning.md",
+    "docs/hardware.md",
     "docs/sampling.md",
+    "docs/scaling.md",
     "docs/search-and-rl.md",
     "docs/your-model.md",
+    "docs/your-rule.md",
 }
 SERVER = "http://127.0.0.1:8000"
 RESULT = re.compile(r"# -> ?(.*)")
 REASON = re.compile(r"<!-- not run: (.+) -->")
 FILE = re.compile(r"<!-- file: ([\w.]+) -->")
+SETS = re.compile(r"(export )?[A-Z_]+=")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -104,9 +110,9 @@ def difference(place: str, want: list[str], got: str) -> list[str]:
     return [] if same else [f"{place} says\n{wanted}and the code prints\n{got}"]
 
 
-def run_python(block: Block, namespace: dict) -> list[str]:
+def run_python(block: Block, namespace: dict, url: str = "") -> list[str]:
     """Runs a block statement by statement; returns what it prints otherwise than the page says."""
-    source = "\n".join(block.lines)
+    source = "\n".join(block.lines).replace(SERVER, url)
     body = ast.parse(source).body
     wrong: list[str] = []
     printed = io.StringIO()
@@ -164,6 +170,25 @@ def run_command(words: list[str], url: str = "") -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words[1:])
     return code, out.getvalue(), err.getvalue()
+
+
+def run_shell(block: Block) -> list[str]:
+    """Runs a block that sets environment variables with bash; returns what it prints otherwise than the page says."""
+    ours = ("JAX_NUM_CPU_DEVICES", "NPROC", "XLA_FLAGS")  # those of the tests, which a reader has not set
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run = subprocess.run(
+        ["bash", "-e"],
+        input="\n".join(block.lines),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    if run.returncode:
+        return [f"{block.place}\nends with {run.returncode}\n{run.stderr}"]
+    want = [found[1] for line in block.lines if (found := RESULT.fullmatch(line))]
+    return difference(block.place, want, run.stdout) if want else []
 
 
 def run_commands(block: Block, url: str = "") -> list[str]:
@@ -233,7 +258,10 @@ def test_blocks_run_and_print_what_they_say(name, page, request):
         if block.file is not None:
             (page / block.file).write_text("\n".join(block.lines) + "\n")
         elif block.language == "python":
-            wrong += run_python(block, namespace)
+            asked = SERVER in "\n".join(block.lines)
+            wrong += run_python(block, namespace, request.getfixturevalue("url") if asked else "")
+        elif SETS.match("\n".join(block.lines)):
+            wrong += run_shell(block)
         else:
             asked = any(words[0] == "curl" for words, _ in commands_of(block))
             wrong += run_commands(block, request.getfixturevalue("url") if asked else "")
@@ -246,7 +274,7 @@ def test_the_readme_runs_python_and_commands():
         shlex.join(words)
         for blocks in RUN.values()
         for block in blocks
-        if block.language == "bash" and block.file is None
+        if block.language == "bash" and block.file is None and not SETS.match("\n".join(block.lines))
         for words, _ in commands_of(block)
     }
     assert set(SHORTER) <= lines
@@ -294,6 +322,10 @@ def test_a_wrong_result_is_found():
     [message] = run_commands(Block("x", "bash", ["mercury --version", "# -> mercury_jax 9..."]))
     assert "mercury_jax 0." in message
     [message] = run_commands(Block("x", "bash", ["mercury sample \\", "  --nothing", "# -> a text"]))
+    assert "ends with 2" in message
+    [message] = run_shell(Block("x", "bash", ["A=1 mercury --version", "# -> mercury_jax 9..."]))
+    assert "mercury_jax 0." in message
+    [message] = run_shell(Block("x", "bash", ["A=1 mercury nothing", "# -> a text"]))
     assert "ends with 2" in message
     with pytest.raises(AssertionError, match="not our command"):
         run_commands(Block("x", "bash", ["make test"]))

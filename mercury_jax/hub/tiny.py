@@ -74,7 +74,11 @@ def tiny_random(family: str, folder: str | Path, *, seed: int = 0) -> Path:
         raise refuse("family", family, "; ".join(BUILDS))
     tokenizer = load(NANO).tokenizer
     ids = dict(
-        vocab=tokenizer.vocab_size, mask=tokenizer.mask, pad=tokenizer.pad, eos=tokenizer.eos, context=CONTEXT
+        vocab=tokenizer.vocab_size + 8,  # more ids than the tokenizer, as published models have
+        mask=tokenizer.mask,
+        pad=tokenizer.pad,
+        eos=tokenizer.eos,
+        context=CONTEXT,
     )
     if name == "DiffusionGemma":
         sizes = {key: x for key, x in PLAIN.items() if key not in ("zero_centred", "scale_embed", "tied")}
