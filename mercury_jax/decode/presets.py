@@ -25,6 +25,7 @@ from mercury_jax.decode.registration import AtLeast, Between, check_number
 from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static
 
 LLADA_EOS = 126081  # `<|endoftext|>`, which LLaDA's script names by its id
+LLADA_EOT = 126348  # `<|eot_id|>`, the end of a turn
 
 
 def llada(
@@ -47,7 +48,8 @@ def llada(
         cfg_scale: Weight of the guidance, whose other branch reads masks in place of the prompt. 0: none.
         remasking: "low_confidence" or "random".
         logits_eos_inf: Never draw LLaDA's end of text, the id 126081.
-        confidence_eos_eot_inf: Only False.
+        confidence_eos_eot_inf: Accept LLaDA's ends of text and of turn, 126081 and 126348, after all other tokens. Only
+            at temperature 0 with "low_confidence": above it the script takes them out of different logits.
 
     Returns:
         Arguments of `mj.sample`.
@@ -58,14 +60,21 @@ def llada(
     Example:
         >>> mj.sample(lm, prompts, **mj.presets.llada(steps=128, gen_length=128, block_length=32))
     """
-    if confidence_eos_eot_inf is not False:
-        raise refuse("confidence_eos_eot_inf", confidence_eos_eot_inf, "False")
-    if not isinstance(logits_eos_inf, bool):
-        raise refuse("logits_eos_inf", logits_eos_inf, "True or False")
+    for name, value in (
+        ("logits_eos_inf", logits_eos_inf),
+        ("confidence_eos_eot_inf", confidence_eos_eot_inf),
+    ):
+        if not isinstance(value, bool):
+            raise refuse(name, value, "True or False")
     _one_of("remasking", remasking, ("low_confidence", "random"))
-    rule = rules.confidence() if remasking == "low_confidence" else rules.random()
-    chain = (processors.ban([LLADA_EOS]),) if logits_eos_inf else ()
     drawn = check_number("temperature", temperature, AtLeast(0))
+    rule = rules.confidence() if remasking == "low_confidence" else rules.random()
+    if confidence_eos_eot_inf:
+        if drawn > 0 or remasking == "random":
+            allowed = "False above temperature 0 and with random remasking"
+            raise refuse("confidence_eos_eot_inf", confidence_eos_eot_inf, allowed)
+        rule = rules.confidence_without([LLADA_EOS, LLADA_EOT])
+    chain = (processors.ban([LLADA_EOS]),) if logits_eos_inf else ()
     found: dict[str, Any] = {
         "max_tokens": gen_length,
         "sampler": Sampler(rule, chain, temperature=drawn),
@@ -118,6 +127,45 @@ def dream(
     return {
         "max_tokens": size,
         "sampler": _tempered(rule, temperature, top_p, top_k),
+        "plan": Plan(block=size, steps=check_whole("steps", steps, 1, MAX_TOKENS)),
+    }
+
+
+def open_dcoder(
+    max_new_tokens: int = 128,
+    steps: int = 512,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    alg: str = "entropy",
+    alg_temp: float | None = 0.0,
+    eps: float = 1e-3,
+) -> dict[str, Any]:
+    """Converts the arguments of Open-dCoder's `diffusion_generate` (pengzhangzhi/Open-dLLM, generation_utils.py).
+
+    Args:
+        max_new_tokens: Tokens of the answer, which is one block. (The script has no default; its evaluation has 128.)
+        steps: Denoising steps.
+        temperature: As of `dream`.
+        top_p: As of `dream`.
+        top_k: As of `dream`.
+        alg: "p2", or one of `dream`. With "p2" a decided token may become a mask again.
+        alg_temp: As of `dream`; unused by "p2".
+        eps: As of `dream`; unused by "p2".
+
+    Returns:
+        Arguments of `mj.sample`.
+
+    Raises:
+        ValueError: Names the argument that does not fit.
+    """
+    if alg != "p2":
+        _one_of("alg", alg, ("p2", "origin", "maskgit_plus", "topk_margin", "entropy"))
+        return dream(max_new_tokens, steps, temperature, top_p, top_k, alg, alg_temp, eps)
+    size = check_whole("max_new_tokens", max_new_tokens, 1, MAX_TOKENS)
+    return {
+        "max_tokens": size,
+        "sampler": _tempered(rules.p2(), temperature, top_p, top_k),
         "plan": Plan(block=size, steps=check_whole("steps", steps, 1, MAX_TOKENS)),
     }
 

@@ -207,7 +207,7 @@ def check_number(name: str, value: Any, allowed: Range | None) -> Any:
 
 
 def check_token_ids(rule: Rule, vocab: int) -> None:
-    """Checks the parameters of a registered rule that are ids.
+    """Checks the parameters of a rule that are ids: those of a registered rule, and a table called `ids`.
 
     Args:
         rule: With its parameters.
@@ -218,8 +218,9 @@ def check_token_ids(rule: Rule, vocab: int) -> None:
     """
     ranges = RULES[rule.name].ranges if rule.name in RULES else {}
     for name, value in rule.params.items():
-        is_id = name in ranges and ranges[name].token_id and not isinstance(value, Tracer | Static)
-        if is_id and (most := int(np.max(value))) >= vocab:
+        is_id = ranges[name].token_id if name in ranges else name == "ids"
+        value = value.value if isinstance(value, Static) else value
+        if is_id and not isinstance(value, Tracer) and (most := int(np.max(value))) >= vocab:
             raise refuse(f"{rule.name}({name}=)", most, f"an id in 0..{vocab - 1}, or -1 for none")
 
 

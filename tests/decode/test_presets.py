@@ -7,7 +7,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode import presets
-from tests.hub.goldens_of import GOLDENS
+from tests.hub.goldens_of import GOLDENS, golden
 
 NAMES = [
     name
@@ -65,6 +65,31 @@ def test_guidance_is_against_masks_and_only_where_it_is_asked_for():
     assert found["guidance"] == 1.5 and found["negative"] == "masked"
 
 
+def test_llada_accepts_its_ends_last(monkeypatch):
+    """The script's loop in numpy, with two ids of a small model as the ends, against `mj.sample`."""
+    ends = [47, 9]  # in the answer without the argument, which has other tokens
+    monkeypatch.setattr(presets, "LLADA_EOS", ends[0])
+    monkeypatch.setattr(presets, "LLADA_EOT", ends[1])
+    lm = mj.load(GOLDENS / "llada", dtype="float32")
+    mask, prompt, length = lm.model.config.mask, [55, 44, 24, 27, 73], 8
+    text = np.array([*prompt, *[mask] * length])
+    for _ in range(length):
+        logits = np.array(mj.logits(lm, text.tolist())[0, len(prompt) :], np.float64)
+        logits[:, mask] = -np.inf
+        drawn, kept = logits.argmax(-1), np.delete(logits, ends, axis=1)
+        p = np.exp(logits.max(-1)) / np.exp(kept).sum(-1)
+        p = np.where(np.isin(drawn, ends), 0.0, p)
+        at = np.where(text[len(prompt) :] == mask, p, -1.0).argmax()
+        text[len(prompt) + at] = drawn[at]
+    how = dict(steps=length, gen_length=length, block_length=length)
+    out = mj.sample(lm, [prompt], **mj.presets.llada(**how, confidence_eos_eot_inf=True))
+    assert out.tokens[0].tolist() == text[len(prompt) :].tolist()
+    assert out.text != mj.sample(lm, [prompt], **mj.presets.llada(**how)).text
+    monkeypatch.setattr(presets, "LLADA_EOT", lm.model.config.vocab)
+    with pytest.raises(ValueError, match="confidence_without"):
+        mj.sample(lm, [prompt], **mj.presets.llada(**how, confidence_eos_eot_inf=True))
+
+
 def test_dream_reads_its_confidence_behind_temperature_top_p_and_top_k():
     sampler = mj.presets.dream(temperature=0.2, top_p=0.95, top_k=20, alg="entropy")["sampler"]
     assert [p.name for p in sampler.processors] == [
@@ -74,6 +99,19 @@ def test_dream_reads_its_confidence_behind_temperature_top_p_and_top_k():
     ] and sampler.temperature == 1.0
     greedy = mj.presets.dream(temperature=0.0, top_p=1.0, alg="topk_margin", alg_temp=None)["sampler"]
     assert greedy.processors == () and greedy.temperature == 0.0
+
+
+def test_open_dcoder_plans_with_the_tempered_probabilities_of_its_tokens():
+    how = dict(max_new_tokens=16, steps=8, temperature=0.8, top_k=20)
+    found = mj.presets.open_dcoder(alg="p2", **how)
+    sampler = found["sampler"]
+    assert sampler.rule == mj.rules.p2() and [p.name for p in sampler.processors] == ["temperature", "top_k"]
+    assert sampler.temperature == 1.0 and (found["plan"].block, found["plan"].steps) == (16, 8)
+    assert mj.presets.open_dcoder(alg="entropy", **how) == mj.presets.dream(alg="entropy", **how)
+    mask = int(golden("open_dcoder").said["mask_id"][0])
+    lm = mj.load(GOLDENS / "open_dcoder", dtype="float32", mask=mask)
+    out = mj.sample(lm, [[3, 5, 8]], seed=1, **found)
+    assert out.forwards[0] <= 8 and 0 < len(out.tokens[0]) <= 16
 
 
 def test_fast_dllm_names_its_caches():
@@ -90,11 +128,15 @@ def test_fast_dllm_names_its_caches():
         ("llada", {"remasking": "entropy"}, "remasking"),
         ("llada", {"temperature": -1}, "temperature"),
         ("llada", {"cfg_scale": -0.5}, "cfg_scale"),
-        ("llada", {"confidence_eos_eot_inf": True}, "confidence_eos_eot_inf"),
+        ("llada", {"confidence_eos_eot_inf": 1}, "confidence_eos_eot_inf"),
+        ("llada", {"confidence_eos_eot_inf": True, "temperature": 0.5}, "confidence_eos_eot_inf"),
+        ("llada", {"confidence_eos_eot_inf": True, "remasking": "random"}, "confidence_eos_eot_inf"),
         ("dream", {"alg": "p2"}, "alg"),
         ("dream", {"steps": 0}, "steps"),
         ("dream", {"max_new_tokens": 2.5}, "max_new_tokens"),
         ("dream", {"top_p": 1.0, "top_k": 0}, "top_k"),
+        ("open_dcoder", {"alg": "p3"}, "alg"),
+        ("open_dcoder", {"alg": "p2", "steps": 0}, "steps"),
         ("fast_dllm", {"dual_cache": True}, "dual_cache"),
         ("fast_dllm", {"use_cache": "dual"}, "use_cache"),
         ("fast_dllm", {"threshold": 1.5}, "threshold"),

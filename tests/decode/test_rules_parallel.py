@@ -8,7 +8,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.decode.rules import combined, masked
 from tests.decode.rule_checks import check_follows, check_settles, check_traces, follow, goldens, small, takes
-from tests.decode.views import KEY, MASK, taken
+from tests.decode.views import KEY, MASK, taken, view_of
 from tests.hub.goldens_of import GOLDENS
 from tests.tiny import tiny
 
@@ -42,6 +42,21 @@ def test_leftmost_first_waits_with_its_rule_until_the_second_step():
     assert rule == combined.leftmost_first(masked.threshold(0.9))  # equal rules share one compilation
     with pytest.raises(ValueError, match="leftmost_first"):
         combined.leftmost_first(masked.threshold)
+
+
+def test_the_ends_are_accepted_last_and_have_no_share_in_a_confidence():
+    """LLaDA's `confidence_eos_eot_inf`: softmax over the other ids, 0 for the ends 1 and 4."""
+    logits = np.random.default_rng(0).normal(0, 3, (8, 10))
+    logits[[1, 6], [1, 4]] = 9.0  # predicted ends, which `confidence` takes first
+    v = view_of(logits, [MASK] * 8, [True] * 8, steps=jnp.asarray(4))
+    drawn = logits[:, :MASK].argmax(-1)
+    others = np.exp(np.delete(logits, [1, 4, MASK], axis=1)).sum(-1)
+    score = np.where(np.isin(drawn, [1, 4]), 0.0, np.exp(logits.max(-1)) / others)
+    best = np.argsort(-score)[:2]
+    assert taken(masked.confidence_without([1, 4]), v) == [drawn[i] if i in best else MASK for i in range(8)]
+    assert {drawn[i] for i, x in enumerate(taken(masked.confidence(), v)) if x != MASK} == {1, 4}
+    left = v._replace(masked=jnp.isin(jnp.arange(8), jnp.asarray([1, 6])), steps=jnp.asarray(2))
+    assert taken(masked.confidence_without([1, 4]), left)[1] == 1  # only ends are left: the leftmost
 
 
 def test_scheduled_takes_all_above_p_or_its_number():

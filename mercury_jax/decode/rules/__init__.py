@@ -27,6 +27,7 @@ from mercury_jax.decode.rules import (
     variable_length,
 )
 from mercury_jax.decode.rules.combined import leftmost_first, one_of
+from mercury_jax.decode.rules.masked import confidence_without
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, self_speculation

@@ -17,14 +17,16 @@ logits processors:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.registration import Above, AtLeast, Between, Count, NonNegative, Probability, rule
-from mercury_jax.decode.sampler import Memory, Param, accept
+from mercury_jax.decode.sampler import Memory, Param, Rule, Static, accept
 from mercury_jax.types import Key, Proposal, View
 
 
@@ -113,6 +115,37 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
         The proposal, and the unchanged memory.
     """
     return accept(view, top(view.stats.p_sample, view.masked, even_share(view))), memory
+
+
+def confidence_without(ids: Sequence[int]) -> Rule:
+    """Makes a rule like `confidence` that accepts some ids last: they have no share in any confidence.
+
+    A drawn token that is one of `ids` has the confidence 0, another one its probability among the ids that are not in
+    `ids`. With the ends of text and of turn this is LLaDA's `confidence_eos_eot_inf` at temperature 0 (ML-GSAI/LLaDA,
+    generate.py; arXiv 2502.09992, appendix B.4), for models that predict the end of text at most positions at first.
+
+    Args:
+        ids: Ids of the vocabulary.
+
+    Returns:
+        The rule. It is not registered by name.
+
+    Departs from the reference: of several tokens with the confidence 0 the leftmost is accepted first, where torch's
+    `topk` does not define an order.
+    """
+    return Rule(_confidence_without, {"ids": Static(np.asarray(ids, np.int32))}, "confidence_without")
+
+
+def _confidence_without(
+    key: Key, view: View, memory: Memory, *, ids: Int[Array, "n"]
+) -> tuple[Proposal, Memory]:
+    # p(id) = p_argmax exp(logit - largest logit). A token that is not in `ids` is the argmax, so 1 - share is at least
+    # its own probability, and the division is safe.
+    stats, best = view.stats, view.logits.max(axis=-1, keepdims=True)
+    share = (stats.p_argmax[:, None] * jnp.exp(view.logits[:, ids] - best)).sum(-1)
+    score = stats.p_sample / jnp.maximum(1.0 - share, 1e-30)
+    score = jnp.where((stats.sample[:, None] == ids).any(-1), 0.0, score)
+    return accept(view, top(score, view.masked, even_share(view))), memory
 
 
 @rule(source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
