@@ -6,18 +6,23 @@ Run by `make lm-eval`, in an environment of its own; no network is needed.
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import lm_eval
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import simple_parse_args_string
 
 import mercury_jax as mj
 from mercury_jax import evaluate, hub, models, tasks
+from mercury_jax.decode import presets
 from mercury_jax.evaluate.harness import MercuryModel
+from tests.hub.goldens_of import GOLDENS, golden
 from tests.tiny import tiny
 
 N = 24
@@ -54,6 +59,33 @@ doc_to_text: ""
 doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte}}]
 """
+PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
+CHECKPOINTS = {  # a small random one for each preset of the page; "": no preset
+    "": "diffusion_gemma",
+    "llada": "llada",
+    "dream": "dream",
+    "fast_dllm": "llada",
+    "fast_dllm_dream": "dream",
+    "fast_dllm_v2": "fast_dllm",
+    "llada2": "llada2",
+    "llada21": "llada2",
+    "open_dcoder": "open_dcoder",
+    "sdar": "sdar",
+}
+
+
+def published() -> tuple[list[dict], set[str]]:
+    """The `--model_args` under "Published figures", each with those of its column's heading, and the tasks' names."""
+    found, names, heading = [], set(), ""
+    for line in PAGE.read_text("utf-8").split("\n## Published figures")[1].splitlines():
+        spans = re.findall(r"`([^`]+)`", line)
+        begun = [span for span in spans if span.startswith("--model_args ")]
+        if begun or not line.startswith("|"):
+            heading = begun[0].removeprefix("--model_args ").removesuffix("...") if begun else ""
+        found += [heading + span for span in spans if re.fullmatch(r"\w+=\S+", span)]
+        if line.startswith("|"):
+            names |= {span for span in spans if re.fullmatch(r"[a-z0-9_-]+", span)}
+    return [simple_parse_args_string(arguments) for arguments in found], names
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +229,33 @@ def test_greedy_answers_are_told_apart():
 def test_arguments_are_refused_before_the_model_loads(arguments, told):
     with pytest.raises(ValueError, match=told):
         MercuryModel("no/such/model", **arguments)
+
+
+def test_published_arguments_are_accepted_and_their_tasks_exist(monkeypatch):
+    found, names = published()
+    assert len(found) >= 75 and len(names) >= 30  # the page is read
+    assert {arguments.get("preset", "") for arguments in found} == set(CHECKPOINTS)
+    assert sorted(names - set(TaskManager().all_tasks)) == []
+    monkeypatch.setattr(hub, "load", lambda *args, **how: None)
+    for arguments in found:
+        MercuryModel(**arguments)
+
+
+@pytest.mark.parametrize("preset", CHECKPOINTS)
+def test_published_arguments_decode_a_random_model(preset, monkeypatch):
+    """The first and the last ones of each preset, with answers of 8 tokens."""
+    monkeypatch.setattr(presets, "LLADA_EOS", 5)  # the ids of LLaDA are none of a small vocabulary
+    monkeypatch.setattr(presets, "LLADA_EOT", 9)
+    said = golden(CHECKPOINTS[preset]).said
+    mask = int(said["mask_id"][0]) if "mask_id" in said else None
+    lm = mj.load(GOLDENS / CHECKPOINTS[preset], dtype="float32", mask=mask)
+    monkeypatch.setattr(hub, "load", lambda *args, **how: lm)
+    of_preset = [arguments for arguments in published()[0] if arguments.get("preset", "") == preset]
+    answers = [arguments for arguments in of_preset if "samples" not in arguments]
+    for arguments in (answers[0], answers[-1]):
+        model = MercuryModel(**arguments)
+        out = mj.sample(model.lm, [[3, 5, 8]], **model.how | {"max_tokens": 8})
+        assert len(out.tokens[0]) < 8 + lm.model.config.block  # some presets decode whole blocks
 
 
 def test_settings_that_would_be_ignored_are_refused(local):
