@@ -12,7 +12,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs notebooks parity wheel hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs site notebooks parity wheel hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -37,6 +37,11 @@ types: $(VENV)/.dev  ## the type checker
 docs: $(VENV)/.docs  ## the site, in docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html $(ARGS)
 	@echo "docs/_build/html/index.html"
+
+# -E: a build that only reads changed pages forgets by which phrases the others are found.
+site: $(VENV)/.docs $(VENV)/.browser  ## the site in a Chromium: what searches find, widths, links; CHROMIUM=/path/to/one
+	@$(MAKE) --no-print-directory docs ARGS=-E
+	$(BIN)/python -m pytest tests/browser/site_leg.py
 
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)

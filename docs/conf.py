@@ -63,33 +63,38 @@ SEARCHED = {
     "command-line": {"Exit codes and environment": "environment variables"},
     "comparison": {"Comparison": "compare with vLLM; alternatives; SGLang"},
     "decoder": {"Transforms": "shard_map; vmap; jit"},
+    "fine-tuning": {"Fine-tune an open model": "LoRA; finetune; fine-tune LLaDA; adapter"},
     "getting-started": {"Install": "pip; Python version; requirements"},
+    "hardware": {"Which machine runs it": "memory of a GPU; which GPU; out of memory"},
     "models": {
         "Loading": "load LLaDA; load Dream; load DiffusionGemma; Hugging Face; download weights",
         "Quantisation": "quantise; 4-bit; 8-bit",
         "Several devices": "multi GPU; multi-GPU; several GPUs; tensor parallel",
     },
-    "performance": {
-        "Performance": "tokens per second; speed; benchmark; throughput",
-        "Which machine to rent": "memory of a GPU; which GPU; out of memory",
-    },
+    "performance": {"Performance": "tokens per second; speed; benchmark; throughput"},
+    "published-figures": {"Published figures": "GSM8K results; leaderboard"},
     "sampling": {
         "Decoding rules": "remasking; temperature; threshold",
         "Effort": "effort; reasoning effort",
         "Infilling": "fill in the middle; autocomplete",
         "JSON schemas and grammars": "JSON output; structured output",
         "Prompts": "stop words; batch; system prompt",
-        "Your own rule": "write a decoding rule; custom sampler",
     },
+    "scaling": {"Several devices and hosts": "several hosts; distributed training; multi-host; Slurm"},
     "search-and-rl": {"Best of n": "reward"},
-    "serving": {"Deployment": "Docker; Kubernetes; deploy", "Endpoints": "tools agent; tool calls; OpenAI"},
+    "serving": {
+        "An agent with tools": "tools agent; tool calls; function calling",
+        "Deployment": "Docker; Kubernetes; deploy",
+        "Endpoints": "OpenAI",
+    },
     "training": {
         "Interrupted runs": "checkpoint save; save a checkpoint",
         "Rewards and distillation": "RLHF; reinforcement learning",
-        "Several devices and hosts": "several hosts; distributed training; multi-host; Slurm",
+        "Training": "train from scratch; pretraining",
         "Training on your own text": "own text; own data",
     },
     "your-model": {"A Flax module": "custom model; own architecture"},
+    "your-rule": {"Your own decoding rule": "write a decoding rule; custom sampler; own sampler"},
 }
 
 _CODE, _SECTION = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)"), re.compile(r"[A-Z][\w ]+:$")

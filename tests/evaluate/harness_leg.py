@@ -59,7 +59,7 @@ doc_to_text: ""
 doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte}}]
 """
-PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
+PAGE = Path(__file__).parents[2] / "docs" / "published-figures.md"
 CHECKPOINTS = {  # a small random one for each preset of the page; "": no preset
     "": "diffusion_gemma",
     "llada": "llada",
