@@ -1,5 +1,5 @@
 # Each target makes what it needs from nothing; stamps in $(VENV) make the second call instant.
-# A deeper environment holds the shallower one: core < test < dev.
+# A deeper environment holds the shallower one: core < all (what README.md shows) < test < dev.
 PYTHON      ?= python3
 VENV        ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -12,12 +12,12 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs site notebooks parity wheel hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs site notebooks parity wheel windows hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
 
-demo: $(VENV)/.core  ## watch the embedded model turn noise into an answer
+demo: $(VENV)/.all  ## watch the embedded model turn noise into an answer
 	@$(BIN)/mercury demo $(ARGS)
 
 test: $(VENV)/.test  ## run the tests in under 6 minutes on 2 cores; ARGS="-k sample --jaxtyping" goes to pytest
@@ -63,6 +63,15 @@ wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, ch
 hashes: $(RELEASE)/.ready  ## constraints-hashed.txt again, after constraints.txt changed
 	$(RELEASE)/bin/uv pip compile -q --generate-hashes --universal --python-version 3.11 --no-emit-index-url --no-header \
 	  --no-annotate --extra serve --extra hub --extra plot -c $(CONSTRAINTS) -o constraints-hashed.txt pyproject.toml
+
+# By the tags of wheels, and by what each package asks for on Windows; nothing is installed.
+windows: $(RELEASE)/.ready  ## an installation on Windows finds a wheel of every package, for the oldest and the newest versions
+	@for pair in 3.11:$(CONSTRAINTS) 3.13:constraints-newest.txt; do \
+	  $(RELEASE)/bin/uv pip compile -q --python-platform x86_64-pc-windows-msvc --python-version "$${pair%%:*}" --only-binary :all: \
+	    --no-emit-index-url --no-header --no-annotate --extra serve --extra hub --extra plot -c "$${pair#*:}" \
+	    -o $(RELEASE)/windows.txt pyproject.toml >/dev/null || exit 1; \
+	  echo "Python $${pair%%:*}: $$(grep -c == $(RELEASE)/windows.txt) packages, each with a wheel for Windows"; \
+	done
 
 # From the hashes, so what is listed is what they install.
 sbom: $(RELEASE)/.ready  ## dist/mercury_jax.cdx.json: what the library brings along, for machines (CycloneDX)
@@ -110,10 +119,15 @@ $(VENV)/.core: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@$(INSTALL) -e .
 	@touch $@
 
+$(VENV)/.all: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax[serve,hub,plot] into $(VENV)"
+	@$(INSTALL) -e '.[serve,hub,plot]'
+	@touch $@ $(VENV)/.core
+
 $(VENV)/.test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax[test] into $(VENV)"
-	@$(INSTALL) -e '.[test]'
-	@touch $@ $(VENV)/.core
+	@$(INSTALL) -e '.[serve,hub,plot,test]'
+	@touch $@ $(VENV)/.all $(VENV)/.core
 
 $(VENV)/.parity: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax[parity] into $(VENV), torch included"
@@ -127,13 +141,13 @@ $(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 $(VENV)/.browser: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax[test,browser] into $(VENV)"
-	@$(INSTALL) -e '.[test,browser]'
-	@touch $@ $(VENV)/.test $(VENV)/.core
+	@$(INSTALL) -e '.[serve,hub,plot,test,browser]'
+	@touch $@ $(VENV)/.test $(VENV)/.all $(VENV)/.core
 
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax with every extra into $(VENV)"
 	@$(INSTALL) -e '.[serve,hub,plot,test,browser,dev]'
-	@touch $@ $(VENV)/.test $(VENV)/.browser $(VENV)/.core
+	@touch $@ $(VENV)/.test $(VENV)/.browser $(VENV)/.all $(VENV)/.core
 
 # The compilers of chips (some 4 GB) stay out of it too: beside them JAX looks for a driver first.
 $(LMEVAL)/.ready: pyproject.toml $(CONSTRAINTS)

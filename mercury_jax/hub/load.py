@@ -551,6 +551,8 @@ def load_opened(
         found = opened.quantised
         check_memory(model, mesh, dtype, quantise if found is None else found.formats, opened.name)
         tokenizer = _opened_tokenizer(opened)
+        if isinstance(tokenizer, Tokenizer):  # a model of ours that was exported: what it never emitted then
+            forbidden = noise.specials(tokenizer, config.vocab)
         sources = opened.family.names(config) if found is None else found.sources
         stored = opened.folder.read
         dense = stored if found is None else found.dense(stored, dtype)

@@ -48,7 +48,7 @@ BUILDS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_random(family: str, folder: str | Path, *, seed: int = 0) -> Path:
+def tiny_random(family: str, folder: str | Path, *, seed: int = 0, head_scale: float = 1.0) -> Path:
     """Writes a small checkpoint with random weights, in the format in which a family's authors publish theirs.
 
     It has two layers of width 64 (some 200,000 parameters), a context of 512 tokens, and the tokenizer and the chat
@@ -58,12 +58,15 @@ def tiny_random(family: str, folder: str | Path, *, seed: int = 0) -> Path:
         family: One of `BUILDS`; case, spaces and punctuation are ignored.
         folder: The new folder.
         seed: Of the weights.
+        head_scale: Factor of the output head. At 1 all predictions are nearly uniform; at 8 some are certain, so that
+            decoding rules differ in their passes.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: No such family, or the folder holds files.
+        ValueError: No such family, the folder holds files, or `head_scale` is given for DiffusionGemma, whose head is
+            its embedding table.
 
     Example:
         >>> lm = mj.load(mj.hub.tiny_random("LLaDA", "tiny-llada"))
@@ -87,5 +90,9 @@ def tiny_random(family: str, folder: str | Path, *, seed: int = 0) -> Path:
         config = ModelConfig(**{**PLAIN, **ids, **BUILDS[name]})
     model = models.build(config)
     params = jax.jit(model.init)(jax.random.key(seed))
+    if head_scale != 1.0:
+        if "head" not in params:
+            raise refuse("head_scale", head_scale, f"1.0 for {name}, whose head is its embedding table")
+        params = {**params, "head": head_scale * params["head"]}
     lm = LM(model, params, tokenizer, noise.uniform(config.vocab))  # a checkpoint does not say its noise
     return save_hf(folder, lm, family=name)

@@ -28,6 +28,21 @@ def test_the_seed_decides_the_weights(tmp_path):
     assert not np.array_equal(first["embed"], other["embed"])
 
 
+def test_a_scaled_head_makes_predictions_certain_enough_for_a_threshold(tmp_path):
+    passes = [
+        mj.sample(
+            mj.load(mj.hub.tiny_random("LLaDA", tmp_path / str(scale), head_scale=scale)),
+            [{"role": "user", "content": "389+784="}],
+            max_tokens=32,
+            sampler=mj.rules.threshold(0.5),
+        ).forwards[0]
+        for scale in (1.0, 8.0)
+    ]
+    assert passes[0] == 32 and passes[1] < 24
+    with pytest.raises(ValueError, match=r"head_scale is 8\.0; allowed: 1\.0 for DiffusionGemma"):
+        mj.hub.tiny_random("DiffusionGemma", tmp_path / "gemma", head_scale=8.0)
+
+
 def test_unknown_families_and_folders_in_use_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="family is 'BERT'; allowed: LLaDA; "):
         mj.hub.tiny_random("BERT", tmp_path / "model")
