@@ -12,7 +12,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs site notebooks parity wheel windows hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs site links notebooks colab parity wheel windows hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -43,6 +43,9 @@ site: $(VENV)/.docs $(VENV)/.browser  ## the site in a Chromium: what searches f
 	@$(MAKE) --no-print-directory docs ARGS=-E
 	$(BIN)/python -m pytest tests/browser/site_leg.py
 
+links: $(VENV)/.docs  ## links to other sites; needs the network
+	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links
+
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)
 	$(BIN)/python tests/hub/parity/written.py $(ARGS)
@@ -53,6 +56,10 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUE
 	@set -- colab/*.ipynb; \
 	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
 	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PYTHONWARNINGS="error:No artists with labels" PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
+
+COLAB ?= python3.12
+colab: $(VENV)/.dev  ## the notebooks as Colab runs them: an empty environment of Python 3.12 each, and their first cell; ARGS="--part 1/3"
+	$(BIN)/python tests/colab_leg.py --python $(COLAB) --constraints constraints-newest.txt $(ARGS)
 
 lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
 	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest tests/evaluate/harness_leg.py $(ARGS)

@@ -44,6 +44,10 @@ autodoc_default_options = {"members": True, "inherited-members": False, "show-in
 napoleon_use_rtype, napoleon_use_ivar = False, True
 napoleon_custom_sections = [("Departs from the reference", "notes_style")]
 
+# `make links`. Our own address is not there yet; the last is the reader's machine.
+linkcheck_ignore = [rf"https://{REPOSITORY}", r"https://colab\.research\.google\.com/github/", r"http://127\.0\.0\.1"]
+linkcheck_timeout, linkcheck_anchors = 20, False
+
 html_theme = "sphinx_book_theme"
 html_title = "mercury_jax"
 html_static_path, html_css_files = ["style.css"], ["style.css"]
@@ -56,6 +60,7 @@ html_theme_options = {
     "use_issues_button": True,
     "launch_buttons": {"colab_url": "https://colab.research.google.com"},
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # one search box, that of the side
 }
 
 # What newcomers search for, by page and heading, where the words of the page alone do not put it first.

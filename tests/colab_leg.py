@@ -4,14 +4,15 @@
     python tests/colab_leg.py --python python3.12 quickstart     # one
     python tests/colab_leg.py --python python3.12 --part 2/3     # the second third
 
-Each notebook gets an environment of its own that holds nothing but a kernel. Its first cell names the repository's address;
-git is told to read this clone in its place, so the commit that is checked out here is what gets installed. What Colab has
-and this lacks: the packages of its image (numpy, matplotlib, jax, ... in its own versions), a GPU or TPU, its page.
+Each notebook gets an environment of its own that holds nothing but a kernel. Its first cell names the address of the
+repository; git is told to read this clone in its place, so the commit that is checked out here is what gets installed.
+What Colab has and this lacks: the packages of its image in their own versions, a GPU or TPU, its page.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -28,8 +29,7 @@ from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
-from conf import REPOSITORY
-
+REPOSITORY = importlib.import_module("conf").REPOSITORY
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "colab").glob("*.ipynb"))
 
 
@@ -92,7 +92,11 @@ def run(name: str, python: str, constraints: str | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "names", nargs="*", choices=[[], *NOTEBOOKS], help="notebooks; all of them if left out"
+        "names",
+        nargs="*",
+        choices=[[], *NOTEBOOKS],
+        help="notebooks; all of them if left out",
+        metavar="NAME",
     )
     parser.add_argument("--python", required=True, help="an interpreter of Colab's minor version, 3.12")
     parser.add_argument(
@@ -100,6 +104,8 @@ def main() -> int:
     )
     parser.add_argument("--part", default="1/1", help='such as "2/3": only the second of three parts')
     options = parser.parse_args()
+    os.environ.setdefault("STEPS", "10")  # the short form, as in `make notebooks`
+    os.environ.setdefault("QUESTIONS", "32")
     part, parts = map(int, options.part.split("/"))
     failed = []
     for name in options.names or NOTEBOOKS[part - 1 :: parts]:
@@ -110,7 +116,7 @@ def main() -> int:
             failed.append(name)
             outcome = f"FAILED\n{error}"
         print(json.dumps({"notebook": name, "seconds": round(time.monotonic() - start)}), outcome, flush=True)
-    print(f"{len(failed)} failed" + "".join(f" {name}" for name in failed))
+    print(f"{len(failed)} failed" + "".join(f" {name}" for name in failed), flush=True)
     return bool(failed)
 
 

@@ -69,17 +69,19 @@ def test_the_first_result_of_a_question_is_the_page_that_answers_it(tab, site, q
     assert pages[:1] == [f"{QUESTIONS[question]}.html"], pages[:5]
 
 
-def test_every_page_is_as_wide_as_a_phone_and_shows_its_pictures(tab, site):
+def test_every_page_is_as_wide_as_a_phone_and_shows_its_pictures_and_tables(tab, site):
     wrong = []
     for page in PAGES:
         tab.goto(f"{site}/{page}", wait_until="load")
         for scheme in ("light", "dark"):
             tab.emulate_media(color_scheme=scheme)
-            width, broken = tab.evaluate(
+            width, broken, squeezed = tab.evaluate(
                 """() => [document.scrollingElement.scrollWidth, [...document.images]
-                  .filter(i => i.src.startsWith(location.origin) && i.complete && !i.naturalWidth).map(i => i.src)]"""
+                  .filter(i => i.src.startsWith(location.origin) && i.complete && !i.naturalWidth).map(i => i.src),
+                  [...document.querySelectorAll('.bd-article td')]
+                  .filter(x => x.innerText.length > 20 && x.offsetHeight > 12 * x.offsetWidth).length]"""
             )
-            wrong += [(page, scheme, width, broken)] if width > 390 or broken else []
+            wrong += [(page, scheme, width, broken, squeezed)] if width > 390 or broken or squeezed else []
     assert len(PAGES) > 60 and wrong == []
 
 
