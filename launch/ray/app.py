@@ -1,6 +1,6 @@
 """`python launch/ray/app.py [OPTIONS] -- [OPTIONS OF mercury serve]`: the app of `mercury serve` on Ray Serve.
 
-A replica is one engine behind the same ASGI app. Ray starts and ends replicas by the number of requests in them, sends
+A replica is the same ASGI app with its engines. Ray starts and ends replicas by the number of requests in them, sends
 requests to those that are ready, and drains one before it ends. See launch/ray/README.md.
 """
 
@@ -38,7 +38,7 @@ class Replicas:
     most: Int = 1
     """Replicas under load."""
     load: OptionalFloat = None
-    """Requests of a replica, running and waiting, beyond which another one starts. Default: its slots."""
+    """Requests of a replica, running and waiting, beyond which another one starts. Default: the slots of its models."""
     gpus: Float = 0.0
     """GPUs of a replica."""
     cpus: Float = 1.0
@@ -46,7 +46,7 @@ class Replicas:
 
 
 def build(words: Sequence[str]) -> Callable[[], Any]:
-    """A function that makes the ASGI app in a replica; the lifespan of the app is that of its engine.
+    """A function that makes the ASGI app in a replica; the lifespan of the app is that of its engines.
 
     Args:
         words: Options of `mercury serve`.
@@ -55,26 +55,26 @@ def build(words: Sequence[str]) -> Callable[[], Any]:
         ValueError: A wrong option, before anything is sent to a replica.
     """
     args, parameters = arguments.read_with_rule(command.Serve, words, "mercury serve")
-    settings, options = command.settings_of(args), command.options_of(args)
+    models, settings, options = command.models_of(args), command.settings_of(args), command.options_of(args)
 
     def app() -> Any:
         from starlette.concurrency import run_in_threadpool
 
         from mercury_jax.serve.app import create_app
-        from mercury_jax.serve.engine.engine import Engine
 
-        lm = command.with_rule(args.loading.load(mesh=command.mesh_of(args.mesh)), args.rule, parameters)
-        engine = Engine(lm, settings)
-        aliases = command.aliases_of(args.alias, lm.name)
-        made = create_app(engine, dataclasses.replace(options, aliases=aliases))
+        engines = command.load_engines(args, models, parameters, settings)
+        aliases = command.aliases_of(args.alias, engines[0].lm.name)
+        made = create_app(engines, dataclasses.replace(options, aliases=aliases))
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
             # Ray sends no request before this has returned.
-            await run_in_threadpool(engine.start)
+            for engine in engines:
+                await run_in_threadpool(engine.start)
             yield
             # Ray has drained the replica; what still runs is cancelled.
-            await run_in_threadpool(engine.stop)
+            for engine in engines:
+                await run_in_threadpool(engine.stop)
 
         made.router.lifespan_context = lifespan
         return made
@@ -86,14 +86,16 @@ class Replica:
     """Ray calls `check_health` every few seconds, and replaces a replica that raises."""
 
     def check_health(self) -> None:
-        if not self.app.state.service.engine.ready:  # type: ignore[attr-defined]  Ray's wrapper has the app
-            raise RuntimeError("the engine has ended")
+        services = self.app.state.models.services  # type: ignore[attr-defined]  Ray's wrapper has the app
+        if not all(service.engine.ready for service in services):
+            raise RuntimeError("an engine has ended")
 
 
 def application(replicas: Replicas, words: Sequence[str]) -> serve.Application:
     """The app as a deployment: how many replicas there are, and what each may use."""
     args, _ = arguments.read_with_rule(command.Serve, words, "mercury serve")
-    slots = command.settings_of(args).slots
+    count = len(command.models_of(args))
+    slots, queue = command.settings_of(args).slots * count, args.queue * count
     scaling = AutoscalingConfig(
         min_replicas=replicas.least,
         max_replicas=replicas.most,
@@ -102,8 +104,8 @@ def application(replicas: Replicas, words: Sequence[str]) -> serve.Application:
     deployment = serve.deployment(
         name="mercury",
         autoscaling_config=scaling,
-        max_ongoing_requests=slots + args.queue + SPARE,
-        max_queued_requests=args.queue + SPARE,
+        max_ongoing_requests=slots + queue + SPARE,
+        max_queued_requests=queue + SPARE,
         graceful_shutdown_timeout_s=args.drain,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},

@@ -302,11 +302,9 @@ def find_rule(name: str) -> Factory[..., Rule]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
-    """Which model, and how its checkpoint is read."""
+class CheckpointOptions:
+    """How a checkpoint is read."""
 
-    model: Annotated[str | None, option("MODEL")] = None
-    """Folder or Hugging Face id of a model. Default: the embedded one."""
     dtype: Annotated[str | None, option("NAME")] = None
     """Type of parameters and arithmetic. Default: the checkpoint's."""
     quantise: Annotated[str | None, option("KIND")] = None
@@ -318,10 +316,23 @@ class Loading:
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged: runs/NAME/adapter, or one that PEFT wrote."""
 
-    def load(self, **more: Any) -> LM:
-        """The model. `more`: further arguments of `mercury_jax.load`."""
+    def load(self, source: str | None, **more: Any) -> LM:
+        """The model. `source`: as of `mercury_jax.load`, which has the further arguments `more`."""
         given = {name: getattr(self, name) for name in ("dtype", "quantise", "kv", "mask", "adapter")}
-        return show.load(self.model, **{name: x for name, x in given.items() if x is not None}, **more)
+        return show.load(source, **{name: x for name, x in given.items() if x is not None}, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Which model, and how its checkpoint is read."""
+
+    model: Annotated[str | None, option("MODEL")] = None
+    """Folder or Hugging Face id of a model. Default: the embedded one."""
+    checkpoint: Annotated[CheckpointOptions, Group] = dataclasses.field(default_factory=CheckpointOptions)
+
+    def load(self) -> LM:
+        """The model."""
+        return self.checkpoint.load(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`mercury serve`: a model behind Mercury's API and OpenAI's, with a playground."""
+"""`mercury serve`: one or several models behind Mercury's API and OpenAI's, with a playground."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mercury_jax import install
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
+    CheckpointOptions,
     Flag,
     Float,
     Group,
     Int,
-    Loading,
     OptionalFloat,
     OptionalInt,
     Repeated,
@@ -28,23 +29,26 @@ from mercury_jax.config import refuse
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from mercury_jax.serve.engine.engine import Engine
     from mercury_jax.serve.engine.request import EngineConfig
     from mercury_jax.serve.options import ServerOptions
     from mercury_jax.types import LM
 
 KEYS = "MERCURY_API_KEYS"  # environment variable: API keys, separated by commas
 SLOTS = 8  # where memory allows
+LONGEST_NAME = 256  # characters of a model's name, as in requests
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "jsonschema", "llguidance")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve a model over HTTP: chat, completions, fill-in-the-middle, edits.
+    """Serve models over HTTP: chat, completions, fill-in-the-middle, edits.
 
     examples:
       mercury serve              the embedded model on http://127.0.0.1:8000,
                                  with a playground at /
       mercury serve --model Efficient-Large-Model/Fast_dLLM_v2_7B --slots 16
+      mercury serve --model nano --model mine=runs/sft/model
       mercury serve --host 0.0.0.0 --api-key "$(openssl rand -hex 24)"
       mercury serve --alias mercury-2 --alias fast=nano
       mercury serve --rule my_rules:greedy --p 0.8
@@ -53,8 +57,13 @@ class Serve:
       openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any")
       INCEPTION_BASE_URL=http://127.0.0.1:8000
 
+    With several --model the field `model` of a request chooses. Each has slots,
+    a queue and a prefix cache of its own, and an equal share of the memory that
+    is free once all weights are loaded. All other options hold for every model;
+    --adapter, --mask and --mesh need a single one.
+
     The vendor's model names (mercury-2, mercury-coder, mercury-edit, ...) all
-    mean the loaded model; --alias gives other names instead. Without a key only
+    mean the first model; --alias gives other names instead. Without a key only
     this machine can connect. MERCURY_API_KEYS may hold keys, separated by
     commas, where no list of processes shows them. SIGTERM or Ctrl-C drains:
     /ready fails, running requests have --drain seconds, and a second signal
@@ -62,6 +71,9 @@ class Serve:
     Prometheus; /openapi.json describes every route.
     """
 
+    model: Annotated[Repeated[tuple[str, ...]], option("MODEL")] = ()
+    """Folder or Hugging Face id of a model, also as NAME=MODEL to give it a name; repeatable. Default: the embedded
+    one."""
     host: Annotated[str, option("ADDRESS")] = "127.0.0.1"
     """Address to listen on."""
     port: Int = 8000
@@ -78,31 +90,39 @@ class Serve:
     drain: Float = 30.0
     """Seconds that running requests have when the server ends."""
     slots: OptionalInt = None
-    """Requests that are decoded together. Default: 8, fewer where memory is short."""
+    """Requests that are decoded together, of each model. Default: 8, fewer where memory is short."""
     queue: Int = 64
-    """Requests that may wait; beyond them the answer is 429."""
+    """Requests that may wait, for each model; beyond them the answer is 429."""
     context: OptionalInt = None
     """Tokens of prompt and answer. Default: the model's, or what fits into memory."""
     memory: OptionalFloat = None
-    """Most GiB of each device for slots, prefix cache and forward passes. Default: nine tenths of what is free."""
+    """Most GiB of each device for slots, prefix cache and forward passes, in equal shares for several models. Default:
+    nine tenths of what is free."""
     block: OptionalInt = None
     """Tokens of a block. Default: the model's."""
     mesh: Annotated[str | None, option("AXIS=N,...")] = None
     """Devices that hold the model, such as tensor=8 or data=2,expert=4. Default: the first one."""
     prefix_cache: Int = 64
-    """MiB for the KV caches of prompts seen before; 0 for none."""
+    """MiB for the KV caches of prompts seen before, of each model; 0 for none."""
     rule: Annotated[str | None, option("NAME")] = None
     """Decoding rule of requests that name none, or MODULE:NAME of your own; its parameters are options. Default: the
     model's own."""
     alias: Annotated[Repeated[tuple[str, ...]], option("NAME")] = ()
-    """A further name of the model, also as NAME=MODEL; repeatable. Default: the vendor's names."""
+    """A further name of the first model, or of another one as NAME=MODEL; repeatable. Default: the vendor's names."""
     default_effort: Annotated[str | None, option("NAME")] = None
     """instant, low, medium or high, for requests that name none. Default: the model's own rule."""
     strict_temperature: Flag = False
     """Replace temperatures outside 0.5 to 1 by 0.75, with a warning, as the vendor does."""
     no_playground: Flag = False
     """Serve nothing at /."""
-    loading: Annotated[Loading, Group] = field(default_factory=Loading)
+    checkpoint: Annotated[CheckpointOptions, Group] = field(default_factory=CheckpointOptions)
+
+
+class NamedSource(NamedTuple):
+    """A value of --model: the name that it gives, and what `mercury_jax.load` takes; each may be None."""
+
+    name: str | None
+    source: str | None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -118,37 +138,35 @@ def run(argv: Sequence[str]) -> int:
     from mercury_jax.serve.options import check_address
     from mercury_jax.serve.server import listen
 
-    settings, options = settings_of(args), options_of(args)
+    models, settings, options = models_of(args), settings_of(args), options_of(args)
     check_address(args.host, options)
     # A bad parameter and a port that is in use are reported before a model is loaded.
     if args.rule is not None:
         arguments.find_rule(args.rule)(**parameters)
     socket = listen(args.host, args.port)
+    if len(models) > 1 or args.alias:
+        check_names(args, models, options)
 
     from mercury_jax.serve.app import create_app
-    from mercury_jax.serve.engine import memory
-    from mercury_jax.serve.engine.engine import Engine
     from mercury_jax.serve.server import Server, freeze_startup_objects
 
-    lm = with_rule(args.loading.load(mesh=mesh_of(args.mesh)), args.rule, parameters)
-    options = dataclasses.replace(options, aliases=aliases_of(args.alias, lm.name))
-    settings = memory.fit_config(lm, settings, slots=args.slots is None, context=args.context is None)
-    engine = Engine(lm, settings)
-    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.engine_memory(lm, settings)}")
+    engines = load_engines(args, models, parameters, settings)
+    names = [engine.lm.name for engine in engines]
+    options = dataclasses.replace(options, aliases=aliases_of(args.alias, names[0]))
     began = time.perf_counter()
 
     def ready() -> None:
         freeze_startup_objects()
         show.say(f"ready in {time.perf_counter() - began:.1f} s")
 
-    server = Server(create_app(engine, options), engine, args.drain, ready)
+    server = Server(create_app(engines, options), engines, args.drain, ready)
     host, port = socket.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if options.keys else ""
     show.say(f"""\
-{lm.name} at {url}/v1{f"   playground: {url}/" if options.playground else ""}
+{", ".join(names)} at {url}/v1{f"   playground: {url}/" if options.playground else ""}
 try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
-       -d '{{"model": "{lm.name}", "messages": [{{"role": "user", "content": "347+585="}}]}}'
+       -d '{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "347+585="}}]}}'
 compiling; /ready answers 200 when that is done""")
     server.run(sockets=[socket])
     if server.failure is not None:
@@ -157,6 +175,99 @@ compiling; /ready answers 200 when that is done""")
     if server.compiling:  # an interpreter that ends while a thread compiles crashes
         os._exit(0)
     return 0
+
+
+def models_of(args: Serve) -> list[NamedSource]:
+    """The models of --model, in their order; the embedded one without the option.
+
+    Raises:
+        ValueError: A value of no form that is allowed, or several models with an option that belongs to one.
+    """
+    found = []
+    for word in args.model:
+        name, equals, source = word.partition("=")
+        # A folder may have "=" in its path, such as runs/lr=0.1/model, and a name has no "/".
+        if not equals or "/" in name or os.path.exists(word):
+            found.append(NamedSource(None, word))
+            continue
+        if not source or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+            raise refuse("--model", word, f"MODEL or NAME=MODEL, a name of 1 to {LONGEST_NAME} characters")
+        found.append(NamedSource(name, source))
+    if len(found) > 1:
+        single = "no value with several models"
+        if args.checkpoint.adapter is not None:
+            merged = "the folder that `mercury convert --adapter` writes is a model of its own"
+            raise refuse("--adapter", args.checkpoint.adapter, f"{single}: {merged}")
+        if args.checkpoint.mask is not None:
+            raise refuse("--mask", args.checkpoint.mask, f"{single}: it is an id of one vocabulary")
+        if args.mesh is not None:
+            why = "programs of two models that share the devices of a mesh can block each other"
+            raise refuse("--mesh", args.mesh, f"{single}: {why}")
+    return found or [NamedSource(None, None)]
+
+
+def check_names(args: Serve, models: Sequence[NamedSource], options: ServerOptions) -> None:
+    """Refuses names that are not possible together, before the parameters of a model are read.
+
+    Args:
+        args: The options; --mask and --alias are used.
+        models: The models; the names of those without one are in their files.
+        options: The options of the HTTP app.
+
+    Raises:
+        ValueError: Two models of one name, or an alias that is not possible.
+        CheckpointError: There is no such model, or its files are damaged.
+    """
+    from mercury_jax.hub.load import NANO, open_checkpoint
+    from mercury_jax.serve.options import model_names
+
+    names = []
+    for name, source in models:
+        if name is None:
+            opened = open_checkpoint(NANO if source is None else source, mask=args.checkpoint.mask)
+            # As `mercury_jax.load` names them: an id of Hugging Face is a name, a folder has one in its files.
+            is_id = opened.family is not None and Path(source or "") != opened.path
+            name = str(source) if is_id else opened.name
+        names.append(name)
+    model_names(names, dataclasses.replace(options, aliases=aliases_of(args.alias, names[0])))
+
+
+def load_engines(
+    args: Serve, models: Sequence[NamedSource], parameters: dict[str, float], settings: EngineConfig
+) -> list[Engine]:
+    """Loads the models, and makes an engine for each.
+
+    All weights are loaded before the memory for the slots is divided, so that the shares do not depend on the order.
+
+    Args:
+        args: The options.
+        models: From `models_of`.
+        parameters: Of the rule of `args`.
+        settings: From `settings_of`; slots and context that were not given are reduced to what fits.
+
+    Returns:
+        The engines, in the order of the models, not started yet.
+
+    Raises:
+        ValueError: A model does not fit into memory, or cannot decode with the rule.
+    """
+    from mercury_jax.serve.engine import memory
+    from mercury_jax.serve.engine.engine import Engine
+
+    lms = []
+    for name, source in models:
+        lm = with_rule(args.checkpoint.load(source, mesh=mesh_of(args.mesh)), args.rule, parameters)
+        lms.append(lm if name is None else dataclasses.replace(lm, name=name))
+    available = memory.free_memory(lms[0], settings)  # all models are on the same devices
+    if available is not None:
+        settings = dataclasses.replace(settings, memory=available // len(lms))
+    engines = []
+    for lm in lms:
+        fitted = memory.fit_config(lm, settings, slots=args.slots is None, context=args.context is None)
+        engines.append(engine := Engine(lm, fitted))
+        sizes = memory.engine_memory(lm, fitted)
+        show.say(f"{lm.name}: {fitted.slots} slots of {engine.context} tokens: {sizes}")
+    return engines
 
 
 def settings_of(args: Serve) -> EngineConfig:
@@ -174,7 +285,7 @@ def settings_of(args: Serve) -> EngineConfig:
     if args.memory is not None and not args.memory > 0:
         raise refuse("--memory", args.memory, "a number of GiB above 0")
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
-    check_kv_kind(args.loading.kv)
+    check_kv_kind(args.checkpoint.kv)
     return EngineConfig(
         slots=SLOTS if args.slots is None else args.slots,
         queue=args.queue,
@@ -229,13 +340,20 @@ def aliases_of(words: Sequence[str], model: str) -> dict[str, str] | None:
 
     Args:
         words: The values of --alias.
-        model: Name of the model, for those without one.
+        model: Name of the first model, for those without one.
 
     Returns:
         The names, or None for the vendor's.
+
+    Raises:
+        ValueError: A name with two meanings.
     """
-    pairs = [word.partition("=") for word in words]
-    return {name: meant or model for name, _, meant in pairs} or None
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, meant = word.partition("=")
+        if found.setdefault(name, meant or model) != (meant or model):
+            raise refuse("--alias", word, f"one meaning of {name}, which is {found[name]} already")
+    return found or None
 
 
 def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:

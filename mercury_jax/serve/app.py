@@ -1,12 +1,13 @@
 """The ASGI app and its routes.
 
-`create_app` puts every route behind the access control (`auth.AuthMiddleware`), except the public health checks.
+`create_app` puts every route behind the access control (`auth.AuthMiddleware`), except the public health checks. A
+handler takes all models of the app; a request names the one that answers it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -18,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
-from mercury_jax.serve import errors
 from mercury_jax.serve.auth import AuthMiddleware
 from mercury_jax.serve.chat_completions import chat_completions
 from mercury_jax.serve.completions import (
@@ -34,12 +34,12 @@ from mercury_jax.serve.openapi import openapi_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground.app import Playground
 from mercury_jax.serve.responses import ModelList, ModelObject
-from mercury_jax.serve.service import Service
+from mercury_jax.serve.service import ServedModels, as_tuple
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
 
-Handler = Callable[[Service, Request], Awaitable[Response]]
+Handler = Callable[[ServedModels, Request], Awaitable[Response]]
 
 # `supported_features` in the lists of chat models; the lists of FIM and edit models have none.
 MODEL_FEATURES = ("tools", "json_mode", "structured_outputs")
@@ -53,30 +53,30 @@ SUPPORTED_SAMPLING = (
 )  # fmt: skip
 
 
-async def _health(service: Service, request: Request) -> Response:
-    """GET /health: 200 as soon as the process answers, whether or not the model is ready."""
+async def _health(models: ServedModels, request: Request) -> Response:
+    """GET /health: 200 as soon as the process answers, whether or not the models are ready."""
     return JsonResponse({"status": "ok"})
 
 
-async def _ready(service: Service, request: Request) -> Response:
-    """GET /ready: 200 while requests are accepted; 503 until the model is warm, and once the server shuts down."""
-    if service.ready:
+async def _ready(models: ServedModels, request: Request) -> Response:
+    """GET /ready: 200 while all models take requests; 503 until they are warm, and once the server shuts down."""
+    if models.ready:
         return JsonResponse({"status": "ready"})
-    status = "closing" if service.engine.closing else "warming up"
+    status = "closing" if models.closing else "warming up"
     return JsonResponse({"status": status}, 503, headers={"retry-after": "1"})
 
 
-async def _metrics(service: Service, request: Request) -> Response:
+async def _metrics(models: ServedModels, request: Request) -> Response:
     """GET /metrics: metrics in the text format of Prometheus."""
-    text = await run_in_threadpool(generate_latest, service.metrics.registry)
+    text = await run_in_threadpool(generate_latest, models.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _list_models(
-    service: Service, request: Request, features: tuple[str, ...] = MODEL_FEATURES
+    models: ServedModels, request: Request, features: tuple[str, ...] = MODEL_FEATURES
 ) -> Response:
-    """GET /v1/models: one entry for each name of the loaded model."""
-    data = [_model_object(service, name, features) for name in service.names]
+    """GET /v1/models: one entry for each name of each model."""
+    data = [_model_object(models, name, features) for name in models.by_name]
     return JsonResponse(ModelList(object="list", data=data))
 
 
@@ -84,12 +84,9 @@ async def _list_models(
 _list_code_models = functools.partial(_list_models, features=())
 
 
-async def _get_model(service: Service, request: Request) -> Response:
+async def _get_model(models: ServedModels, request: Request) -> Response:
     """GET /v1/models/{id}: one model by its name; 404 for other names."""
-    name = request.path_params["id"]
-    if name not in service.names:
-        raise errors.unknown_model(name)
-    return JsonResponse(_model_object(service, name, MODEL_FEATURES))
+    return JsonResponse(_model_object(models, request.path_params["id"], MODEL_FEATURES))
 
 
 # Load balancers call these without an API key; the responses contain no data of users or of the model.
@@ -112,39 +109,44 @@ POST_ROUTES: Mapping[str, Handler] = {
 }
 
 
-def create_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:
-    """Makes the ASGI app of an engine.
+def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = ServerOptions()) -> Starlette:
+    """Makes the ASGI app of one or several engines, each of another model.
 
     Args:
-        engine: The engine, which may still be warming up. The caller starts and stops it.
+        engines: An engine, or several, the one of the default model first. They may still be warming up. The caller
+            starts and stops them.
         options: Options of the server.
 
     Returns:
-        The app. Its `state.service` is the `Service`.
+        The app. Its `state.models` are the `ServedModels`.
 
     Raises:
-        ValueError: If an alias names a model that is not loaded.
+        ValueError: If two models have one name, an alias means a model that is not loaded or is the name of another
+            model, or two models share the devices of a mesh.
+
+    Example:
+        >>> app = create_app([Engine(mj.load()), Engine(mj.load("runs/mine/model"))])
     """
-    service = Service(engine, options, (*PUBLIC_ROUTES, *GET_ROUTES, *POST_ROUTES))
+    models = ServedModels(as_tuple(engines), options, (*PUBLIC_ROUTES, *GET_ROUTES, *POST_ROUTES))
 
     def routes(handlers: Mapping[str, Handler], method: str) -> list[BaseRoute]:
         return [
-            Route(path, functools.partial(handler, service), methods=[method])
+            Route(path, functools.partial(handler, models), methods=[method])
             for path, handler in handlers.items()
         ]
 
     protected = [*routes(GET_ROUTES, "GET"), *routes(POST_ROUTES, "POST")]
     if options.playground:
-        protected += Playground(engine, options).routes()
+        protected += Playground(models).routes()
     app = Starlette(
-        middleware=[Middleware(RequestMiddleware, metrics=service.metrics)],
+        middleware=[Middleware(RequestMiddleware, metrics=models.metrics)],
         exception_handlers={HTTPException: _routing_error},
     )
     # Every path except the public routes goes through the access control, even a path without a route: a client
     # without a key gets 401 for it and cannot find out which routes exist.
     within = AuthMiddleware(Router(protected, redirect_slashes=False), options)
     app.router = Router(routes(PUBLIC_ROUTES, "GET"), redirect_slashes=False, default=within)
-    app.state.service = service
+    app.state.models = models
     return app
 
 
@@ -154,16 +156,16 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, f"{error.detail}", headers=error.headers))
 
 
-def _model_object(service: Service, name: str, features: tuple[str, ...]) -> ModelObject:
-    """Describes the loaded model under one of its names."""
-    engine = service.engine
+def _model_object(models: ServedModels, name: str, features: tuple[str, ...]) -> ModelObject:
+    """Describes a model under one of its names; ApiError 404 for other names."""
+    engine = models.find(name).engine
     about = f"{engine.lm.name}, a diffusion language model of {engine.lm.parameters:,} parameters"
     return {
         "id": name,
         "object": "model",
         "owned_by": "mercury_jax",
         "name": name if name == engine.lm.name else f"{name} ({engine.lm.name})",
-        "created": service.created,
+        "created": models.created,
         "description": about,
         "input_modalities": ["text"],
         "output_modalities": ["text"],

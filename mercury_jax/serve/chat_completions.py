@@ -27,7 +27,7 @@ from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.protocol import ChatCompletionsRequest
-from mercury_jax.serve.service import Service
+from mercury_jax.serve.service import ServedModels, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
 from mercury_jax.types import LM
 
@@ -58,17 +58,17 @@ class ToolPolicy(NamedTuple):
     max_calls: int | None = 0
 
 
-async def chat_completions(service: Service, request: Request) -> Response:
+async def chat_completions(models: ServedModels, request: Request) -> Response:
     """Answers a conversation.
 
     Args:
-        service: The service.
+        models: The served models.
         request: The HTTP request.
 
     Returns:
         A JSON response or an event stream.
     """
-    body = await service.read(request, ChatCompletionsRequest)
+    service, body = await models.read(request, ChatCompletionsRequest)
     plain = body.model_dump(include={"tools", "response_format"}, exclude_unset=True, by_alias=True)
     size = len(dump_json(plain)) if body.tools or body.response_format else None
     return await respond(service, request, lambda: _prepare_chat(service, body), body.n, size)

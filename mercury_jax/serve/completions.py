@@ -20,7 +20,7 @@ from mercury_jax.serve.chat.messages import plain_messages
 from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
-from mercury_jax.serve.service import Service
+from mercury_jax.serve.service import ServedModels, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
 from mercury_jax.types import LM
 
@@ -30,11 +30,11 @@ CodeBody = protocol.CompletionsRequest | protocol.FimCompletionsRequest | EditBo
 END_OF_TEXT = "<|endoftext|>"  # suffix that editors send at the end of a file, instead of an empty one
 
 
-async def completions(service: Service, request: Request) -> Response:
+async def completions(models: ServedModels, request: Request) -> Response:
     """Continues one or several prompts; with a suffix, fills the gap.
 
     Args:
-        service: The service.
+        models: The served models.
         request: The HTTP request.
 
     Returns:
@@ -43,7 +43,7 @@ async def completions(service: Service, request: Request) -> Response:
     Raises:
         ApiError: 400 if prompts times `n` exceeds `MAX_CHOICES`.
     """
-    body = await service.read(request, protocol.CompletionsRequest)
+    service, body = await models.read(request, protocol.CompletionsRequest)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     count = len(prompts) * body.n
     if count > protocol.MAX_CHOICES:
@@ -52,45 +52,45 @@ async def completions(service: Service, request: Request) -> Response:
     return await respond(service, request, lambda: _prepare_texts(service, body, prompts, body.n), count)
 
 
-async def fim_completions(service: Service, request: Request) -> Response:
+async def fim_completions(models: ServedModels, request: Request) -> Response:
     """Fills the gap between prompt and suffix.
 
     Args:
-        service: The service.
+        models: The served models.
         request: The HTTP request.
 
     Returns:
         A JSON response or an event stream.
     """
-    body = await service.read(request, protocol.FimCompletionsRequest)
+    service, body = await models.read(request, protocol.FimCompletionsRequest)
     return await respond(service, request, lambda: _prepare_texts(service, body, [body.prompt], 1), 1)
 
 
-async def edit_completions(service: Service, request: Request) -> Response:
+async def edit_completions(models: ServedModels, request: Request) -> Response:
     """Rewrites the marked region of a file.
 
     Args:
-        service: The service.
+        models: The served models.
         request: The HTTP request.
 
     Returns:
         A JSON response or an event stream.
     """
-    body = await service.read(request, protocol.EditCompletionsRequest)
+    service, body = await models.read(request, protocol.EditCompletionsRequest)
     return await respond(service, request, lambda: _prepare_edit(service, body), 1)
 
 
-async def apply_completions(service: Service, request: Request) -> Response:
+async def apply_completions(models: ServedModels, request: Request) -> Response:
     """Merges an update into a file.
 
     Args:
-        service: The service.
+        models: The served models.
         request: The HTTP request.
 
     Returns:
         A JSON response or an event stream.
     """
-    body = await service.read(request, protocol.ApplyCompletionsRequest)
+    service, body = await models.read(request, protocol.ApplyCompletionsRequest)
     return await respond(service, request, lambda: _prepare_apply(service, body), 1)
 
 

@@ -1,12 +1,15 @@
 """Metrics for Prometheus.
 
 The counters and gauges of `EngineStats` are read at each scrape. HTTP responses and answers are counted when they end.
+
+What belongs to an engine exists twice: `mercury_waiting` is of all models together, so that dashboards and autoscalers
+need not know how many there are, and `mercury_model_waiting{model="nano"}` is of one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -45,8 +48,8 @@ class Metrics:
     """The metrics of one app, in their own registry, so that a process may hold several apps.
 
     Args:
-        stats: Returns the statistics of the engine.
-        ready: Returns whether the engine accepts requests.
+        stats: Returns the statistics of each model's engine, by the model's name.
+        ready: Returns whether all engines accept requests.
         paths: Paths with their own label. All other paths share the label "other", so that clients cannot create an
             unbounded number of time series.
 
@@ -55,32 +58,41 @@ class Metrics:
         schema_failures: Counts answers that did not match their schema.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool], paths: Collection[str]):
+    def __init__(
+        self,
+        stats: Callable[[], Mapping[str, EngineStats]],
+        ready: Callable[[], bool],
+        paths: Collection[str],
+    ):
         self.registry = CollectorRegistry()
         self._stats, self._ready, self._paths = stats, ready, frozenset(paths)
         self.registry.register(self)  # type: ignore[arg-type]
-        histogram = functools.partial(Histogram, registry=self.registry)
         counter = functools.partial(Counter, registry=self.registry)
         about = "Responses by route and status."
         self._responses = counter("mercury_http_responses", about, labelnames=["path", "status"])
         about = "From the request's arrival to its first snapshot."
-        self._first_frame = histogram("mercury_first_frame_seconds", about, buckets=SECONDS_BUCKETS)
+        self._first_frame = self._histograms("first_frame_seconds", about, SECONDS_BUCKETS)
         about = "From the request's arrival to its last token."
-        self._last_token = histogram("mercury_last_token_seconds", about, buckets=SECONDS_BUCKETS)
+        self._last_token = self._histograms("last_token_seconds", about, SECONDS_BUCKETS)
         about = "Tokens of an answer per denoising pass."
-        self._tokens_per_forward = histogram(
-            "mercury_tokens_per_forward", about, buckets=TOKENS_PER_FORWARD_BUCKETS
-        )
+        self._tokens_per_forward = self._histograms("tokens_per_forward", about, TOKENS_PER_FORWARD_BUCKETS)
         about = "Answers that did not obey the schema they were promised to. Must stay 0."
         self.schema_failures = counter("mercury_structured_output_failures", about)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields a metric family for each field of `EngineStats`; `prometheus_client` calls it at each scrape."""
+        """Yields two metric families for each field of `EngineStats`; `prometheus_client` calls it at each scrape."""
         stats = self._stats()
-        for name, about in ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
-        for name, about in ENGINE_COUNTERS.items():
-            yield CounterMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
+        fields = [(GaugeMetricFamily, *one) for one in ENGINE_GAUGES.items()]
+        fields += [(CounterMetricFamily, *one) for one in ENGINE_COUNTERS.items()]
+        for family, name, about in fields:
+            values = {model: getattr(of_model, name) for model, of_model in stats.items()}
+            # Positions per slot do not add up.
+            together = max if name == "capacity" else sum
+            yield family(f"mercury_{name}", about, value=together(values.values()))
+            each = family(f"mercury_model_{name}", f"Of one model. {about}", labels=["model"])
+            for model, value in values.items():
+                each.add_metric([model], value)
+            yield each
         about = "Whether requests are accepted."
         yield GaugeMetricFamily("mercury_ready", about, value=float(self._ready()))
 
@@ -94,16 +106,25 @@ class Metrics:
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._responses.labels(path, str(status)).inc()
 
-    def count_answer(self, first: float, last: float, tokens: int, forwards: int) -> None:
+    def count_answer(self, model: str, first: float, last: float, tokens: int, forwards: int) -> None:
         """Counts one answer.
 
         Args:
+            model: Name of the model.
             first: Seconds from the request's arrival to its first snapshot.
             last: Seconds from the request's arrival to its last token.
             tokens: Tokens of the answer, thinking included.
             forwards: Denoising passes; 0 for an answer that needed no decoding, which has no tokens per pass.
         """
-        self._first_frame.observe(first)
-        self._last_token.observe(last)
+        observed = [(self._first_frame, first), (self._last_token, last)]
         if forwards:
-            self._tokens_per_forward.observe(tokens / forwards)
+            observed.append((self._tokens_per_forward, tokens / forwards))
+        for (together, each), value in observed:
+            together.observe(value)
+            each.labels(model).observe(value)
+
+    def _histograms(self, name: str, about: str, buckets: tuple[float, ...]) -> tuple[Histogram, Histogram]:
+        """Makes the histogram of all models together, and the one with a label for the model."""
+        make = functools.partial(Histogram, registry=self.registry, buckets=buckets)
+        each = make(f"mercury_model_{name}", f"Of one model. {about}", labelnames=["model"])
+        return make(f"mercury_{name}", about), each

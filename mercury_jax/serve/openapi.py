@@ -18,7 +18,7 @@ from starlette.responses import Response
 from mercury_jax import __version__
 from mercury_jax.serve import protocol, responses
 from mercury_jax.serve.http import JsonResponse
-from mercury_jax.serve.service import Service
+from mercury_jax.serve.service import ServedModels
 
 Json = dict[str, Any]
 
@@ -134,17 +134,17 @@ GET_ERRORS = ("400", "401", "403", "404", "405", "431", "500", "503")
 PUBLIC_GET_ERRORS = ("400", "405", "431", "500")
 
 
-async def openapi_json(service: Service, request: Request) -> Response:
+async def openapi_json(models: ServedModels, request: Request) -> Response:
     """Sends the document.
 
     Args:
-        service: The service.
+        models: The served models.
         request: The HTTP request.
 
     Returns:
         The response of GET /openapi.json.
     """
-    return JsonResponse(build_document(bool(service.options.keys), tuple(service.names)))
+    return JsonResponse(build_document(bool(models.options.keys), tuple(models.by_name)))
 
 
 def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
@@ -218,7 +218,7 @@ def _paths(model: str) -> Json:
         "required": True,
         "schema": {"type": "string", "minLength": 1},
     }
-    models = _get("The names of the model that is loaded.", _content("ModelList"))
+    models = _get("The models, under each of their names.", _content("ModelList"))
     metrics = {"text/plain": {"schema": {"type": "string"}}}
     closed = {"503": {"description": "They are not.", "content": _content("Status")}}
     return (

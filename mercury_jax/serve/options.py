@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.defaults import EFFORTS
 
-# Names of the vendor's models that are built into clients. By default each of them is an alias of the loaded model.
+# Names of the vendor's models that are built into clients. By default each of them is an alias of the first model.
 VENDOR_MODELS = (
     "mercury", "mercury-2", "mercury-2.5", "mercury-3", "mercury-coder", "mercury-coder-small",
     "mercury-coder-small-beta", "mercury-edit", "mercury-edit-2",
@@ -30,7 +30,8 @@ class ServerOptions:
         keys: API keys; each of them gives access to every route. Empty: no key is needed.
         hosts: Allowed values of the `Host` header, or "*" for any. The default, the loopback names, prevents other web
             pages from using a local server by DNS rebinding.
-        aliases: Further names of the model, as a mapping from alias to model name; None for the vendor's names.
+        aliases: Further names of the models, as a mapping from alias to model name; None: the vendor's names, which
+            mean the first model.
         rate: Maximum requests per minute and key; None for no limit.
         effort: Default effort of requests that set none. None: the model's own rule, with the thinking budget of
             "medium" if that is at most a quarter of the context.
@@ -70,28 +71,34 @@ class ServerOptions:
                 raise refuse("an API key", "*" * len(key), "8 or more printable ASCII characters, no space")
 
 
-def model_names(model: str, options: ServerOptions) -> dict[str, str]:
+def model_names(models: Sequence[str], options: ServerOptions) -> dict[str, str]:
     """Lists the names that requests may use.
 
     Args:
-        model: Name of the loaded model.
+        models: Names of the models, the default one first.
         options: Options with the aliases.
 
     Returns:
-        A mapping from each name to the model name; the model's own name comes first.
+        A mapping from each name to the name of its model; the models' own names come first.
 
     Raises:
-        ValueError: If an alias is empty, or names another model.
+        ValueError: If two models have one name, or an alias is empty, is the name of another model, or means a model
+            that is not served.
     """
+    for i, model in enumerate(models):
+        if model in models[:i]:
+            raise refuse("name of a model", model, "another name for each model: --model NAME=MODEL")
     aliases: Mapping[str, str] | None = options.aliases
     if aliases is None:
-        aliases = dict.fromkeys(VENDOR_MODELS, model)
+        aliases = {name: models[0] for name in VENDOR_MODELS if name not in models}
     for alias, target in aliases.items():
-        if target != model:
-            raise refuse(f"alias {alias}", target, f"{model}, the model that is loaded")
+        if target not in models:
+            raise refuse(f"alias {alias}", target, f"a model that is loaded: {', '.join(models)}")
         if not alias:
             raise refuse("alias", alias, "NAME or NAME=MODEL")
-    return {model: model, **aliases}
+        if alias in models and alias != target:
+            raise refuse("alias", alias, f"a name that no model has: {alias} is a model itself")
+    return {**dict(zip(models, models, strict=True)), **aliases}
 
 
 def is_loopback(host: str) -> bool:

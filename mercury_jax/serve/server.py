@@ -1,6 +1,6 @@
-"""The uvicorn server of an app and its engine.
+"""The uvicorn server of an app and its engines.
 
-The server accepts connections while the engine warms up (/ready fails until then), and drains running requests before
+The server accepts connections while the engines warm up (/ready fails until then), and drains running requests before
 it exits.
 """
 
@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -24,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mercury_jax.config import refuse
 from mercury_jax.serve.errors import invalid_request
 from mercury_jax.serve.http import MAX_HEADER_BYTES, dump_json
+from mercury_jax.serve.service import as_tuple
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
@@ -130,18 +131,18 @@ class Server(uvicorn.Server):
 
     Args:
         app: The app.
-        engine: The engine of the app, not started yet.
+        engines: The engine or engines of the app, not started yet. They start one after the other.
         drain: Seconds for running requests to finish.
-        on_ready: Called in a thread when the engine has warmed up.
+        on_ready: Called in a thread when all engines have warmed up.
 
     Attributes:
-        failure: The error with which the engine failed to start; None otherwise.
+        failure: The error with which an engine failed to start; None otherwise.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        engine: Engine,
+        engines: Engine | Sequence[Engine],
         drain: float = 30.0,
         on_ready: Callable[[], None] = lambda: None,
     ):
@@ -162,15 +163,18 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=FLUSH_SECONDS,
             )
         )
-        self.engine, self.drain, self.on_ready = engine, drain, on_ready
+        self.engines, self.drain, self.on_ready = as_tuple(engines), drain, on_ready
         self.failure: BaseException | None = None
         self._at_once = threading.Event()
         self._draining: threading.Thread | None = None
         self._warming = threading.Thread(target=self._warm, name="mercury-warm", daemon=True)
-        self._stopping = threading.Thread(target=engine.stop, name="mercury-stop", daemon=True)
+        # A thread per engine: one that still compiles must not delay the end of the others' requests.
+        self._stopping = [
+            threading.Thread(target=engine.stop, name="mercury-stop", daemon=True) for engine in self.engines
+        ]
 
     async def startup(self, sockets: Any = None) -> None:
-        """Starts to listen, and warms up the engine in a thread."""
+        """Starts to listen, and warms up the engines in a thread."""
         await super().startup(sockets)
         self._warming.start()
 
@@ -201,24 +205,34 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def _warm(self) -> None:
-        """Starts the engine; an error ends the server and is kept in `failure`."""
+        """Starts the engines; an error ends the server and is kept in `failure`."""
         try:
-            self.engine.start()
+            for engine in self.engines:
+                if engine.closing:  # a signal came while another engine compiled
+                    return
+                engine.start()
             self.on_ready()
         except BaseException as error:
             self.failure = error
             self.should_exit = True
 
     def _shut_down(self) -> None:
-        """Drains and stops the engine in a thread, then lets uvicorn exit."""
-        self.engine.closing = True
+        """Drains and stops the engines in threads, then lets uvicorn exit."""
+        for engine in self.engines:
+            engine.closing = True
         self._at_once.wait(NOTICE_SECONDS)
-        drained = threading.Thread(target=self.engine.drain, args=(self.drain,), daemon=True)
-        drained.start()
-        while drained.is_alive() and not self._at_once.is_set():
-            drained.join(0.05)
-        self._stopping.start()
-        self._stopping.join(STOP_SECONDS)
+        draining = [
+            threading.Thread(target=engine.drain, args=(self.drain,), daemon=True) for engine in self.engines
+        ]
+        for thread in draining:
+            thread.start()
+        while any(thread.is_alive() for thread in draining) and not self._at_once.is_set():
+            time.sleep(0.05)
+        for thread in self._stopping:
+            thread.start()
+        until = time.monotonic() + STOP_SECONDS
+        for thread in self._stopping:
+            thread.join(max(0.0, until - time.monotonic()))
         until = time.monotonic() + COMPILE_SECONDS
         while self.compiling and not self._at_once.is_set() and time.monotonic() < until:
             time.sleep(0.05)
@@ -226,8 +240,8 @@ class Server(uvicorn.Server):
 
     @property
     def compiling(self) -> bool:
-        """Whether a thread of the engine is still compiling; the interpreter must not exit before it ends."""
-        return self._stopping.is_alive() or self._warming.is_alive()
+        """Whether a thread of an engine is still compiling; the interpreter must not exit before it ends."""
+        return any(thread.is_alive() for thread in (*self._stopping, self._warming))
 
 
 def freeze_startup_objects() -> None:

@@ -1,7 +1,8 @@
-"""The parts shared by all endpoints: the engine, the admission limit, and the threads that prepare requests.
+"""The parts shared by all endpoints: models by name, their admission limits, and the threads that prepare requests.
 
-An endpoint reads its request with `Service.read`. It passes `streaming.respond` a function that makes the jobs, which
-`Service.submit` runs in a thread. A job is one engine request, that is, one answer.
+An endpoint reads its request with `ServedModels.read`, which also finds the `Service` of the model that the request
+names. It passes `streaming.respond` a function that makes the jobs, which `Service.submit` runs in a thread. A job is
+one engine request, that is, one answer.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import jax
 from starlette.requests import Request
 
+from mercury_jax.config import refuse
 from mercury_jax.serve import errors
 from mercury_jax.serve.engine.request import (
     ContextLengthExceeded,
@@ -55,57 +58,109 @@ class AnswerHandle(Protocol):
     def __aiter__(self) -> AsyncIterator[Snapshot]: ...
 
 
-class Service:
-    """The engine of one app, its options and its metrics.
+class PreparationPools(NamedTuple):
+    """The threads that prepare requests, shared by all models: more threads would only compete for the GIL.
+
+    Requests without a grammar never wait for the compilation of one, nor small grammars for large ones.
+    """
+
+    plain: ThreadPoolExecutor
+    small_grammars: ThreadPoolExecutor
+    large_grammars: ThreadPoolExecutor
+
+
+class ServedModels:
+    """The models of one app, by each name that requests may use for them.
 
     Args:
-        engine: The engine, which may still be warming up.
+        engines: One engine per model, the default model first. They may still be warming up.
         options: The server's options.
         paths: Paths of the app's routes, for the metrics.
 
     Raises:
-        ValueError: If an alias names a model that is not loaded.
+        ValueError: If two models have one name, an alias is not possible (`options.model_names`), or two engines share
+            the devices of a mesh.
 
     Attributes:
-        names: Names that requests may use for the model.
+        services: The models, in the order of `engines`.
+        by_name: The model that each name means; the models' own names come first.
+        options: The server's options.
+        metrics: The metrics of the app.
         created: Start time of the server, in seconds since the epoch.
     """
 
-    def __init__(self, engine: Engine, options: ServerOptions, paths: Sequence[str] = ()):
-        self.engine, self.options = engine, options
-        self.metrics = Metrics(lambda: engine.stats(), lambda: self.ready, paths)
-        self.names: Mapping[str, str] = model_names(engine.lm.name, options)
-        self.limit = AdmissionLimit(engine.config.slots, engine.config.queue)
-        self.created = int(time.time())
-        self._longest = max(1, *map(len, engine.lm.tokenizer.pieces))  # bytes of the longest token
-        # Separate pools: requests without a grammar never wait for a compilation, nor small grammars for large ones.
-        self._pool = ThreadPoolExecutor(WORKERS, "mercury-prepare")
-        self._small_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-small")
-        self._large_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-large")
+    def __init__(self, engines: Sequence[Engine], options: ServerOptions, paths: Sequence[str] = ()):
+        check_devices(engines)
+        names = model_names([engine.lm.name for engine in engines], options)
+        self.options, self.created = options, int(time.time())
+        self.metrics = Metrics(
+            lambda: {engine.lm.name: engine.stats() for engine in engines}, lambda: self.ready, paths
+        )
+        pools = PreparationPools(
+            ThreadPoolExecutor(WORKERS, "mercury-prepare"),
+            ThreadPoolExecutor(WORKERS, "mercury-compile-small"),
+            ThreadPoolExecutor(WORKERS, "mercury-compile-large"),
+        )
+        self.services = tuple(Service(engine, options, self.metrics, pools) for engine in engines)
+        own = {service.engine.lm.name: service for service in self.services}
+        self.by_name: Mapping[str, Service] = {name: own[model] for name, model in names.items()}
 
     @property
     def ready(self) -> bool:
-        """Whether the engine has warmed up and is not shutting down."""
-        return bool(self.engine.ready) and not self.engine.closing
+        """Whether all engines have warmed up and none is shutting down."""
+        return all(service.engine.ready for service in self.services) and not self.closing
 
-    async def read(self, request: Request, model: type[R]) -> R:
-        """Reads and validates a request.
+    @property
+    def closing(self) -> bool:
+        """Whether the server is shutting down."""
+        return any(service.engine.closing for service in self.services)
+
+    def find(self, name: str) -> Service:
+        """Returns the model that a name means.
+
+        Args:
+            name: The name of a model, or an alias.
+
+        Raises:
+            ApiError: 404 for an unknown name.
+        """
+        if name not in self.by_name:
+            raise errors.unknown_model(name)
+        return self.by_name[name]
+
+    async def read(self, request: Request, model: type[R]) -> tuple[Service, R]:
+        """Reads and validates a request, and finds its model.
 
         Args:
             request: The HTTP request.
             model: Request model of the endpoint.
 
         Returns:
-            The request, with all defaults.
+            The model that the request names, and the request with all defaults.
 
         Raises:
-            ApiError: 400, 408, 413, 415 for the body; 404 for an unknown model; 503 while the engine is not ready.
+            ApiError: 400, 408, 413, 415 for the body; 404 for an unknown model; 503 while its engine is not ready.
         """
         parsed = await read_json(request, self.options, functools.partial(parse_request, model))
-        if parsed.model not in self.names:
-            raise errors.unknown_model(parsed.model)
-        check_ready(self.engine)
-        return parsed
+        service = self.find(parsed.model)
+        check_ready(service.engine)
+        return service, parsed
+
+
+class Service:
+    """One served model: its engine and admission limit, and the options and metrics of the app.
+
+    Args:
+        engine: The engine, which may still be warming up.
+        options: The server's options.
+        metrics: The metrics of the app.
+        pools: Threads that prepare requests.
+    """
+
+    def __init__(self, engine: Engine, options: ServerOptions, metrics: Metrics, pools: PreparationPools):
+        self.engine, self.options, self.metrics, self.pools = engine, options, metrics, pools
+        self.limit = AdmissionLimit(engine.config.slots, engine.config.queue)
+        self._longest = max(1, *map(len, engine.lm.tokenizer.pieces))  # bytes of the longest token
 
     def check_size(self, size: int, param: str = "messages") -> None:
         """Refuses texts that cannot fit into the context, before the cost of tokenizing them.
@@ -148,9 +203,10 @@ class Service:
         """
         self.limit.enter(count)
         if grammar_bytes is None:
-            pool = self._pool
+            pool = self.pools.plain
         else:
-            pool = self._small_grammars if grammar_bytes <= SMALL_GRAMMAR_BYTES else self._large_grammars
+            small = grammar_bytes <= SMALL_GRAMMAR_BYTES
+            pool = self.pools.small_grammars if small else self.pools.large_grammars
         future = pool.submit(self._prepare_and_submit, prepare, count, cache_salt)
         try:
             return await asyncio.wrap_future(future)
@@ -257,6 +313,37 @@ class SubmittedJobs:
             for handle in self.handles:
                 handle.cancel()
             self._limit.leave(self._count, time.monotonic() - self._submitted)
+
+
+def as_tuple(engines: Engine | Sequence[Engine]) -> tuple[Engine, ...]:
+    """The engines of a server whose caller gave one engine or several."""
+    return tuple(engines) if isinstance(engines, Sequence) else (engines,)
+
+
+def check_devices(engines: Sequence[Engine]) -> None:
+    """Refuses engines that share the devices of a mesh.
+
+    Each engine launches its programs from threads of its own. Where two programs with collectives run on the same
+    devices, one device may start with one program and another device with the other; both then wait for ever.
+
+    Args:
+        engines: The engines of an app.
+
+    Raises:
+        ValueError: If two of the models have a device in common, and each is on several devices.
+    """
+    owner: dict[object, str] = {}
+    for engine in engines:
+        placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(engine.lm.params))
+        devices = {device for sharding in placed if sharding is not None for device in sharding.device_set}
+        if len(devices) < 2:
+            continue
+        if (shared := next((owner[device] for device in devices if device in owner), None)) is not None:
+            allowed = (
+                f"devices that {shared} is not on: programs of two models on one mesh can block each other"
+            )
+            raise refuse(f"mesh of {engine.lm.name}", f"{len(devices)} devices", allowed)
+        owner |= dict.fromkeys(devices, engine.lm.name)
 
 
 def check_ready(engine: Engine) -> None:

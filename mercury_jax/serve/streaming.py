@@ -265,7 +265,11 @@ class Responder:
             text = plan.finish_content(text, finish)
         now = time.perf_counter()
         self.service.metrics.count_answer(
-            (first or now) - self.arrival, now - self.arrival, message.completion_tokens, snapshot.forwards
+            self.service.engine.lm.name,
+            (first or now) - self.arrival,
+            now - self.arrival,
+            message.completion_tokens,
+            snapshot.forwards,
         )
         wanted = plan.logprobs is not None and snapshot.logprobs is not None
         logprobs = plan.logprobs(snapshot, message) if plan.logprobs is not None and wanted else None

@@ -51,16 +51,18 @@ def page(chromium):
 
 
 class Served:
-    """The app of an engine behind a real socket, in a thread of this process."""
+    """The app of one or several engines behind a real socket, in a thread of this process; `engine` is the first."""
 
-    def __init__(self, engine, options=None):
+    def __init__(self, engines, options=None):
         import uvicorn
 
         from mercury_jax.serve.app import create_app
         from mercury_jax.serve.options import ServerOptions
+        from mercury_jax.serve.service import as_tuple
 
-        self.engine, self.socket = engine, socket.create_server(("127.0.0.1", 0))
-        app = create_app(engine, options or ServerOptions())
+        self.engines, self.socket = as_tuple(engines), socket.create_server(("127.0.0.1", 0))
+        self.engine = self.engines[0]
+        app = create_app(self.engines, options or ServerOptions())
         config = uvicorn.Config(
             app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1
         )
@@ -69,12 +71,14 @@ class Served:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
 
     def __enter__(self) -> Served:
-        self.engine.start()
+        for engine in self.engines:
+            engine.start()
         self.thread.start()
         return self
 
     def __exit__(self, *error) -> None:
-        self.engine.stop()
+        for engine in self.engines:
+            engine.stop()
         self.server.should_exit = True
         self.thread.join(10)
         self.socket.close()

@@ -1,5 +1,6 @@
 """The playground's routes: what they refuse, what they send along, and that who leaves is not served."""
 
+import dataclasses
 import http.client
 import json
 import re
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from mercury_jax.decode.display import TokenLabels
 from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from tests.browser.asking import ask, events
 from tests.browser.conftest import Served
 from tests.browser.scripted import Scripted, shot, unveiled
+from tests.cli.tiny_model import tiny_lm
 
 STATIC = Path(app.STATIC)
 CHAT = {"kind": "chat", "messages": [{"role": "user", "content": "347+585="}]}
@@ -205,3 +208,39 @@ def test_only_rules_of_the_engine_are_offered(lm):
         info = json.loads(ask(served.url + "playground/info")[2])
         assert [rule["name"] for rule in info["rules"]] == [*engine.rules.names] and len(info["rules"]) == 2
         assert ask(served.url + "playground/stream", CHAT | {"rule": "local_leap"})[0] == 400
+
+
+def test_each_model_has_its_own_info_stream_and_tokens(lm):
+    """The first model is meant where none is named; labels, limits and ids are those of the model that is."""
+    mine = dataclasses.replace(tiny_lm(), name="mine")
+    engines = [Scripted(lm, three), Scripted(mine, three)]
+    with Served(engines) as served:
+        url = served.url + "playground/"
+        infos = {
+            name: json.loads(ask(f"{url}info{query}")[2])
+            for name, query in (
+                ("", ""),
+                ("nano", "?model=nano"),
+                ("mine", "?model=mine"),
+                ("mercury", "?model=mercury"),
+            )
+        }
+        assert infos[""] == infos["nano"] == infos["mercury"] != infos["mine"]
+        assert infos["mine"]["models"] == infos["nano"]["models"] == ["nano", "mine"]
+        assert (infos["mine"]["context"], infos["mine"]["block"], infos["mine"]["turns"]) == (128, 8, True)
+        assert (infos["nano"]["context"], infos["nano"]["block"], infos["nano"]["turns"]) == (512, 32, False)
+        for one, body in zip(engines, (CHAT, CHAT | {"model": "mine"}), strict=True):
+            start, frame, *_ = events(url + "stream", body)
+            assert start["model"] == one.lm.name and start["block"] == one.block
+            assert frame["cells"][0][2] == TokenLabels(one.lm.tokenizer).label(70)[0]
+            assert one.tickets[-1].request.prompt == tuple(one.lm.tokenizer.render(CHAT["messages"]))
+        assert [len(one.tickets) for one in engines] == [1, 1]
+        for path, body in (("stream", {}), ("top", {"tokens": [], "settled": [], "start": 0, "index": 0})):
+            third = CHAT | {"model": "third"}
+            status, _, said = ask(url + path, {"request": third, **body} if body else third)
+            assert (status, json.loads(said)["error"]["code"]) == (404, "model_not_found")
+        assert ask(url + "info?model=third")[0] == 404
+        cell = {"tokens": [400], "settled": [1], "start": 0, "index": 0}
+        assert ask(url + "top", cell | {"request": CHAT})[0] == 200
+        status, _, said = ask(url + "top", cell | {"request": CHAT | {"model": "mine"}})
+        assert status == 400 and "0 to 319" in json.loads(said)["error"]["message"]

@@ -372,7 +372,7 @@ def test_under_load_each_request_gets_one_response(app, client):
             assert text_of(events) == alone
         else:
             assert answer.json["choices"][0]["message"]["content"] == alone
-    assert app.state.service.limit.admitted == 0
+    assert app.state.models.services[0].limit.admitted == 0
 
 
 def test_disconnected_clients_free_their_slots(app, engine):
@@ -396,7 +396,7 @@ def test_disconnected_clients_free_their_slots(app, engine):
     while engine.stats().running + engine.stats().waiting and time.monotonic() < until:
         time.sleep(0.02)
     after = engine.stats()
-    assert after.running == after.waiting == 0 and app.state.service.limit.admitted == 0
+    assert after.running == after.waiting == 0 and app.state.models.services[0].limit.admitted == 0
     assert after.submitted - before.submitted == (after.finished - before.finished) + (
         after.cancelled - before.cancelled
     )

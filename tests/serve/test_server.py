@@ -29,12 +29,12 @@ WORDS = "347+585 is 932, and so it was before."
 class LiveServer:
     """A server in a thread, with a client."""
 
-    def __init__(self, engine, drain=5.0, **options):
-        self.engine = engine
+    def __init__(self, engines, drain=5.0, **options):
+        self.engines = engines if isinstance(engines, list) else [engines]
         sock = server.listen("127.0.0.1", 0)
         self.port = sock.getsockname()[1]
         self.server = server.Server(
-            create_app(engine, ServerOptions(playground=False, **options)), engine, drain
+            create_app(engines, ServerOptions(playground=False, **options)), engines, drain
         )
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [sock]}, daemon=True)
         self.thread.start()
@@ -65,7 +65,8 @@ class LiveServer:
             return b"".join(parts)
 
     def stop(self):
-        self.engine.gate.set()
+        for engine in self.engines:
+            engine.gate.set()
         self.server.should_exit = True
         self.thread.join(20)
 

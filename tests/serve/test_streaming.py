@@ -87,7 +87,7 @@ def test_requests_beyond_the_queue_are_refused_before_they_are_rendered(nano):
     assert {(a.status, a.json["error"]["code"]) for a in excess} == {(429, "rate_limit_reached")}
     assert all(int(a.headers["retry-after"]) >= 1 for a in excess) and seconds < 0.1
     assert large.status == 400 and large.json["error"]["param"] == "n"
-    assert app.state.service.limit.admitted == 0
+    assert app.state.models.services[0].limit.admitted == 0
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(nano, monkeypatch):
@@ -154,7 +154,8 @@ def test_a_disconnected_client_cancels_its_jobs(nano, stream, after):
 
     asyncio.run(go())
     freed = lambda: (
-        app.state.service.limit.admitted == 0 and all(ticket.cancelled for ticket in engine.tickets)
+        app.state.models.services[0].limit.admitted == 0
+        and all(ticket.cancelled for ticket in engine.tickets)
     )
     until = time.monotonic() + 5  # the thread that submits may not have noticed yet
     while not freed() and time.monotonic() < until:

@@ -141,7 +141,7 @@ def check_memory(lm: LM, config: EngineConfig) -> None:
     needed = engine_memory(lm, config)
     if needed.total > available:
         raise refuse(
-            f"memory for {config.slots} slots of {config.context or lm.model.config.context} tokens",
+            f"{lm.name}: memory for {config.slots} slots of {config.context or lm.model.config.context} tokens",
             f"{needed} on each device",
             f"up to {_formatted(available)}: fewer --slots, a shorter --context, keys as int8 (--kv int8), or more "
             "devices (--mesh)",

@@ -2,7 +2,7 @@
 
 The routes are part of the server's app (`create_app`), whose access control checks the API key. `PlaygroundRequest` and
 `CellRequest` are the bodies of the two POST routes, `build_request` makes the `EngineRequest`, and `page_info` lists
-the rules of the engine, limits and examples for the form. `frames` makes the contents of the events.
+the rules of a model's engine, limits and examples for the form. `frames` makes the contents of the events.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import token_budget
 from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.serve.http import JsonResponse, read_json
-from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import frames
 from mercury_jax.serve.protocol import (
     ChatCompletionsRequest,
@@ -47,7 +46,7 @@ from mercury_jax.serve.protocol import (
     RequestModel,
     parse_request,
 )
-from mercury_jax.serve.service import AnswerHandle, check_ready, to_api_error
+from mercury_jax.serve.service import AnswerHandle, ServedModels, Service, check_ready, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 from mercury_jax.types import LM
 
@@ -67,7 +66,7 @@ _CODE = {"kind": "text", "title": "Python", "prompt": "def fibonacci(n):", "max_
 _AREA = {
     "kind": "infill", "title": "Fill in", "before": "def area(r):\n", "after": "\n    return a", "max_tokens": 16,
 }  # fmt: skip
-EXAMPLES: dict[str, list[dict[str, Any]]] = {
+EXAMPLES: dict[str, list[dict[str, Any]]] = {  # by the recipe of the model
     "nano": [
         {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32, "p": 0.99},
         {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64, "p": 0.99},
@@ -99,6 +98,7 @@ class PlaygroundRequest(RequestModel):
     Attributes:
         kind: "chat" (a conversation), "text" (a text to continue), "infill" (a hole to fill) or "edit" (a hole whose
             text is rewritten).
+        model: The model, by any of its names. None: the first one.
         messages: The conversation of "chat". With a hole: the conversation before the text, if any.
         tools: Functions that the answer of "chat" may call, as in `POST /v1/chat/completions`.
         tool_choice: "required": it calls one.
@@ -117,6 +117,7 @@ class PlaygroundRequest(RequestModel):
     """
 
     kind: Literal["chat", "text", "infill", "edit"]
+    model: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=64)
     tools: list[FunctionTool] | None = Field(None, max_length=16)
     tool_choice: Literal["auto", "required"] = "auto"
@@ -176,26 +177,27 @@ class PageFiles(StaticFiles):
 
 
 class Playground:
-    """The playground of one engine.
+    """The playground of an app.
 
     Args:
-        engine: The engine; it may still be warming up.
-        options: Options of the server. If they contain API keys, the page asks for one.
+        models: The served models; their engines may still be warming up. If the options of the app contain API keys,
+            the page asks for one.
     """
 
-    def __init__(self, engine: Engine, options: ServerOptions = ServerOptions()):
-        self.engine, self.lm, self.options = engine, engine.lm, options
-        self.info = page_info(engine, bool(options.keys))
-        self.labels = TokenLabels(self.lm.tokenizer)
+    def __init__(self, models: ServedModels):
+        self.models, self.options = models, models.options
+        self.labels = {s: TokenLabels(s.engine.lm.tokenizer) for s in models.services}
+        names = [service.engine.lm.name for service in models.services]
+        locked = bool(models.options.keys)
+        self.infos = {s: page_info(s.engine, locked) | {"models": names} for s in models.services}
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
 
     def routes(self) -> list[BaseRoute]:
         """Returns the routes: `/`, `/playground/static` and `/playground/{info,stream,top}`."""
-        info = JsonResponse(self.info, headers={"cache-control": "no-store"})
         return [
             Route("/", self.page, methods=["GET"]),
             Mount("/playground/static", PageFiles(directory=STATIC)),
-            Route("/playground/info", info, methods=["GET"]),
+            Route("/playground/info", self.info, methods=["GET"]),
             Route("/playground/stream", self.stream, methods=["POST"]),
             Route("/playground/top", self.top, methods=["POST"]),
         ]
@@ -204,57 +206,81 @@ class Playground:
         """GET /: the page."""
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
 
+    async def info(self, request: Request) -> Response:
+        """GET /playground/info?model=NAME: what the form offers for a model, by default the first one.
+
+        Raises:
+            ApiError: 404 for an unknown model.
+        """
+        found = self.infos[self._model(request.query_params.get("model"))]
+        return JsonResponse(found, headers={"cache-control": "no-store"})
+
     async def stream(self, request: Request) -> Response:
         """POST /playground/stream: streams a start event, one frame per denoising pass, and an end event.
 
         Raises:
-            ApiError: 400 for an invalid request, 429 or 503 if the engine rejects it.
+            ApiError: 400 for an invalid request, 404 for an unknown model, 429 or 503 if its engine rejects it.
         """
         body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
-        check_ready(self.engine)
+        service = self._model(body.model)
+        engine = service.engine
+        check_ready(engine)
         prepared = dataclasses.replace(
-            build_request(self.engine, body), cache_salt=request.scope.get(KEY_DIGEST, "")
+            build_request(engine, body), cache_salt=request.scope.get(KEY_DIGEST, "")
         )
         # Compiling a grammar may take seconds, so it runs outside of the event loop's thread.
-        grammar = await to_thread.run_sync(answer_grammar, self.lm, body)
+        grammar = await to_thread.run_sync(answer_grammar, engine.lm, body)
         prepared = dataclasses.replace(prepared, grammar=grammar)
         started = time.perf_counter()
         try:
-            handle = self.engine.submit(prepared)
+            handle = engine.submit(prepared)
         except Exception as error:
-            raise to_api_error(error, self.engine.context) from None
+            raise to_api_error(error, engine.context) from None
         return EventStreamResponse(
-            self._events(handle, prepared, body, started), handle.cancel, self.options.keep_alive
+            self._events(service, handle, prepared, body, started), handle.cancel, self.options.keep_alive
         )
 
     async def top(self, request: Request) -> Response:
         """POST /playground/top: the most probable tokens of a cell in a given pass of the stream.
 
         Raises:
-            ApiError: 400 for an invalid request, 429 if too many such requests wait, 503 while the engine is not ready.
+            ApiError: 400 for an invalid request, 404 for an unknown model, 429 if too many such requests wait, 503
+                while the model's engine is not ready.
         """
         body = await read_json(request, self.options, partial(parse_request, CellRequest))
-        check_ready(self.engine)
-        prepared = build_request(self.engine, body.request)
-        self._check_cell(prepared, body)
+        service = self._model(body.request.model)
+        check_ready(service.engine)
+        prepared = build_request(service.engine, body.request)
+        _check_cell(service.engine, prepared, body)
         if self.waiting >= MAX_WAITING:
             raise errors.rate_limited(1.0, "Too many questions about tokens are waiting. Please try again.")
         self.waiting += 1
         try:
-            found = await to_thread.run_sync(self._top_tokens, prepared, body, limiter=self.one_at_a_time)
+            found = await to_thread.run_sync(
+                self._top_tokens, service, prepared, body, limiter=self.one_at_a_time
+            )
         finally:
             self.waiting -= 1
         return JsonResponse(found, headers={"cache-control": "no-store"})
 
+    def _model(self, name: str | None) -> Service:
+        """The model of a name; None is the first one. ApiError 404 for an unknown name."""
+        return self.models.services[0] if name is None else self.models.find(name)
+
     async def _events(
-        self, handle: AnswerHandle, request: EngineRequest, body: PlaygroundRequest, started: float
+        self,
+        service: Service,
+        handle: AnswerHandle,
+        request: EngineRequest,
+        body: PlaygroundRequest,
+        started: float,
     ) -> AsyncGenerator[bytes, None]:
-        shown, step = frames.NO_CELLS, 0
+        lm, shown, step = service.engine.lm, frames.NO_CELLS, 0
         hole = body.kind in ("infill", "edit")
         chat = body.kind == "chat" or (hole and body.messages is not None)
         yield sse_event({
-            "type": "start", "model": self.lm.name, "prompt_tokens": len(request.prompt),
-            "max_tokens": request.max_tokens, "thinking": request.thinking, "block": self.engine.block,
+            "type": "start", "model": lm.name, "prompt_tokens": len(request.prompt),
+            "max_tokens": request.max_tokens, "thinking": request.thinking, "block": service.engine.block,
             "rule": request.rule, "p": request.p, "steps": request.steps, "seed": request.seed,
             "before": body.before if hole else "", "after": body.after if hole else "",
         })  # fmt: skip
@@ -264,64 +290,62 @@ class Playground:
                 shown, changed = frames.changed_cells(shown, snapshot)
                 if snapshot.finish is None or len(changed):
                     step += 1
-                    event = frames.frame_event(self.labels, shown, changed, snapshot)
+                    event = frames.frame_event(self.labels[service], shown, changed, snapshot)
                     yield sse_event(event | {"step": step, "ms": round(1000 * seconds, 3)})
                 if snapshot.finish is not None:
                     # The whole text as `sample` would return it, its calls of tools, and the cost.
-                    thinking, text = decode_answer(self.lm, snapshot.tokens, chat)
+                    thinking, text = decode_answer(lm, snapshot.tokens, chat)
                     calls: list[dict[str, Any]] = []
                     if body.tools and body.kind == "chat":
-                        text, calls = self._called(request, snapshot)
+                        text, calls = _called(lm, request, snapshot)
                     yield sse_event({
                         "type": "end", "text": text, "calls": calls, "thinking": thinking, "finish": snapshot.finish,
                         "message": snapshot.message, "tokens": len(snapshot.tokens), "forwards": snapshot.forwards,
                         "cached": snapshot.cached, "seconds": round(seconds, 6),
                     })  # fmt: skip
 
-    def _called(self, request: EngineRequest, snapshot: Snapshot) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a finished answer without its calls of tools, and these."""
-        parser = OutputParser(
-            self.lm, chat=True, tools=True, thinking=conversation.opens_thinking(self.lm, request.prompt)
-        )
-        parser.feed(snapshot)
-        message = parser.message()
-        functions = [
-            (call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls
-        ]
-        return message.content, [{"id": id, "type": "function", "function": f} for id, f in functions]
-
-    def _check_cell(self, request: EngineRequest, body: CellRequest) -> None:
-        """Checks that a pass of the request can have denoised the cell; raises ApiError 400 otherwise."""
-        config, most, count = self.lm.model.config, request.max_output, len(body.tokens)
-        if request.max_length + len(request.suffix or ()) > self.engine.context:
-            raise errors.context_length_exceeded(self.engine.context)
-        unknown = next((i for i, token in enumerate(body.tokens) if token >= config.vocab), None)
-        if unknown is not None:
-            raise invalid_value(
-                f"tokens[{unknown}]", body.tokens[unknown], f"a token id, 0 to {config.vocab - 1}"
-            )
-        if len(body.settled) != count:
-            raise invalid_request("settled", f"settled has {len(body.settled)} entries; allowed: {count}")
-        if body.start > count:
-            raise invalid_value("start", body.start, f"at most {count}, the number of cells that were shown")
-        whole = config.pattern == "bidirectional" or request.suffix is not None
-        end = most if whole else min(most, body.start + self.engine.block)
-        if not body.start <= body.index < end:
-            raise invalid_value("index", body.index, f"a cell from {body.start} to {end - 1}")
-
-    def _top_tokens(self, request: EngineRequest, body: CellRequest) -> dict[str, Any]:
-        accepted, block = [bool(x) for x in body.settled], self.engine.block
-        read = frames.pass_input(self.lm, request, body.tokens, accepted, body.start, body.index, block)
-        top = frames.top_tokens(self.lm, read)
+    def _top_tokens(self, service: Service, request: EngineRequest, body: CellRequest) -> dict[str, Any]:
+        lm, accepted, block = service.engine.lm, [bool(x) for x in body.settled], service.engine.block
+        read = frames.pass_input(lm, request, body.tokens, accepted, body.start, body.index, block)
+        top = frames.top_tokens(lm, read)
         cells = []
         for token, p in zip(top.ids, top.p, strict=True):
-            text, kind = self.labels.label(token)
+            text, kind = self.labels[service].label(token)
             cells.append({"id": token, "text": text, "kind": kind, "p": p})
         # With a grammar the result is never exact: frames do not show tokens that the grammar rejected after a pass.
         return {
             "top": cells,
             "exact": top.exact and body.request.answer_schema is None and not body.request.tools,
         }
+
+
+def _called(lm: LM, request: EngineRequest, snapshot: Snapshot) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a finished answer without its calls of tools, and these."""
+    parser = OutputParser(lm, chat=True, tools=True, thinking=conversation.opens_thinking(lm, request.prompt))
+    parser.feed(snapshot)
+    message = parser.message()
+    functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
+    return message.content, [{"id": id, "type": "function", "function": f} for id, f in functions]
+
+
+def _check_cell(engine: Engine, request: EngineRequest, body: CellRequest) -> None:
+    """Checks that a pass of the request can have denoised the cell; raises ApiError 400 otherwise."""
+    config, most, count = engine.lm.model.config, request.max_output, len(body.tokens)
+    if request.max_length + len(request.suffix or ()) > engine.context:
+        raise errors.context_length_exceeded(engine.context)
+    unknown = next((i for i, token in enumerate(body.tokens) if token >= config.vocab), None)
+    if unknown is not None:
+        raise invalid_value(
+            f"tokens[{unknown}]", body.tokens[unknown], f"a token id, 0 to {config.vocab - 1}"
+        )
+    if len(body.settled) != count:
+        raise invalid_request("settled", f"settled has {len(body.settled)} entries; allowed: {count}")
+    if body.start > count:
+        raise invalid_value("start", body.start, f"at most {count}, the number of cells that were shown")
+    whole = config.pattern == "bidirectional" or request.suffix is not None
+    end = most if whole else min(most, body.start + engine.block)
+    if not body.start <= body.index < end:
+        raise invalid_value("index", body.index, f"a cell from {body.start} to {end - 1}")
 
 
 def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
@@ -467,6 +491,8 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
     """
     number = lambda value: 0.0 if value is None else float(value)  # a temperature of None is the argmax
     lm, rules, offered = engine.lm, engine.rules, []
+    # A recipe and not a name: any model may be served as "nano", and the embedded one under any name.
+    examples = EXAMPLES.get(lm.card.get("recipe", ""))
     for rule in rules.rules:
         parameter = next(iter(rule.params), None)
         about = (inspect.getdoc(all_rules.ALL[rule.name]) or "").split("\n\n")[0].replace("\n", " ")
@@ -483,7 +509,7 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         "block": engine.block,
         "locked": locked,
         "thinking": lm.tokenizer.thinking is not None,
-        "turns": lm.name not in EXAMPLES,  # the embedded model was trained on single questions
+        "turns": examples is None,  # the embedded model was trained on single questions
         "holes": lm.model.config.pattern != "block_causal" or lm.tokenizer.fim is not None,
         "rules": offered,
         "baseline": BASELINE if BASELINE in rules.names else None,
@@ -494,5 +520,5 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
             "max_tokens": max(1, min(MAX_TOKENS, engine.context - 1)), "steps": MAX_STEPS, "temperature": 2,
             "characters": MAX_CHARACTERS,
         },
-        "examples": EXAMPLES.get(lm.name, GENERAL_EXAMPLES),
+        "examples": examples or GENERAL_EXAMPLES,
     }  # fmt: skip

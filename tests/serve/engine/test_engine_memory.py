@@ -94,7 +94,7 @@ def test_mercury_serve_fits_the_device_or_refuses_with_the_sizes(monkeypatch, ca
     monkeypatch.setattr(serve.show, "load", lambda *args, **more: long())
     engines = []
     monkeypatch.setattr(
-        "mercury_jax.serve.server.Server.run", lambda self, sockets: engines.append(self.engine)
+        "mercury_jax.serve.server.Server.run", lambda self, sockets: engines.extend(self.engines)
     )
     assert main(["serve", "--port", "0"]) == 0
     [engine] = engines
