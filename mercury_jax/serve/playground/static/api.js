@@ -23,9 +23,10 @@ async function refuse(response) {
   throw error;
 }
 
-/** What `GET /playground/info` says of the model. */
-export async function info() {
-  const response = await fetch("playground/info", { headers: headers() });
+/** What `GET /playground/info` says of a model, and the names of all; without a name of the first one. */
+export async function info(model = null) {
+  const asked = model === null ? "" : `?model=${encodeURIComponent(model)}`;
+  const response = await fetch(`playground/info${asked}`, { headers: headers() });
   return response.ok ? response.json() : refuse(response);
 }
 

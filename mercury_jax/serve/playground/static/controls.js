@@ -1,4 +1,4 @@
-// The form: what the model offers goes in, a request comes out.
+// The form: what the chosen model offers goes in, a request comes out.
 
 import { element } from "./canvas.js";
 
@@ -7,11 +7,14 @@ const number = (id) => $(id).value.trim() === "" ? null : Number($(id).value);
 const PROMPT = { chat: "Message", text: "Text to continue", edit: "Text with a hole" };
 
 export class Controls {
-  /** run(): Ctrl+Enter or the button; the other listeners stay in here. */
-  constructor({ run }) {
+  /** run(): Ctrl+Enter or the button; choose(name): another model. The other listeners stay in here. */
+  constructor({ run, choose }) {
     this.info = null;
+    this.keepChosen = false;
     this.hole = [0, 0];
     $("compose").addEventListener("submit", (event) => { event.preventDefault(); run(); });
+    $("chosen").addEventListener("change", () => choose($("chosen").value));
+    $("keep").addEventListener("change", () => { this.keepChosen = true; });
     $("kinds").addEventListener("change", () => this.kindChanged());
     $("efforts").addEventListener("change", () => this.effortChanged());
     $("rule").addEventListener("change", () => this.ruleChanged());
@@ -29,15 +32,20 @@ export class Controls {
   get system() { return $("system").value.trim(); }
   get compare() { return $("compare").checked && !$("compare").disabled; }
 
-  /** Fill in what `info` says of the model. */
-  offer(info) {
+  /** The models of the server; a single one needs no picker. */
+  models(names) {
+    $("chosen").replaceChildren(...options(names));
+    $("models").hidden = names.length < 2;
+  }
+
+  /** Fill in what `info` says of the chosen model. What was written stays, and a rule that is not the model's own.
+      talking: there are turns; a choice must neither end their conversation nor make them one. */
+  offer(info, talking) {
+    const first = this.info === null, rule = $("rule").value, p = $("p").value;
+    const kept = !first && rule !== this.info.rules[0].name && info.rules.some((r) => r.name === rule);
     this.info = info;
-    $("rule").replaceChildren(...info.rules.map((r) => {
-      const option = element("option", "", r.name);
-      option.value = r.name;
-      return option;
-    }));
-    for (const name of Object.keys(info.efforts)) {
+    $("rule").replaceChildren(...options(info.rules.map((r) => r.name)));
+    for (const name of first ? Object.keys(info.efforts) : []) {  // they are the server's, not the model's
       const item = element("label"), input = element("input");
       Object.assign(input, { type: "radio", name: "effort", value: name });
       item.append(input, element("span", "", name));
@@ -49,9 +57,15 @@ export class Controls {
     $("temperature").placeholder = "default";
     $("compare").disabled = info.baseline === null;
     document.querySelector("input[name=kind][value=edit]").disabled = !info.holes;
-    $("keep").checked = info.turns;
+    if (!talking && !this.keepChosen) $("keep").checked = info.turns;
+    if (first) return this.load(info.examples[0]);
+    if (kept) $("rule").value = rule;
     this.ruleChanged();
-    this.load(info.examples[0]);
+    if (kept) this.setStrictness(p);
+    this.effortChanged();
+    if (Number($("max_tokens").value) > info.limits.max_tokens) $("max_tokens").value = info.limits.max_tokens;
+    if (this.kind === "edit" && !info.holes) document.querySelector("input[name=kind][value=chat]").checked = true;
+    return this.kindChanged();
   }
 
   chip(example) {
@@ -142,7 +156,7 @@ export class Controls {
 
   parameters() {
     return {
-      rule: this.rule.name, p: this.rule.parameter === null ? null : number("p"), steps: number("steps"),
+      model: this.info.model, rule: this.rule.name, p: this.rule.parameter === null ? null : number("p"), steps: number("steps"),
       temperature: number("temperature"), effort: this.effort || null, seed: number("seed") ?? 0,
     };
   }
@@ -170,6 +184,15 @@ export class Controls {
     $("run").classList.toggle("stop", on);
     $("run").replaceChildren(...(on ? ["Stop ", element("kbd", "", "Esc")] : ["Run ", element("kbd", "", "Ctrl ⏎")]));
   }
+}
+
+/** The options of a select, whose values are what they show. */
+function options(names) {
+  return names.map((name) => {
+    const option = element("option", "", name);
+    option.value = name;
+    return option;
+  });
 }
 
 /** The JSON of a field, undefined if it is empty. Throws an Error in words. */

@@ -75,15 +75,16 @@ export class Conversation {
     return { ...request, tool_choice: "auto", messages: [...request.messages, assistant(answer, calls), ...given] };
   }
 
-  /** Take over a finished answer; without `keep` it is the only one. */
-  add(trace, keep) {
+  /** Take over a finished answer; without `keep` it is the only one. several: it says which model wrote it. */
+  add(trace, keep, several) {
     const { request, end, start } = trace, chat = request?.kind === "chat";
     const messages = chat ? request.messages : [];
     const said = messages.slice(messages.findLastIndex(({ role }) => role === "assistant") + 1)
       .filter(({ role }) => role !== "system");
     const asked = chat ? said.map(({ content }) => content).join("\n") : request?.prompt ?? start?.before ?? "";
     const written = { answer: end.text, calls: end.calls ?? [], thinking: end.thinking ?? "" };
-    const turn = { chat, request, said, asked, ...written, after: start?.after ?? "" };
+    const model = several ? start.model : "";
+    const turn = { chat, request, said, asked, ...written, after: start?.after ?? "", model };
     const goesOn = keep || said.some(({ role }) => role === "tool");
     this.turns = goesOn && chat ? [...this.turns.filter((one) => one.chat), turn] : [turn];
     this.show();
@@ -138,6 +139,7 @@ function shown(turn, several) {
   const node = element("article", "turn"), answer = element("div", "answer");
   const whole = turn.chat ? turn.answer : turn.asked + turn.answer + turn.after;
   if (several) node.append(element("div", "asked", turn.asked));
+  if (turn.model) node.append(element("div", "by", turn.model));
   if (turn.thinking) {
     const folded = element("details", "thinking");
     folded.append(element("summary", "", "Thinking"), element("div", "prose", turn.thinking));

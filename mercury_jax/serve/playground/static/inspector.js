@@ -23,8 +23,8 @@ export class Inspector {
     this.host.replaceChildren(element("h2", "", "Token"), element("p", "hint", hint));
   }
 
-  /** Show cell i of a run at step k. model: the one that serves now; only its passes can be repeated. */
-  async show(run, i, k, model) {
+  /** Show cell i of a run at step k. models: has(name) of those that serve now; only their passes can be repeated. */
+  async show(run, i, k, models) {
     this.asked?.abort();
     const trace = run.trace, cell = trace.state(k).cells[i];
     if (!cell || k === 0) return this.clear();
@@ -37,7 +37,7 @@ export class Inspector {
     const note = element("p", "hint", "asking …");
     const title = element("h3", "", `Most probable in pass ${step}`);
     this.host.replaceChildren(head, name, title, bars, note, ...past(trace, i, k));
-    const why = unasked(trace, i, step, model);
+    const why = unasked(trace, i, step, models);
     if (why) {
       note.textContent = why;
       return null;
@@ -64,8 +64,8 @@ function facts(cell, i) {
 }
 
 /** Why the most probable tokens of a cell are not available; "" where they are. */
-function unasked(trace, i, step, model) {
-  if (!trace.request || trace.start.model !== model) return OTHER;
+function unasked(trace, i, step, models) {
+  if (!trace.request || !models.has(trace.start.model)) return OTHER;
   return trace.frames[step - 1].start > i ? "No pass looked at this token: the grammar wrote it." : "";
 }
 
@@ -73,7 +73,7 @@ function unasked(trace, i, step, model) {
 function question(trace, index, step) {
   const before = step > 1 ? trace.state(step - 1).cells : [];
   return {
-    request: trace.request, index, start: trace.frames[step - 1].start,
+    request: { ...trace.request, model: trace.start.model }, index, start: trace.frames[step - 1].start,
     tokens: before.map((c) => Math.max(0, c.id)), settled: before.map((c) => Number(c.settled)),
   };
 }

@@ -15,33 +15,46 @@ import { Trace, exported, figures, imported } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
 const ONE = "One token per step", NARROW = 900;  // px: the answer stands below the form
-const RECORDED = "A recording: the embedded model solves a Sudoku on two CPU cores. Run asks the model of this server.";
+const RECORDED = "A recording: the embedded model solves a Sudoku on two CPU cores. Run asks this server.";
 const handlers = { pick: (run, i) => inspect(run, i), select: (run, range) => offerRewrite(run, range) };
 const main = new Run("main", "Answer", handlers), beside = new Run("beside", ONE, handlers);
 const inspector = new Inspector($("inspector"));
-const controls = new Controls({ run: () => running ? stop() : start(compose()) });
+const controls = new Controls({ run: () => running ? stop() : start(compose()), choose });
 const player = new Player(show, refresh);
 const conversation = new Conversation($("turns"), () => note(""), (request) => start(request));
 const race = new Race((text) => { $("where").textContent = text; }, () => { player.seek(player.most); });
 const verdict = element("p", "verdict");
+const infos = new Map();  // by the name of the model; `info` is of the chosen one
 let info = null, running = null, looked = null, both = false;
 
 const runs = () => both ? [main, beside] : [main];
 
 async function begin() {
-  info = null;
+  let first;
   try {
-    info = await api.info();
+    first = await api.info();
+    // All at once: from then on a choice is a matter of the page alone, and no request goes to the model before it.
+    const others = await Promise.all(first.models.slice(1).map((name) => api.info(name)));
+    infos.clear();
+    for (const one of [first, ...others]) infos.set(one.model, one);
   } catch (error) {
+    info = null;
     $("lock").hidden = error.status !== 401;
     if (error.status === 401) return $("key").focus();
     return complain(error);
   }
-  $("lock").hidden = !info.locked;
+  $("lock").hidden = !first.locked;
+  controls.models(first.models);
+  choose(first.model);
+  return warm();
+}
+
+/** Fill the form and the header in for a model. The conversation goes on: its next message is for this model. */
+function choose(name) {
+  info = infos.get(name);
   const size = `${short(info.parameters)} parameters, blocks of ${info.block}`;
   $("model").replaceChildren(element("b", "", info.model), ` ${size}`);
-  controls.offer(info);
-  return warm();
+  controls.offer(info, conversation.turns.length > 0);
 }
 
 /** Say that the server compiles, until it answers requests. */
@@ -87,11 +100,13 @@ async function start(request) {
   complain(null);
   note("");
   race.stop();
-  both = controls.compare;
+  // Results of tools go to the model that called them, which need not be the chosen one.
+  const one = infos.get(request.model) ?? info;
+  both = controls.compare && one.baseline !== null;
   running = new AbortController();
   controls.busy(true);
   setUp(main, request, name(request));
-  if (both) setUp(beside, baseline(request, info.baseline), ONE);
+  if (both) setUp(beside, baseline(request, one.baseline), ONE);
   lay();
   if (window.innerWidth <= NARROW) $("stage").scrollIntoView();
   player.begin();
@@ -104,7 +119,7 @@ async function start(request) {
   running = null;
   controls.busy(false);
   player.finish();
-  if (main.trace.end && !main.failed && main.trace.end.finish !== "error") conversation.add(main.trace, controls.keep);
+  if (main.trace.end && !main.failed && main.trace.end.finish !== "error") conversation.add(main.trace, controls.keep, infos.size > 1);
   tell();
 }
 
@@ -112,8 +127,8 @@ function setUp(run, request, title) {
   run.take(new Trace(request), title);
 }
 
-function name({ rule, p, effort }) {
-  return [rule, p !== null && p !== undefined ? `${p}` : "", effort ? `(${effort})` : ""].filter(Boolean).join(" ");
+function name({ model, rule, p, effort }) {
+  return [infos.size > 1 ? `${model}:` : "", rule, p !== null && p !== undefined ? `${p}` : "", effort ? `(${effort})` : ""].filter(Boolean).join(" ");
 }
 
 async function follow(run, signal) {
@@ -198,7 +213,7 @@ function inspect(run, i) {
   looked = [run, i];
   for (const one of runs()) one.canvas.choose(one === run ? i : -1);
   if (player.playing && !running) player.pause();
-  inspector.show(run, i, player.k, info?.model);
+  inspector.show(run, i, player.k, infos);
 }
 
 /** The button that rewrites what is selected in a finished answer. */
@@ -266,7 +281,8 @@ async function greet() {
   try {
     const linked = await ofLink(location.hash);
     replay(linked ?? await (await fetch("playground/static/demo.json")).text());
-    note(linked ? "The steps of this link. Run asks the model of this server." : RECORDED);
+    const by = main.trace.start?.model ?? "a model that it does not name";
+    note(linked ? `The steps of this link, by ${by}. Run asks this server.` : RECORDED);
     if (!matchMedia("(prefers-reduced-motion: reduce)").matches) player.toggle();
   } catch (error) {
     complain(error);
