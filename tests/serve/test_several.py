@@ -10,6 +10,7 @@ import pytest
 from mercury_jax import sharding
 from mercury_jax.serve import server
 from mercury_jax.serve.app import create_app
+from mercury_jax.serve.engine import engine as engine_module
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.options import VENDOR_MODELS, ServerOptions, model_names
@@ -251,6 +252,20 @@ def test_two_models_on_the_devices_of_one_mesh_are_refused(nano):
     with pytest.raises(ValueError, match="mesh of b is '2 devices'; allowed: devices that a is not on"):
         create_app([first, ScriptedEngine(placed("b", *devices[1:3]))])
     create_app([first, ScriptedEngine(placed("b", *devices[2:4])), ScriptedEngine(placed("c", devices[0]))])
+
+
+def test_a_long_prompt_is_sent_to_the_device_one_chunk_at_a_time(engine, monkeypatch):
+    """What the host sends ahead, another model on the device must wait for."""
+    ready, encode = [], engine_module.programs.encode_prompt
+
+    def recorded(program, params, row, *rest):
+        ready.append(row.cache_length.is_ready())
+        return encode(program, params, row, *rest)
+
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 70)
+    monkeypatch.setattr(engine_module.programs, "encode_prompt", recorded)
+    engine.submit(EngineRequest(prompt=(7, 8, 9, 10) * 60, max_tokens=2, cache_salt="chunks")).wait()
+    assert ready == [True] * 4
 
 
 def test_a_busy_model_does_not_starve_another(engine, small):

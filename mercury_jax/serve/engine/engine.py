@@ -302,6 +302,9 @@ class Engine:
         # One chunk per step: running requests get a dispatch between two chunks, so a long prompt delays them by one
         # chunk at most.
         if (prefill := self._prefill) is not None:
+            # The host must not send a whole prompt ahead: requests that arrive now, and other models on this device,
+            # would wait for all of it.
+            jax.block_until_ready(prefill.row.cache_length)
             request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
             program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
             upto = np.int32(prefill.upto)
