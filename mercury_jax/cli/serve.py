@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mercury_jax import install
@@ -218,16 +217,14 @@ def check_names(args: Serve, models: Sequence[NamedSource], options: ServerOptio
         ValueError: Two models of one name, or an alias that is not possible.
         CheckpointError: There is no such model, or its files are damaged.
     """
-    from mercury_jax.hub.load import NANO, open_checkpoint
+    from mercury_jax.hub.load import NANO, model_name, open_checkpoint
     from mercury_jax.serve.options import model_names
 
     names = []
     for name, source in models:
         if name is None:
             opened = open_checkpoint(NANO if source is None else source, mask=args.checkpoint.mask)
-            # As `mercury_jax.load` names them: an id of Hugging Face is a name, a folder has one in its files.
-            is_id = opened.family is not None and Path(source or "") != opened.path
-            name = str(source) if is_id else opened.name
+            name = model_name(source, opened)
         names.append(name)
     model_names(names, dataclasses.replace(options, aliases=aliases_of(args.alias, names[0])))
 

@@ -116,13 +116,25 @@ def load(
     check_mask(opened, mask)
     if opened.family is not None:
         kind = None if dtype is None else np.dtype(jnp.dtype(dtype))
-        opened = (
-            opened if Path(source or "") == opened.path else dataclasses.replace(opened, name=str(source))
-        )
+        opened = dataclasses.replace(opened, name=model_name(source, opened))
     else:
         kind = np.dtype(opened.config.dtype) if opened.config.dtype in WIDE else None
     lm = load_opened(opened, dtype=kind, quantise=quantise, adapter=found, mesh=mesh, progress=progress)
     return lm if kv is None else dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, kv))
+
+
+def model_name(source: str | Path | None, opened: Opened) -> str:
+    """Finds the name that `load` gives a model.
+
+    Args:
+        source: As in `load`.
+        opened: The checkpoint of `source`.
+
+    Returns:
+        The id, for one on the hub in Hugging Face's layout; else the name in the files of the folder.
+    """
+    is_id = opened.family is not None and source is not None and Path(source) != opened.path
+    return str(source) if is_id else opened.name
 
 
 def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) -> ModelConfig:

@@ -114,13 +114,13 @@ def test_a_conversation_goes_on_with_another_model(wide, serve, lm, mine):
 
 def test_a_rule_that_was_chosen_stays_and_the_models_own_follows_it(wide, serve, lm, mine):
     open_page(wide, serve(lm, mine))
-    wide.select_option("#rule", "threshold")
+    wide.select_option("#rule", "scheduled")
     wide.fill("#p", "0.75")
     picker(wide).select_option("mine")
-    expect(wide.locator("#rule")).to_have_value("threshold")
+    expect(wide.locator("#rule")).to_have_value("scheduled")
     expect(wide.locator("#p")).to_have_value("0.75")
     body = asked(wide, lambda: run(wide, "q"))
-    assert (body["model"], body["rule"], body["p"]) == ("mine", "threshold", 0.75)
+    assert (body["model"], body["rule"], body["p"]) == ("mine", "scheduled", 0.75)
 
 
 def test_the_picker_by_keyboard_alone(page, serve, lm, mine):

@@ -213,7 +213,7 @@ def test_only_rules_of_the_engine_are_offered(lm):
 def test_each_model_has_its_own_info_stream_and_tokens(lm):
     """The first model is meant where none is named; labels, limits and ids are those of the model that is."""
     mine = dataclasses.replace(tiny_lm(), name="mine")
-    engines = [Scripted(lm, three), Scripted(mine, three)]
+    engines = [Scripted(one, lambda job: [shot([300], [1], [1], 1, finish="stop")]) for one in (lm, mine)]
     with Served(engines) as served:
         url = served.url + "playground/"
         infos = {
@@ -232,7 +232,7 @@ def test_each_model_has_its_own_info_stream_and_tokens(lm):
         for one, body in zip(engines, (CHAT, CHAT | {"model": "mine"}), strict=True):
             start, frame, *_ = events(url + "stream", body)
             assert start["model"] == one.lm.name and start["block"] == one.block
-            assert frame["cells"][0][2] == TokenLabels(one.lm.tokenizer).label(70)[0]
+            assert frame["cells"][0][2] == TokenLabels(one.lm.tokenizer).label(300)[0]
             assert one.tickets[-1].request.prompt == tuple(one.lm.tokenizer.render(CHAT["messages"]))
         assert [len(one.tickets) for one in engines] == [1, 1]
         for path, body in (("stream", {}), ("top", {"tokens": [], "settled": [], "start": 0, "index": 0})):
