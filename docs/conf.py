@@ -45,7 +45,11 @@ napoleon_use_rtype, napoleon_use_ivar = False, True
 napoleon_custom_sections = [("Departs from the reference", "notes_style")]
 
 # `make links`. Our own address is not there yet; the last is the reader's machine.
-linkcheck_ignore = [rf"https://{REPOSITORY}", r"https://colab\.research\.google\.com/github/", r"http://127\.0\.0\.1"]
+linkcheck_ignore = [
+    rf"https://{REPOSITORY}",
+    r"https://colab\.research\.google\.com/github/",
+    r"http://127\.0\.0\.1",
+]
 linkcheck_timeout, linkcheck_anchors = 20, False
 
 html_theme = "sphinx_book_theme"

@@ -50,7 +50,7 @@ class Serve:
       mercury serve --model nano --model mine=runs/sft/model
       mercury serve --host 0.0.0.0 --api-key "$(openssl rand -hex 24)"
       mercury serve --alias mercury-2 --alias fast=nano
-      mercury serve --rule my_rules:greedy --p 0.8
+      mercury serve --rule my_rules:leftmost --count 4
 
     A client of OpenAI or of Inception only needs another base URL:
       openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any")
@@ -104,8 +104,8 @@ class Serve:
     prefix_cache: Int = 64
     """MiB for the KV caches of prompts seen before, of each model; 0 for none."""
     rule: Annotated[str | None, option("NAME")] = None
-    """Decoding rule of requests that name none, or MODULE:NAME of your own; its parameters are options. Default: the
-    model's own."""
+    """Decoding rule of all requests, or MODULE:NAME of your own; its parameters are options. Default: the model's
+    own."""
     alias: Annotated[Repeated[tuple[str, ...]], option("NAME")] = ()
     """A further name of the first model, or of another one as NAME=MODEL; repeatable. Default: the vendor's names."""
     default_effort: Annotated[str | None, option("NAME")] = None
@@ -154,18 +154,20 @@ def run(argv: Sequence[str]) -> int:
     options = dataclasses.replace(options, aliases=aliases_of(args.alias, names[0]))
     began = time.perf_counter()
 
-    def ready() -> None:
-        freeze_startup_objects()
-        show.say(f"ready in {time.perf_counter() - began:.1f} s")
-
-    server = Server(create_app(engines, options), engines, args.drain, ready)
     host, port = socket.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if options.keys else ""
+
+    def ready() -> None:
+        freeze_startup_objects()
+        show.say(f"""\
+ready in {time.perf_counter() - began:.1f} s
+try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
+       -d '{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "347+585="}}]}}'""")
+
+    server = Server(create_app(engines, options), engines, args.drain, ready)
     show.say(f"""\
 {", ".join(names)} at {url}/v1{f"   playground: {url}/" if options.playground else ""}
-try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
-       -d '{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "347+585="}}]}}'
 compiling; /ready answers 200 when that is done""")
     server.run(sockets=[socket])
     if server.failure is not None:

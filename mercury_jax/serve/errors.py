@@ -6,7 +6,7 @@ Handlers raise `ApiError`; `http.RequestMiddleware` turns it into the response.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -95,9 +95,10 @@ def context_length_exceeded(context: int, param: str = "messages") -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def unknown_model(name: str) -> ApiError:
-    """Returns a 404 for a model that is not loaded."""
-    return ApiError(404, f"model `{name[:MAX_SHOWN]}` not found", param="model", code="model_not_found")
+def unknown_model(name: str, served: Sequence[str]) -> ApiError:
+    """Returns a 404 for a model that is not loaded, with the names of those that are."""
+    message = f"model `{name[:MAX_SHOWN]}` not found; this server has {', '.join(served)}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def rate_limited(

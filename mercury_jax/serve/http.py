@@ -207,7 +207,8 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise invalid_request(None, "The body is not valid UTF-8") from None
     except json.JSONDecodeError as error:
-        raise invalid_request(None, f"The body is not valid JSON: {error.msg} at {error.pos}") from None
+        told = error.msg.removesuffix(" at")  # some of its messages end so
+        raise invalid_request(None, f"The body is not valid JSON: {told} at {error.pos}") from None
     except ValueError as error:  # a number of thousands of digits, NaN, 1e999
         raise invalid_request(None, f"The body is not valid JSON: {str(error)[:80]}") from None
     if not isinstance(value, dict):

@@ -125,7 +125,7 @@ class ServedModels:
             ApiError: 404 for an unknown name.
         """
         if name not in self.by_name:
-            raise errors.unknown_model(name)
+            raise errors.unknown_model(name, [service.engine.lm.name for service in self.services])
         return self.by_name[name]
 
     async def read(self, request: Request, model: type[R]) -> tuple[Service, R]:

@@ -77,10 +77,12 @@ def test_the_lists_have_every_model_with_its_own_context(both, engine, small):
     assert names == ["nano", "tiny", *VENDOR_MODELS]
 
 
-def test_unknown_names_are_refused_as_with_one_model(both):
+def test_unknown_names_are_refused_with_those_that_are_served(both):
     for path, body in MINIMAL.items():
-        error = both.post(path, json={**body, "model": "third"})
-        assert error.status_code == 404 and error.json()["error"]["code"] == "model_not_found"
+        response = both.post(path, json={**body, "model": "third"})
+        error = response.json()["error"]
+        assert response.status_code == 404 and error["code"] == "model_not_found"
+        assert error["message"] == "model `third` not found; this server has nano, tiny"
 
 
 def test_aliases_mean_the_model_that_they_name(nano):

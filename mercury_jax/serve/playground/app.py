@@ -68,8 +68,8 @@ _AREA = {
 }  # fmt: skip
 EXAMPLES: dict[str, list[dict[str, Any]]] = {  # by the recipe of the model
     "nano": [
-        {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32, "p": 0.99},
-        {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64, "p": 0.99},
+        {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32},
+        {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64},
         _CODE,
         _AREA,
     ]

@@ -91,7 +91,6 @@ export class Controls {
     document.querySelector("input[name=effort][value='']").checked = true;
     $("rule").value = this.info.rules[0].name;
     this.ruleChanged();
-    if (example.p !== undefined) this.setStrictness(example.p);
     this.kindChanged();
   }
 
