@@ -11,6 +11,7 @@ import errno
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ def execute(command: Command, argv: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         else:
-            print(f"mercury: {_message(error)}", file=sys.stderr)
+            print(f"mercury: {as_typed(_message(error), words)}", file=sys.stderr)
         return _leave(error, exit_code(error))
 
 
@@ -228,6 +229,47 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, OSError):
         return DISK_FULL if error.errno == errno.ENOSPC else BAD_INPUT
     return BAD_INPUT if isinstance(error, ValueError) else FAILED
+
+
+# Arguments of the library whose option has another name, and what a command calls those that may not be typed.
+OPTION_OF = {"source": "--model"}
+UNTYPED = {"source": "MODEL", "max_tokens": "--max-tokens"}
+# "FIELD is VALUE; allowed: ALLOWED" of `config.refuse`; FIELD is `p`, `p[0]`, or `threshold(p=)` of a rule.
+_REFUSAL = re.compile(r"(?P<name>[\w.]+)(\[\d+\]|\((?P<parameter>\w+)=\))? is (?P<rest>.*)", re.DOTALL)
+_ONLY_PYTHON = re.compile(r", or (None|an Effort)\b.*", re.DOTALL)  # what nobody can type
+
+
+def as_typed(message: str, words: Sequence[str]) -> str:
+    """An error of the library in the words of the command line.
+
+    Where the library refuses the value of an argument whose option is among the words, the option is named instead,
+    and only values that can be typed are listed. An argument that is missing is said to be so: nobody types None.
+
+    Args:
+        message: As `config.refuse` makes it; any other text is returned as it is.
+        words: Of the command line.
+
+    Returns:
+        Such as "--quantise is 'int4'; allowed: int8, fp8".
+    """
+    message = re.sub(r"^(--[\w.-]+|[A-Z]+) is None; allowed: ", r"\1 is missing; allowed: ", message)
+    found = _REFUSAL.fullmatch(message)
+    if found is None:
+        return message
+    typed = {word.partition("=")[0] for word in words if word.startswith("--")}
+    name, parameter, rest = found["name"], found["parameter"], found["rest"]
+    option = OPTION_OF.get(name, "--" + name.replace("_", "-"))
+    if option not in typed and parameter is not None:
+        name, option = parameter, "--" + parameter.replace("_", "-")
+        rest = f"{rest} (of the rule {found['name']})"
+    if option not in typed:
+        if name not in UNTYPED:
+            return message
+        option = UNTYPED[name]
+    value, semicolon, allowed = rest.partition("; allowed: ")
+    allowed = re.sub(r"'([\w./-]+)'", r"\1", _ONLY_PYTHON.sub("", allowed))
+    allowed = re.sub(r"^None\b", "nothing", allowed)
+    return f"{option} is {value}{semicolon}{allowed}"
 
 
 def _message(error: Exception) -> str:

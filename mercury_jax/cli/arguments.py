@@ -199,6 +199,8 @@ def _one_line(box: str) -> str:
     text = " ".join(filter(None, words))
     text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number", text)
     text = re.sub(r"could not convert string to float: (.*)", r"\1 is no number", text)
+    # A check of a whole dataclass names its field itself.
+    text = re.sub(r"^Error parsing [A-Z]\w*[a-z]\w*: ", "", text)
     return re.sub(r"^Error parsing (\S+): (is )?", lambda m: f"{m[1]} {m[2] or 'is wrong: '}", text)
 
 

@@ -60,7 +60,7 @@ class Evaluate:
     """Test sets: show the first questions of this file before each question."""
     shots: OptionalInt = None
     """Test sets: how many of them. Default: 4."""
-    prompts: Literal["chat", "text"] | None = None
+    prompts: Annotated[Literal["chat", "text"] | None, option("chat|text")] = None
     """Test sets: ask in a conversation, or let a text be continued. Default: as the model has a chat template."""
     template: Annotated[str | None, option("TEXT")] = None
     """Test sets: the question's text, such as '{question}', in place of ours."""

@@ -23,7 +23,7 @@ class Info:
       mercury info --load my_rules                 and the rules of my_rules.py
     """
 
-    path: Annotated[Positional[str | None], option("MODEL")] = None
+    path: Annotated[Positional[str | None], option("[MODEL]")] = None
     """Folder or Hugging Face id of a model."""
     model: Annotated[str | None, option("MODEL")] = None
     """The same, with this machine and the lists."""

@@ -141,7 +141,7 @@ def _check(args: Sample, texts: list[str]) -> None:
     from mercury_jax.decode.inputs import MAX_TOKENS
 
     if not texts:
-        raise refuse("PROMPT", None, "a text is required; - reads standard input")
+        raise refuse("PROMPT", None, "a text, or - for standard input")
     for text in texts:
         if not text:
             raise refuse("PROMPT", text, "a text of at least one character")

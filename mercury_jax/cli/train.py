@@ -161,7 +161,7 @@ class Init:
 
     recipe: Annotated[Positional[str], option("RECIPE")]
     """A new file, NAME.py, or the name of a packaged recipe."""
-    file: Annotated[Positional[str | None], option("FILE.py")] = None
+    file: Annotated[Positional[str | None], option("[FILE.py]")] = None
     """Where the copy goes. Default: RECIPE.py."""
 
 

@@ -19,11 +19,11 @@ from tests.marks import slow_except
         (["smaple"], ["command", "'smaple'", "sample is the nearest"]),
         (["generate"], ["command", "'generate'", "allowed: mercury sample"]),
         (["xyz"], ["'xyz'", "demo, sample"]),
-        (["sample"], ["PROMPT", "required"]),
+        (["sample"], ["PROMPT is missing", "a text"]),
         (["sample", ""], ["PROMPT", "''"]),
         (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
         (["sample", "x", "--max-tokens", "-3"], ["--max-tokens", "-3", "1.."]),
-        (["sample", "x", "--max-tokens", "9999"], ["max_tokens", "9999", "context"]),
+        (["sample", "x", "--max-tokens", "9999"], ["--max-tokens is 9999", "context"]),
         (["sample", "x", "--seed", "-1"], ["seed", "-1"]),
         (["sample", "x", "--steps", "0"], ["steps", "0"]),
         (["sample", "x", "--block", "0"], ["block", "0"]),
@@ -33,13 +33,13 @@ from tests.marks import slow_except
         (["sample", "x", "--rule", "entropy_bound", "--gama", "1"], ["'--gama'", "--gamma is the nearest"]),
         (["sample", "x", "--rule", "entropy_bound", "--param", "gama=1"], ["'gama'", "gamma is the nearest"]),
         (["sample", "x", "--param", "p"], ["--param", "'p'", "NAME=X"]),
-        (["sample", "x", "--param", "f=1"], ["--rule is None", "--param f", "factor"]),
+        (["sample", "x", "--param", "f=1"], ["--rule is missing", "--param f", "factor"]),
         (["sample", "x", "--bias", "1"], ["--bias", "'1'", "ID=X"]),
         (["sample", "x", "--rule", "no.such:rule"], ["--rule", "no.such:rule", "ModuleNotFoundError"]),
         (["sample", "x", "--rule", "json:dumps"], ["--rule", "json:dumps", "@mj.rule"]),
-        (["sample", "x", "--f", "0.5"], ["--rule is None", "with --f one of factor"]),
+        (["sample", "x", "--f", "0.5"], ["--rule is missing", "with --f one of factor"]),
         (["sample", "x", "--rule", "threshold", "--p", "high"], ["--p is 'high'", "a number"]),
-        (["sample", "x", "--rule", "threshold", "--p", "nan"], ["p=", "nan", "a number"]),
+        (["sample", "x", "--rule", "threshold", "--p", "nan"], ["--p is nan", "a number"]),
         (["sample", "x", "--max-token", "3"], ["'--max-token'", "--max-tokens is the nearest"]),
         (["infill", "no hole"], ["TEMPLATE", "'no hole'", "[[24]]"]),
         (["infill", "a [[0]] b"], ["hole", "0", "1 token or more"]),
@@ -73,11 +73,11 @@ def test_bad_input_names_the_argument_and_exits_with_2(argv, words, folder, caps
         (["eval", "sudoku4", "--limit", "0"], "limit is 0"),
         (["eval", "sudoku4", "--batch", "0"], "batch is 0"),
         (["eval", "sudoku4", "--seed", "-3"], "seed is -3"),
-        (["eval", "sudoku4", "--max-tokens", "0"], "max_tokens is 0"),
+        (["eval", "sudoku4", "--max-tokens", "0"], "--max-tokens is 0"),
         (["eval", "sudoku4", "--file", "no.jsonl"], "no.jsonl"),
         (["infill", "a [[0]]"], "hole is 0"),
         (["sample", "a", "--block", "0"], "block is 0"),
-        (["sample", "a", "--top-p", "3"], "top_p"),
+        (["sample", "a", "--top-p", "3"], "--top-p is 3.0"),
         (["chat", "--temperature", "-1"], "temperature is -1.0"),
         (["serve", "--slots", "0"], "slots is 0"),
         (["serve", "--port", "99999"], "port is 99999"),
@@ -106,12 +106,15 @@ def test_a_missing_model_is_named(command, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--rule", "threshold", "--p", "3"], "threshold(p=) is 3.0; allowed: a number in [0, 1]"),
+        (
+            ["--rule", "threshold", "--p", "3"],
+            "--p is 3.0; allowed: a number in [0, 1] (of the rule threshold)",
+        ),
         (["--rule", "klass", "--param", "patience=1.5"], "klass(patience=) is 1.5; allowed: a whole number"),
-        (["--rule", "klass", "--patience", "1.5"], "klass(patience=) is 1.5; allowed: a whole number"),
-        (["--top-p", "2"], "top_p(p=) is 2.0"),
-        (["--top-k", "-3"], "top_k(k=) is -3.0"),
-        (["--repetition", "0"], "repetition(p=) is 0.0"),
+        (["--rule", "klass", "--patience", "1.5"], "--patience is 1.5; allowed: a whole number"),
+        (["--top-p", "2"], "--top-p is 2.0"),
+        (["--top-k", "-3"], "--top-k is -3.0"),
+        (["--repetition", "0"], "--repetition is 0.0"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--seed", "-1"], "seed is -1"),
         (["--max-tokens", "0"], "--max-tokens is 0"),
@@ -125,6 +128,37 @@ def test_a_number_out_of_range_is_refused_before_a_model_is_loaded(words, said, 
     if words[0] in ("--rule", "--temperature", "--seed"):
         for command in (["edit", "x"], ["infill", "[[4]]"]):
             assert said in refused(capsys, *command, "--model", "/no/such/model", *words)
+
+
+@pytest.mark.parametrize(
+    "command, words, said",
+    [
+        ("sample x", "--model nosuch/a/b", "--model is 'nosuch/a/b'; allowed: a folder"),
+        ("info", "nosuch/a/b", "MODEL is 'nosuch/a/b'; allowed: a folder"),
+        ("sample x", "--quantise int4", "--quantise is 'int4'; allowed: int8, fp8\n"),
+        ("sample x", "--kv=5bit", "--kv is '5bit'; allowed: int8, fp8, 4bit, 3bit\n"),
+        ("sample x", "--dtype f", "--dtype is 'f'; allowed: float32"),
+        ("sample x", "--effort hgh", "--effort is 'hgh'; allowed: instant, low, medium, high\n"),
+        ("sample x", "--logprobs 300 --json", "--logprobs is 300; allowed: 0..100 alternatives\n"),
+        ("sample x", "--seed -1", "--seed is -1; allowed: a whole number"),
+        ("edit", "", "TEXT is missing; allowed: a text"),
+        ("chat", "--temperature -1", "--temperature is -1.0; allowed: a number, 0 or more"),
+        ("train first", "--steps 0", "--steps is 0; allowed: 1 or more"),
+    ],
+)
+def test_an_error_names_the_option_and_what_can_be_typed(command, words, said, capsys):
+    told = refused(capsys, *command.split(), *words.split())
+    assert told.startswith(f"mercury: {said}")
+
+
+def test_the_help_marks_what_may_be_left_out(capsys):
+    for words, shown in (
+        (["init"], "RECIPE [FILE.py]"),
+        (["info"], "[MODEL]"),
+        (["eval"], "--prompts chat|text"),
+    ):
+        assert main([*words, "--help"]) == 0
+        assert shown in capsys.readouterr().out
 
 
 def test_a_damaged_model_is_refused(folder, tmp_path, capsys):

@@ -214,7 +214,7 @@ def test_the_command_line_passes_its_options_to_load(capsys, monkeypatch):
     assert seen == {"quantise": "int8", "mask": 7}
     monkeypatch.undo()
     assert main(["sample", "x", "--model", str(GOLDENS / "llama3"), "--quantise", "int4"]) == 2
-    assert "quantise is 'int4'; allowed: 'int8', 'fp8'" in capsys.readouterr().err
+    assert "--quantise is 'int4'; allowed: int8, fp8" in capsys.readouterr().err
 
 
 def golden_lm():
