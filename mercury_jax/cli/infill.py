@@ -149,10 +149,12 @@ class Edit:
     r"""Refine TEXT in place: every step sees all of it.
 
     examples:
-      mercury edit "retrun x"                   the model chooses what to replace
-      mercury edit "return x + y" --span "x + y"        rewrite this span only
-      mercury edit "1243\n4312\n3421\n2134" --escapes \
-          --chat "1200\n4302\n3401\n0004"
+      mercury edit "1243\n4312\n3421\n2124" --escapes \
+          --chat "0200\n4302\n3401\n0004"     correct the answer to a message
+      mercury edit "if not isinstance(x, int)\n    return x" --escapes
+                                        the model chooses what to replace
+      mercury edit "def __init__(self, name):\n    self.x = name" --escapes \
+          --span x                      rewrite this span only
       mercury edit --file draft.py --rule editing
 
     The number of tokens stays. Without --span the default rule is
@@ -215,5 +217,6 @@ def run_edit(argv: Sequence[str]) -> int:
     print(show.readable(out.text) if show.terminal() else out.text)
     for change in changes:
         show.say(f"  token {change.at}: {change.before!r} -> {change.after!r}")
-    show.say(f"{len(changes)} tokens changed in {nfe} forward passes, {out.seconds:.2f} s")
+    changed, passes = show.count(len(changes), "token"), show.count(nfe, "forward pass")
+    show.say(f"{changed} changed in {passes}, {out.seconds:.2f} s")
     return 0

@@ -70,6 +70,29 @@ def readable(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is 1: "1 token", "2 forward passes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def no_answer(thinking: str | None, finish: str) -> str:
+    """What to tell a person about an empty answer to a message.
+
+    Args:
+        thinking: The thinking before it, or None.
+        finish: Why it ended, as in `Output.finish`. Only for "length" more tokens help.
+
+    Returns:
+        One line.
+    """
+    if not thinking:
+        return "the model gave no answer"
+    if finish == "length":
+        return f"the answer ended while thinking: {thinking!r}; raise --max-tokens"
+    return f"the model gave no answer: it stopped while thinking {thinking!r}"
+
+
 def figures(tokens: int, nfe: int, seconds: float | None = None, note: str = "") -> str:
     """Tokens and speed of an answer as one line.
 
@@ -82,8 +105,7 @@ def figures(tokens: int, nfe: int, seconds: float | None = None, note: str = "")
     Returns:
         Such as "32 tokens in 11 forward passes (2.9 per pass), 0.12 s, 267 tokens/s".
     """
-    passes = "1 forward pass" if nfe == 1 else f"{nfe} forward passes"
-    line = f"{tokens} tokens in {passes} ({tokens / max(nfe, 1):.1f} per pass)"
+    line = f"{count(tokens, 'token')} in {count(nfe, 'forward pass')} ({tokens / max(nfe, 1):.1f} per pass)"
     if seconds is not None:
         line += f", {seconds:.2f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
     return line + note

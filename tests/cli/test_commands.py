@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -87,6 +89,20 @@ def test_parameters_reach_the_rule():
     assert read(*strict, "--p", "0.5").params == read(*strict, "--param", "p=0.5").params == {"p": 0.5}
     assert read("--rule=threshold", "--p=0.5").params == {"p": 0.5} and read(*strict).params == {"p": 0.9}
     assert read("--rule", "entropy_bound", "--gamma", "0.3").name == "entropy_bound"
+
+
+def test_every_example_of_edit_changes_something(capsys):
+    assert infill.Edit.__doc__
+    text = re.sub(r"\\\n *", "", infill.Edit.__doc__)
+    # Two spaces or more separate an example from what it does.
+    examples = re.findall(r'^ +(mercury edit (?:"[^"]*"|[^" \n]| (?! ))+)', text, re.MULTILINE)
+    calls = [shlex.split(line)[1:] for line in examples if "--file" not in line]
+    assert len(calls) == 3
+    for call in calls:
+        [row] = objects(capsys, *call, "--json")
+        assert row["changes"], call
+    assert main(calls[0]) == 0
+    assert "1 token changed in 2 forward passes" in capsys.readouterr().err
 
 
 def test_infill_keeps_the_known_text(at_hand, capsys):
