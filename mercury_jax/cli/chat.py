@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Decoding, Flag, Group, Int, Loading, OptionalFloat, option
+from mercury_jax.cli.arguments import Decoding, Flag, Group, Loading, OptionalFloat, OptionalInt, option
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 EMBEDDED = "nano"  # name of the model in the package
-COMMANDS = """/new            forget the conversation
+KNOWS = (
+    "It knows sums of three digits (347+585=) and 4x4 Sudokus (four lines, 0 for a blank)."
+)
+MAX_TOKENS = 256  # of an answer, where the context leaves as many
+AGAIN = "/new begins again, /undo forgets the last answer"
+SEVERAL = "A message of several lines: paste it, or start with --escapes and type \\n for each line break."
+COMMANDS = f"""/new            forget the conversation
 /system TEXT    begin a new one with this system prompt; without TEXT with none
 /undo           forget the last question and its answer
 /help           these commands
-/quit           leave, as Ctrl-D does; Ctrl-C stops an answer"""
+/quit           leave, as Ctrl-D does; Ctrl-C stops an answer
+{SEVERAL}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +44,13 @@ class ChatCommand:
 
     A terminal shows every denoising step. Lines that begin with / are commands:
     /new, /system TEXT, /undo, /help, /quit. Ctrl-C stops an answer, Ctrl-D leaves.
+    Several lines that are pasted into a terminal at once are one message.
     """
 
     system: Annotated[str | None, option("TEXT")] = None
     """System prompt, the first message of the conversation."""
-    max_tokens: Int = 256
-    """Most tokens of an answer, not counting its thinking."""
+    max_tokens: OptionalInt = None
+    """Most tokens of an answer, not counting its thinking. Default: 256, or what the model's context leaves."""
     temperature: OptionalFloat = None
     """Sampling temperature; 0 takes the most likely token. Default: the rule's."""
     effort: Annotated[str | None, option("NAME")] = None
@@ -73,13 +81,13 @@ def run(argv: Sequence[str]) -> int:
         ValueError: A value is not allowed, the model has no chat template, or a line of a pipe cannot be answered.
     """
     args, parameters = arguments.read_with_rule(ChatCommand, argv, "mercury chat")
-    from mercury_jax.decode.inputs import MAX_TOKENS  # loads JAX, which the help does without
+    from mercury_jax.decode import inputs  # loads JAX, which the help does without
 
     arguments.check_request(args.decoding.seed, args.temperature, args.effort)
-    if not 1 <= args.max_tokens <= MAX_TOKENS:
-        raise refuse("--max-tokens", args.max_tokens, f"1..{MAX_TOKENS}")
-    how = dict(
-        max_tokens=args.max_tokens, temperature=args.temperature, effort=args.effort, seed=args.decoding.seed,
+    if args.max_tokens is not None and not 1 <= args.max_tokens <= inputs.MAX_TOKENS:
+        raise refuse("--max-tokens", args.max_tokens, f"1..{inputs.MAX_TOKENS}")
+    how: dict[str, Any] = dict(
+        temperature=args.temperature, effort=args.effort, seed=args.decoding.seed,
         plan=args.decoding.plan(), sampler=args.decoding.sampler(parameters),
     )  # fmt: skip
     person = show.terminal(sys.stdin) and show.terminal()
@@ -91,6 +99,8 @@ def run(argv: Sequence[str]) -> int:
         show.say(
             f"{lm.name}, {lm.parameters / 1e6:,.1f}M parameters. /help lists the commands; Ctrl-D leaves."
         )
+    if person and lm.name == EMBEDDED:
+        show.say(KNOWS)
     if person and single:
         show.say("Each question is a conversation of its own.")
     messages = _opened(args.system)
@@ -101,8 +111,10 @@ def run(argv: Sequence[str]) -> int:
                 break
             messages = _command(line, messages)
             continue
+        asked = [*messages, {"role": "user", "content": text}]
         try:
-            reply = _answer(lm, [*messages, {"role": "user", "content": text}], args, how, person)
+            how["max_tokens"] = answer_budget(lm, asked, args.max_tokens, args.effort)
+            reply = _answer(lm, asked, args, how, person)
         except KeyboardInterrupt:
             if not person:
                 raise
@@ -111,10 +123,10 @@ def run(argv: Sequence[str]) -> int:
         except ValueError as error:  # most often a conversation that outgrew the context
             if not person:
                 raise
-            show.say(f"mercury: {error}\n/new begins again, /undo forgets the last answer")
+            show.say(f"mercury: {error}")
             continue
         if not single:
-            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+            messages = [*asked, {"role": "assistant", "content": reply}]
     return 0
 
 
@@ -123,13 +135,53 @@ def _opened(system: str | None) -> Messages:
     return [{"role": "system", "content": system}] if system else []
 
 
+def answer_budget(lm: LM, messages: Messages, most: int | None, effort: str | None) -> int:
+    """The most tokens of the next answer.
+
+    Args:
+        lm: The model.
+        messages: The conversation, which ends with the user's message.
+        most: What the user asks for. None: `MAX_TOKENS`, or what the context leaves; of that, half is left to the
+            thinking where the effort has any.
+        effort: Name of the effort, or None.
+
+    Returns:
+        A number that fits the context.
+
+    Raises:
+        ValueError: The context does not leave that many. The message says how to forget the conversation, if the last
+            message would fit without it.
+    """
+    from mercury_jax.decode.defaults import EFFORTS
+    from mercury_jax.decode.inputs import encode_prompts
+
+    context, thinks = lm.model.config.context, effort is not None and EFFORTS[effort].thinking > 0
+    system = messages[: messages[0]["role"] == "system"]
+    (whole, *_), _ = encode_prompts(lm, messages, thinking=thinks)
+    (alone, *_), _ = encode_prompts(lm, [*system, messages[-1]], thinking=thinks)
+    room = context - len(whole.ids)
+    if room >= (most or 1):
+        return most or min(MAX_TOKENS, (room + 1) // 2 if thinks else room)
+    if room < 1:
+        error = refuse(
+            "conversation", f"{len(whole.ids)} tokens", f"fewer than the model's context of {context}"
+        )
+    else:
+        error = refuse("--max-tokens", most, f"1..{room}: the model's context is {context} tokens")
+    forgetting_helps = len(messages) > len(system) + 1 and context - len(alone.ids) >= (most or 1)
+    raise ValueError(f"{error}\n{AGAIN}") if forgetting_helps else error
+
+
 def _lines(person: bool) -> Iterator[str]:
     """Lines that are not empty, from a prompt or from a pipe, until the end of the input."""
     if not person:
         yield from filter(None, (line.strip("\r\n") for line in sys.stdin))
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  editing and history of lines; Windows has its own
+        import readline  # editing and history of lines; Windows has its own
+
+        # Pasted line breaks are then part of the message, as `input` returns it.
+        readline.parse_and_bind("set enable-bracketed-paste on")
     while True:
         try:
             line = input("> ").strip()
@@ -166,9 +218,18 @@ def _answer(lm: LM, messages: Messages, args: ChatCommand, how: dict[str, Any], 
         from mercury_jax.decode.stream import stream
 
         console = Console(highlight=False)
-        size = min(args.max_tokens, args.decoding.block or lm.model.config.block)
+        size = min(how["max_tokens"], args.decoding.block or lm.model.config.block)
         last = show.follow(console, lm.tokenizer, "", size, stream(lm, messages, **how))
         console.print(show.figures(len(last.tokens), last.forwards), style="dim")
+        finish = "length" if len(last.tokens) >= how["max_tokens"] else "stop"
+        _remark(
+            lm,
+            messages,
+            last.text,
+            last.thinking,
+            finish,
+            how["max_tokens"] < (args.max_tokens or MAX_TOKENS),
+        )
         return last.text
     from mercury_jax.decode.sample import sample
 
@@ -181,4 +242,15 @@ def _answer(lm: LM, messages: Messages, args: ChatCommand, how: dict[str, Any], 
         })  # fmt: skip
     else:
         print(show.readable(out.text) if show.terminal() else out.text, flush=True)
+        clamped = how["max_tokens"] < (args.max_tokens or MAX_TOKENS)
+        _remark(lm, messages, out.text, out.thinking[0], out.finish[0], clamped)
     return out.text
+
+
+def _remark(lm: LM, messages: Messages, text: str, thinking: str | None, finish: str, clamped: bool) -> None:
+    """Tells a person that there is no answer, or that the context ended it."""
+    if finish == "length" and clamped:
+        forget = f"; {AGAIN}" if any(m["role"] == "assistant" for m in messages) else ""
+        show.say(f"the answer ended at the model's context of {lm.model.config.context} tokens{forget}")
+    elif not text.strip():
+        show.say(show.no_answer(thinking, finish))

@@ -184,9 +184,8 @@ def _print(out: Output, args: Sample) -> None:
             show.emit(_record(out, i, args))
             continue
         print(show.readable(text) if show.terminal() else text)
-        if out.thinking[i] and not text.strip():
-            why = f"({out.finish[i]}): {out.thinking[i]!r}; raise --max-tokens"
-            show.say(f"the answer ended while thinking {why}")
+        if args.chat and not text.strip():
+            show.say(show.no_answer(out.thinking[i], out.finish[i]))
     if not args.json:
         note = "" if args.warm else ", compilation included"
         show.say(show.figures(sum(out.lengths), int(out.forwards.sum()), out.seconds, note))
@@ -223,5 +222,9 @@ def _watch(lm: LM, args: Sample, texts: list[str], prompts: list[Any], how: dict
         size = min(args.max_tokens, args.decoding.block or lm.model.config.block)
         last = show.follow(console, lm.tokenizer, before, size, stream(lm, prompt, seed=seed, **how))
         seconds = _timed(lm, prompt, seed, True, how).seconds if args.warm else None
+        if args.chat and not last.text.strip():
+            show.say(
+                show.no_answer(last.thinking, "length" if len(last.tokens) >= args.max_tokens else "stop")
+            )
         note = "" if args.warm else "; --warm measures the speed"
         console.print(show.figures(len(last.tokens), last.forwards, seconds, note), style="dim")

@@ -1,6 +1,7 @@
 """`mercury chat` keeps the conversation, and `mercury completion` knows what the commands take."""
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -75,6 +76,126 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(monkeypatch, ca
         ["second"],
     ]  # the stopped question is not part of the second one's conversation
     assert "stopped" in capsys.readouterr().err
+
+
+@pytest.fixture
+def typed(monkeypatch, at_hand):
+    """typed(lines, replies, *options) -> (budgets, messages) of the answers to lines that are typed in a terminal."""
+
+    def converse(lines, replies, *options):
+        lines, replies, seen = iter(lines), iter(replies), []
+
+        def read(prompt):
+            for line in lines:
+                return line
+            raise EOFError
+
+        def answer(lm, messages, args, how, person):
+            seen.append((how["max_tokens"], [message["content"] for message in messages]))
+            return next(replies)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(chat.show, "terminal", lambda stream=None: True)
+            patch.setattr("builtins.input", read)
+            patch.setattr(chat, "_answer", answer)
+            assert main(["chat", "--model", at_hand, *options]) == 0
+        return seen
+
+    return converse
+
+
+def test_the_default_budget_is_what_the_context_leaves(typed, at_hand, capsys):
+    lm, seen = mj.load(at_hand), typed(["a", "b", "c", "/new", "d"], ["x" * 40, "y" * 80, "z"])
+    turns = [("user", "a"), ("assistant", "x" * 40), ("user", "b")]
+    whole = [{"role": role, "content": text} for role, text in turns]
+    budgets = [budget for budget, _ in seen[:2]]
+    assert budgets == [128 - len(lm.tokenizer.render(whole[:turns])) for turns in (1, 3)]
+    said = capsys.readouterr().err  # the third question does not fit behind two long answers
+    assert "conversation is '" in said and "fewer than the model's context of 128\n/new begins again" in said
+    assert [messages for _, messages in seen[2:]] == [["d"]]
+
+
+def test_with_thinking_the_default_leaves_room_for_it(typed):
+    [(budget, _)] = typed(["a"], ["x"], "--effort", "low")
+    assert 50 < budget < 64
+
+
+def test_a_budget_that_does_not_fit_is_refused_by_its_option(typed, capsys):
+    assert typed(["a"], [], "--max-tokens", "256") == []
+    said = capsys.readouterr().err
+    assert "--max-tokens is 256; allowed: 1..1" in said and "/new begins" not in said
+    assert len(typed(["a", "b"], ["x" * 60], "--max-tokens", "100")) == 1  # fits without the first answer
+    assert re.search(r"--max-tokens is 100; allowed: 1\.\.\d+: .*\n/new begins", capsys.readouterr().err)
+
+
+def test_an_answer_that_the_context_ends_is_said_to_be_so(monkeypatch, capsys, at_hand):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+    assert main(["chat", "--model", at_hand, "--temperature", "2"]) == 0
+    assert "the answer ended at the model's context of 128 tokens\n" in capsys.readouterr().err
+
+
+def test_pasted_lines_are_one_message(typed):
+    [(_, messages)] = typed(["0200\n4302\n3401\n0004", "/quit"], ["x"])
+    assert messages == ["0200\n4302\n3401\n0004"]
+
+
+def test_the_help_of_a_conversation_says_how_several_lines_are_typed(typed, capsys):
+    typed(["/help"], [])
+    assert "several lines: paste it" in capsys.readouterr().err
+
+
+def test_the_embedded_model_says_what_it_knows(monkeypatch, capsys):
+    monkeypatch.setattr(chat.show, "terminal", lambda stream=None: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: "/quit")
+    assert main(["chat"]) == 0
+    assert "sums of three digits (347+585=) and 4x4 Sudokus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "finish, thinking, told",
+    [
+        ("stop", "1+1", "the model gave no answer: it stopped while thinking '1+1'"),
+        ("length", "1+1", "the answer ended while thinking: '1+1'; raise --max-tokens"),
+        ("stop", None, "the model gave no answer"),
+    ],
+)
+def test_an_empty_answer_gets_the_advice_that_fits(monkeypatch, capsys, finish, thinking, told):
+    assert chat.show.no_answer(thinking, finish) == told
+
+
+def test_the_embedded_model_without_an_answer_says_so(monkeypatch, capsys):
+    unlike = "Solve this: 0200 4302 3401 0004"  # no question of its training
+    told = "the model gave no answer: it stopped while thinking"
+    assert main(["sample", "--chat", unlike]) == 0
+    assert told in (said := capsys.readouterr().err) and "--max-tokens" not in said
+    monkeypatch.setattr(sys, "stdin", io.StringIO(unlike + "\n"))
+    assert main(["chat"]) == 0
+    assert told in capsys.readouterr().err
+
+
+PASTE = r"""
+import os, pty, sys, time
+pid, screen = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+said = b""
+while b"[?2004h" not in said:  # readline asks the terminal to mark pastes
+    said += os.read(screen, 1000)
+os.write(screen, b"\x1b[200~0200\n4302\x1b[201~\r")
+while b"END" not in said:
+    said += os.read(screen, 1000)
+print(said.split(b"GOT ")[1].split(b"END")[0].decode())
+"""
+
+
+def test_readline_returns_a_paste_as_one_text():
+    """In a pseudo-terminal, marked as tmux and every terminal of today mark it."""
+    pytest.importorskip("readline")
+    program = "from mercury_jax.cli import chat; print('GOT', [next(chat._lines(True))], 'END')"
+    command = [sys.executable, "-c", PASTE, program]
+    env = os.environ | {"TERM": "xterm"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.stdout.strip() == r"['0200\n4302']", done.stderr
 
 
 @pytest.mark.parametrize(
