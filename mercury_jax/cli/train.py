@@ -139,7 +139,23 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
         )
         return
     where = f"{config.init} --adapter {written}" if config.lora.rank else str(written)
-    show.say(f'try: mercury sample --model {where} {"--chat " if config.chats else ""}"..."')
+    show.say(f'try: mercury sample --model {where} {"--chat " if _answers_messages(config) else ""}"..."')
+
+
+def _answers_messages(config: TrainConfig) -> bool:
+    """Whether the recipe trains on conversations, at least in part."""
+    from mercury_jax.train import data
+    from mercury_jax.train.data.corpus import open_corpus
+
+    def chats(source: object) -> bool:
+        if isinstance(source, data.Shards):
+            return bool(open_corpus(source.where, "train").manifest["prompts"])
+        # A `BatchSource`, such as the rollouts of `mercury_jax.rl`, asks the model questions.
+        return isinstance(source, data.Chat | data.Generated | data.BatchSource)
+
+    given = config.data
+    sources = [source for source, _ in given.sources] if isinstance(given, data.Mixture) else [given]
+    return bool(config.chats) or config.sample_chat or any(map(chats, sources))
 
 
 # --- mercury init

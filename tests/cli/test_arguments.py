@@ -1,6 +1,7 @@
 """Bad input is refused in one line that names it, before anything is computed."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -312,6 +313,17 @@ def test_train_ends_with_a_command_that_samples_only_if_the_run_is_complete(
     assert f'try: mercury sample --model {model} "..."' in capsys.readouterr().err
     assert main(["train", recipe, "--chats", str(chats)]) == 0
     assert f'try: mercury sample --model {model} --chat "..."' in capsys.readouterr().err
+    source = "data.mixture((data.stdlib(), 1.0))"
+    recipe_text = Path(recipe).read_text()
+    for changed in (
+        recipe_text.replace(source, f'data.chat("{chats}")'),
+        recipe_text.replace(source, 'data.generated("add2")'),
+        recipe_text.replace(source, 'data.mixture((data.stdlib(), 0.5), (data.generated("add2"), 0.5))'),
+        recipe_text.replace("out=", "sample_chat=True, out="),
+    ):
+        Path(recipe).write_text(changed)
+        assert main(["train", recipe]) == 0
+        assert f'try: mercury sample --model {model} --chat "..."' in capsys.readouterr().err
     stopped = "SIGTERM"
     assert main(["train", recipe]) == 143  # not 0: a scheduler would take the run for complete
     said = capsys.readouterr().err
