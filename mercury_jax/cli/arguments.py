@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -264,17 +265,44 @@ def _rules_with(parameter: str) -> list[str]:
 
 
 def import_user_module(name: str) -> ModuleType:
-    """Imports a module of the user's own from the current folder or from where Python finds it."""
+    """Imports a module of the user's own from the current folder or from where Python finds it.
+
+    Args:
+        name: As in an `import`, or the path of a file that ends in .py.
+
+    Returns:
+        The module. A file that was imported before is not run again: its rules are registered once.
+
+    Raises:
+        ImportError: There is no such module or file.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    if not path.is_file():
+        raise ImportError(f"there is no file {name}")
+    title = path.stem if path.stem not in sys.modules else str(path)
+    spec = importlib.util.spec_from_file_location(title, path)
+    assert spec is not None and spec.loader is not None  # of a name that ends in .py
+    module = sys.modules[title] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[title]
+        raise
+    return module
 
 
 def find_rule(name: str) -> Factory[..., Rule]:
     """A rule by its registered name, or MODULE:NAME of the user's own.
 
     Args:
-        name: Such as "threshold", or "my_rules:greedy".
+        name: Such as "threshold", "my_rules:leftmost", or "folder/my_rules.py:leftmost".
 
     Returns:
         The function that makes the rule from its parameters.
@@ -284,7 +312,7 @@ def find_rule(name: str) -> Factory[..., Rule]:
     """
     from mercury_jax.decode import rules
 
-    module, colon, attribute = name.partition(":")
+    module, colon, attribute = name.rpartition(":")
     if not colon:
         if name not in rules.ALL:
             allowed = nearest(name, list(rules.ALL)) + "; or MODULE:NAME for a rule of your own"
@@ -345,7 +373,7 @@ class Decoding:
     """
 
     rule: Annotated[str | None, option("NAME")] = None
-    """Decoding rule, or MODULE:NAME of your own. Its parameters are options: --rule threshold --p 0.8; `mercury info`
+    """Decoding rule, or MODULE:NAME of your own, such as my_rules:leftmost for my_rules.py. Its parameters are options: --rule threshold --p 0.8; `mercury info`
     lists them. Default: the one the model names, else threshold."""
     param: Annotated[Repeated[tuple[str, ...]], option("NAME=X")] = ()
     """A parameter of the rule, for names that another option has; repeatable."""

@@ -216,6 +216,23 @@ def test_a_rule_of_the_users_own_decodes_and_is_listed(own_rule, at_hand, capsys
     assert "sharr" in refused(capsys, "sample", "x", "--rule", own_rule, "--sharr", "1")
 
 
+def test_a_rule_is_also_found_by_the_path_of_its_file(own_rule, at_hand, tmp_path, capsys):
+    from mercury_jax.decode import rules
+
+    assert own_rule  # my_rules.py in the current folder
+    elsewhere = tmp_path / "elsewhere" / "more_rules.py"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(RULE.replace("least_certain", "as_uncertain"))
+    call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--json"]
+    for name in ("my_rules.py:least_certain", f"{elsewhere}:as_uncertain"):
+        rows = objects(capsys, *call, "--rule", name, "--share", "0.3")
+        assert all(row["forwards"] <= 3 for row in rows)
+    del rules.ALL["as_uncertain"]
+    [about] = objects(capsys, "info", "--load", "my_rules.py", "--json")
+    assert "least_certain" in about["rules"]
+    assert "there is no file mine.py" in refused(capsys, "sample", "x", "--rule", "mine.py:both_ends")
+
+
 def test_help_lists_the_parameters_of_the_chosen_rule(capsys):
     assert main(["sample", "--rule", "threshold", "--help"]) == 0
     assert "--p X" in (text := capsys.readouterr().out) and "a number in [0, 1]. Default: 0.9." in text
