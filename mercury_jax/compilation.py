@@ -79,13 +79,14 @@ def _processor() -> str:
 
 # --- announcing compilation
 
-ANNOUNCED = (
-    "decode_program",
-    "run_session",
-    "run_sharded_program",
-    "prefill",
-    "advance_particles",
-)  # programs of the decoding calls
+# Programs of the decoding calls -> what the message calls them.
+ANNOUNCED = {
+    "decode_program": "decoder",
+    "run_session": "decoder",
+    "run_sharded_program": "decoder",
+    "prefill": "prefill",
+    "advance_particles": "search",
+}
 PATIENCE = 2.0  # seconds of compilation before anything is said
 
 
@@ -101,7 +102,7 @@ def prepare() -> None:
         import jax
 
         kept = "" if jax.config.values["jax_compilation_cache_dir"] is None else "; kept for the next start"
-        logging.getLogger("mercury_jax").warning("compiling %s for new sizes%s", program, kept)
+        logging.getLogger("mercury_jax").warning("compiling the %s for new sizes (once%s)", program, kept)
 
     def listen(event: str, duration_secs: float, **about: str | int) -> None:
         # JAX reports when a program has been lowered, which is just before it is compiled, and when it is compiled.
@@ -109,7 +110,7 @@ def prepare() -> None:
         if program not in ANNOUNCED:
             return
         if event.endswith("jaxpr_to_mlir_module_duration"):
-            timers[program] = threading.Timer(PATIENCE, announce, (program,))
+            timers[program] = threading.Timer(PATIENCE, announce, (ANNOUNCED[program],))
             timers[program].daemon = True
             timers[program].start()
         elif event.endswith("backend_compile_duration") and program in timers:

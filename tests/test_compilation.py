@@ -85,4 +85,4 @@ def test_a_long_compilation_is_announced(monkeypatch, caplog):
         assert not caplog.records
         compiled("decode_program")
     (record,) = caplog.records
-    assert record.getMessage().startswith("compiling decode_program for new sizes")
+    assert record.getMessage().startswith("compiling the decoder for new sizes (once")

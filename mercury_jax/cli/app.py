@@ -10,11 +10,12 @@ import contextlib
 import errno
 import importlib
 import inspect
+import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mercury_jax.compilation import cache_compiled_programs
 from mercury_jax.config import nearest, refuse
@@ -99,7 +100,8 @@ def execute(command: Command, argv: Sequence[str]) -> int:
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        code = command(words)
+        with messages_on_stderr():
+            code = command(words)
         sys.stdout.flush()
         return code
     except SystemExit as end:  # of argparse and tyro after --help
@@ -116,6 +118,31 @@ def execute(command: Command, argv: Sequence[str]) -> int:
         else:
             print(f"mercury: {as_typed(_message(error), words)}", file=sys.stderr)
         return _leave(error, exit_code(error))
+
+
+class _StderrHandler(logging.Handler):
+    """Prints messages to the standard error of the moment, which a progress bar replaces while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one message, without its level and the name of its logger."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def messages_on_stderr() -> Iterator[None]:
+    """Prints the warnings of this package as plain lines while a command runs.
+
+    A library may have given the root logger a handler. That one writes into the line of a progress bar, and begins
+    with "WARNING:mercury_jax:".
+    """
+    logger, handler = logging.getLogger("mercury_jax"), _StderrHandler(logging.WARNING)
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
 
 
 def _leave(error: BaseException, code: int) -> int:
