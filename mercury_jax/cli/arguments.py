@@ -109,7 +109,7 @@ def read(command: type[T], argv: Sequence[str], prog: str) -> T:
         SystemExit: After `--help`, which prints the docstrings of the class and of its fields.
     """
     found, rest = _parse(command, argv, prog, command.__doc__)
-    _refuse_rest(rest, _option_names(command), prog)
+    _refuse_rest(rest, option_names(command), prog)
     return found
 
 
@@ -133,7 +133,7 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
     rule = _rule_word(argv)
     wide = _with_parameters(command, rule) if rule else command
     found, rest = _parse(wide, argv, prog, command.__doc__)
-    names = _option_names(wide)
+    names = option_names(wide)
     unknown = next((word.split("=")[0] for word in rest if word.startswith("--") and word != "--"), None)
     if unknown is not None and unknown not in names:
         holders = _rules_with(unknown.removeprefix("--").replace("-", "_"))
@@ -215,13 +215,13 @@ def _refuse_rest(rest: Sequence[str], options: Sequence[str], prog: str) -> None
         raise refuse("argument", rest[0], f"no further arguments; `{prog} --help` shows the order")
 
 
-def _option_names(command: type) -> list[str]:
+def option_names(command: type) -> list[str]:
     """The options of a command and of its groups, with their dashes."""
     names = []
     for name, hint in get_type_hints(command, include_extras=True).items():
         marks, kind = getattr(hint, "__metadata__", ()), getattr(hint, "__origin__", hint)
         if dataclasses.is_dataclass(kind):
-            names += _option_names(cast(type, kind))
+            names += option_names(cast(type, kind))
         elif Positional not in marks:
             renamed = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
             names.append(f"--{renamed.replace('_', '-')}")
@@ -244,7 +244,7 @@ def _with_parameters(command: type, rule: str) -> type:
 
     A parameter whose name is an option of the command stays reachable by `--param`.
     """
-    taken, found, fields = _option_names(command), find_rule(rule), []
+    taken, found, fields = option_names(command), find_rule(rule), []
     for name, default in found.params.items():
         if f"--{name.replace('_', '-')}" not in taken:
             about = f"Of the rule {rule}: {found.ranges.get(name, 'a number')}. Default: {default}."

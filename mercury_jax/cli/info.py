@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, Repeated, option
 from mercury_jax.config import refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.decode.registration import Factory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,8 @@ class Info:
                                                    model, all rules and tasks
       mercury info runs/nano/model --json
       mercury info google/diffusiongemma-26B-A4B-it     and the memory it needs
+      mercury info --rule threshold                one rule: what it is for, its
+                                                   parameters, its paper
       mercury info --load my_rules                 and the rules of my_rules.py
     """
 
@@ -29,6 +36,8 @@ class Info:
     """The same, with this machine and the lists."""
     mask: OptionalInt = None
     """Id of the mask token, where the checkpoint does not name it."""
+    rule: Annotated[str | None, option("NAME")] = None
+    """Describe this decoding rule alone; MODULE:NAME for one of your own."""
     load: Annotated[Repeated[tuple[str, ...]], option("MODULE")] = ()
     """Import this Python module first, so that the rules, processors and stopping criteria that it registers are
     listed; repeatable."""
@@ -50,6 +59,16 @@ def run(argv: Sequence[str]) -> int:
             arguments.import_user_module(module)
         except ImportError as error:
             raise refuse("--load", module, f"a module that can be imported ({error})") from error
+    if args.rule is not None:
+        if args.path is not None or args.model is not None:
+            raise refuse("--rule", args.rule, "without a model: it describes the rule alone")
+        make = arguments.find_rule(args.rule)
+        about = {"name": make.__name__, **_about_rule(make), "arguments": _arguments_of(make)}
+        if args.json:
+            show.emit(about)
+        else:
+            _print_rule(args.rule, about)
+        return 0
     from mercury_jax import hub
 
     record = hub.info(args.path or args.model or hub.NANO, mask=args.mask)
@@ -81,15 +100,61 @@ def _choices() -> dict[str, Any]:
         "rules": rules.ALL, "processors": processors.ALL, "stopping": stopping.ALL, "cache_refresh": cache_refresh.ALL
     }  # fmt: skip
     for kind, registry in registries.items():
-        found[kind] = {
-            name: {
-                "about": (make.__doc__ or "").strip().split("\n")[0],
-                "parameters": make.params,
-                "ranges": {parameter: str(allowed) for parameter, allowed in make.ranges.items()},
-            }
-            for name, make in registry.items()
-        }
+        describe = _about_rule if kind == "rules" else _about
+        found[kind] = {name: describe(make) for name, make in registry.items()}
     return found | {"tasks": {name: task.about for name, task in TASKS.items()}}
+
+
+def _about(make: Factory[..., Any]) -> dict[str, Any]:
+    """A registered rule, processor, stopping criterion or cache policy."""
+    return {
+        "about": (make.__doc__ or "").strip().split("\n")[0],
+        "parameters": make.params,
+        "ranges": {parameter: str(allowed) for parameter, allowed in make.ranges.items()},
+    }
+
+
+def _about_rule(make: Factory[..., Any]) -> dict[str, Any]:
+    """The same of a rule, with the kinds of noise that it is made for, and its paper."""
+    from mercury_jax.decode.sampler import check_sampler
+
+    required = {name: 0.5 for name, default in make.params.items() if default is inspect.Parameter.empty}
+    try:
+        noise = list(check_sampler(make(**required)).rule.noise)
+    except ValueError:  # of a rule of the user's own whose required parameter must be another number
+        noise = []
+    return _about(make) | {"noise": noise, "source": make.source}
+
+
+def _arguments_of(make: Factory[..., Any]) -> dict[str, str]:
+    """What the docstring of a rule says about each of its parameters."""
+    section = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.cleandoc(make.__doc__ or "") + "\n", re.MULTILINE)
+    entries = re.split(r"^ {4}(\w+): ", section[1] if section else "", flags=re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2])}
+    return {name: texts[name] for name in make.params if name in texts}
+
+
+def _print_rule(typed: str, about: Mapping[str, Any]) -> None:
+    """One rule as text. `typed`: its name as the user wrote it, for the example."""
+    from mercury_jax.cli.sample import Sample
+
+    print(f"{'rule':12} {about['name']}\n{'about':12} {about['about']}")
+    print(f"{'noise':12} {' or '.join(about['noise'])}")
+    if about["source"]:
+        print(f"{'source':12} {about['source']}")
+    taken, given = arguments.option_names(Sample), ""
+    for name, default in about["parameters"].items():
+        required, option = default is inspect.Parameter.empty, "--" + name.replace("_", "-")
+        typed_so = f"{option} {'X' if required else default}"
+        if option in taken:  # another option of the commands has this name
+            option, typed_so = f"--param {name}=X", f"--param {name}={'X' if required else default}"
+        said = "required" if required else f"default {default}"
+        print(f"{option:12} {about['ranges'].get(name, 'a number')}; {said}")
+        if name in about["arguments"]:
+            print(f"{'':12} {about['arguments'][name]}")
+        given += f" {typed_so}"
+    model = "" if "absorbing" in about["noise"] else " --model MODEL"  # not for the embedded model
+    print(f'\ntry: mercury sample "def f(x):" --rule {typed}{given}{model}')
 
 
 LISTS = (  # printed below the plain fields, each in its own way
@@ -150,7 +215,7 @@ def _size(count: int) -> str:
 def _print_choices(record: Mapping[str, Any]) -> None:
     """The registries with their parameters and what these may be, then the tasks."""
     titles = {
-        "rules": "rules (--rule NAME, parameters as --NAME X)",
+        "rules": "rules (--rule NAME, parameters as --NAME X; mercury info --rule NAME for more)",
         "processors": "logits processors (those with one parameter as --NAME X)",
         "stopping": "stopping criteria",
         "cache_refresh": "cache policies (Plan(refresh=mj.cache_refresh.NAME()))",
@@ -159,8 +224,9 @@ def _print_choices(record: Mapping[str, Any]) -> None:
         print(f"\n{title}")
         for name, part in record[kind].items():
             print(f"  {name + '(' + _pairs(part['parameters']) + ')':28} {part['about']}")
-            if part["ranges"]:
-                print("      " + "; ".join(f"{p}: {allowed}" for p, allowed in part["ranges"].items()))
+            noise = [f"{' or '.join(part['noise'])} noise"] if part.get("noise") else []
+            if found := [*noise, *(f"{p}: {allowed}" for p, allowed in part["ranges"].items())]:
+                print("      " + "; ".join(found))
     print("\ntasks (mercury eval NAME)")
     for name, about in record["tasks"].items():
         print(f"  {name:28} {about}")

@@ -249,9 +249,9 @@ def test_bash_completes_commands_options_and_names(script, typed, found):
 
 def test_the_options_are_those_that_the_parser_takes(capsys):
     assert "bash, zsh, fish" in refused(capsys, "completion", "tcsh")
-    from mercury_jax.cli.arguments import _option_names
+    from mercury_jax.cli.arguments import option_names
     from mercury_jax.cli.sample import Sample
 
     for command, kind in (("sample", Sample), ("chat", chat.ChatCommand)):
-        assert set(_option_names(kind)) <= set(completion.options(command))
+        assert set(option_names(kind)) <= set(completion.options(command))
     assert re.search(r"^complete -c mercury .*-l max-tokens$", completion.fish(), re.MULTILINE)

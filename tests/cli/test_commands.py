@@ -157,6 +157,37 @@ def test_info_describes_model_machine_and_choices(folder, lm, capsys):
     assert "\x1b[" not in (text := capsys.readouterr().out) and "threshold(p=0.9)" in text
 
 
+def test_info_describes_one_rule(capsys):
+    assert main(["info", "--rule", "threshold"]) == 0
+    text = capsys.readouterr().out
+    for said in (
+        "rule         threshold\n", "about        Accepts every mask whose drawn", "noise        absorbing or uniform\n",
+        "source       Fast-dLLM, arXiv", "--p          a number in [0, 1]; default 0.9\n", "Lower values accept more",
+        '--rule threshold --p 0.9\n',
+    ):  # fmt: skip
+        assert said in text
+    assert text.count("\n") < 12
+    [row] = objects(capsys, "info", "--rule", "entropy_bound", "--json")
+    assert (
+        row["name"] == "entropy_bound"
+        and row["noise"] == ["absorbing", "uniform"]
+        and "gamma" in row["parameters"]
+    )
+    assert main(["info", "--rule", "daedal"]) == 0
+    assert "--param block=32" in (text := capsys.readouterr().out) and "noise        absorbing\n" in text
+    assert "threshold is the nearest" in refused(capsys, "info", "--rule", "treshold")
+    assert "without a model" in refused(capsys, "info", "--rule", "threshold", "x")
+
+
+def test_info_shows_the_noise_of_every_rule(folder, capsys):
+    [row] = objects(capsys, "info", "--model", folder, "--json")
+    assert all(rule["noise"] for rule in row["rules"].values())
+    assert main(["info", "--model", folder]) == 0
+    assert re.search(
+        r"  threshold\(p=0.9\).*\n      absorbing or uniform noise; p: a number", capsys.readouterr().out
+    )
+
+
 HELP = """
 import contextlib, io, json, sys
 from mercury_jax.cli import app, main
@@ -212,6 +243,7 @@ def test_a_rule_of_the_users_own_decodes_and_is_listed(own_rule, at_hand, capsys
     [about] = objects(capsys, "info", "--json")
     assert about["rules"]["least_certain"] == {
         "about": "Accepts every mask at once.", "parameters": {"share": 0.5}, "ranges": {},
+        "noise": ["absorbing", "uniform"], "source": "",
     }  # fmt: skip
     assert "sharr" in refused(capsys, "sample", "x", "--rule", own_rule, "--sharr", "1")
 
