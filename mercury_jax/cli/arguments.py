@@ -373,8 +373,8 @@ class Decoding:
     """
 
     rule: Annotated[str | None, option("NAME")] = None
-    """Decoding rule, or MODULE:NAME of your own, such as my_rules:leftmost for my_rules.py. Its parameters are options: --rule threshold --p 0.8; `mercury info`
-    lists them. Default: the one the model names, else threshold."""
+    """Decoding rule, or MODULE:NAME of your own, such as my_rules:leftmost for my_rules.py. Its parameters are options:
+    --rule threshold --p 0.8; `mercury info` lists them. Default: the one the model names, else threshold."""
     param: Annotated[Repeated[tuple[str, ...]], option("NAME=X")] = ()
     """A parameter of the rule, for names that another option has; repeatable."""
     block: OptionalInt = None

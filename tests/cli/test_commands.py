@@ -161,7 +161,8 @@ def test_info_describes_one_rule(capsys):
     assert main(["info", "--rule", "threshold"]) == 0
     text = capsys.readouterr().out
     for said in (
-        "rule         threshold\n", "about        Accepts every mask whose drawn", "noise        absorbing or uniform\n",
+        "rule         threshold\n",
+        "about        Accepts every mask whose drawn", "noise        absorbing or uniform\n",
         "source       Fast-dLLM, arXiv", "--p          a number in [0, 1]; default 0.9\n", "Lower values accept more",
         '--rule threshold --p 0.9\n',
     ):  # fmt: skip
