@@ -154,6 +154,9 @@ def _check(args: Sample, texts: list[str]) -> None:
     for name, path in (("--html", args.html), ("--gif", args.gif)):
         if path is not None and (len(texts) != 1 or args.n != 1):
             raise refuse(name, path, "with one prompt and --n 1")
+        endings = (".html", ".htm") if name == "--html" else (".gif",)
+        if path is not None and not path.lower().endswith(endings):
+            raise refuse(name, path, f"a file that ends in {' or '.join(endings)}")
         show.check_writable(name, path)
     if args.gif is not None:
         display.check_matplotlib("--gif")

@@ -138,6 +138,8 @@ def test_the_command_writes_a_page_and_an_animation(tmp_path, capsys):
     [
         (["--n", "2", "--html", "x.html"], "--html.*one prompt and --n 1"),
         (["--n", "2", "--gif", "x.gif"], "--gif.*one prompt and --n 1"),
+        (["--gif", "x.png"], "--gif is 'x.png'; allowed: a file that ends in .gif"),
+        (["--html", "x.gif"], "--html is 'x.gif'; allowed: a file that ends in .html or .htm"),
         (["--html", "no/such/folder/x.html"], "--html.*can be written"),
     ],
 )
