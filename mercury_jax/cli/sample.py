@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +48,8 @@ class Sample:
       cat prompt.txt | mercury sample - --json
 
     A terminal shows the canvas after every step. In a pipe only the text is
-    printed, and the figures go to standard error. The seconds of a first call
-    are mostly compilation: --warm leaves it out.
+    printed, with a blank line between two, and the figures go to standard error.
+    The seconds of a first call are mostly compilation: --warm leaves it out.
     """
 
     prompt: Annotated[Positional[tuple[str, ...]], option("PROMPT")] = ()
@@ -58,7 +59,7 @@ class Sample:
     max_tokens: Int = 64
     """Most tokens to emit."""
     n: Int = 1
-    """Answers to each prompt; answer j of prompt i uses seed + i N + j."""
+    """Answers to each prompt; answer j of prompt i uses seed + i N + j. They differ where --temperature is above 0."""
     stop: Annotated[Repeated[tuple[str, ...]], option("TEXT")] = ()
     """End an answer before this text; repeatable."""
     escapes: Escapes = False
@@ -116,10 +117,19 @@ def run(argv: Sequence[str]) -> int:
             stop=stop, history=shared,
         )  # fmt: skip
         out = _timed(lm, prompts, args.decoding.seed, args.warm, how | guided)
-        _print(out, args)
+        _print(out, texts, args)
         if shared:
             _share(out, texts[0], args)
+    if not (args.chat or args.json) and show.terminal(sys.stderr) and _has_chat_format(lm):
+        show.say("the text was continued; --chat asks the model a question")
     return 0
+
+
+def _has_chat_format(lm: LM) -> bool:
+    try:
+        return bool(lm.tokenizer.render([{"role": "user", "content": "x"}]))
+    except ValueError:
+        return False
 
 
 def _share(out: Output, prompt: str, args: Sample) -> None:
@@ -180,15 +190,23 @@ def _timed(lm: LM, prompts: Any, seed: int, warm: bool, how: dict[str, Any]) -> 
         return sample(lm, prompts, seed=seed, **how)
 
 
-def _print(out: Output, args: Sample) -> None:
-    """The texts of a batch, or a JSON record of each."""
+def _print(out: Output, texts: list[str], args: Sample) -> None:
+    """The texts of a batch with blank lines between them, in a terminal under headers; or a JSON record of each."""
+    several = len(out.texts) > 1
     for i, text in enumerate(out.texts):
         if args.json:
             show.emit(_record(out, i, args))
             continue
+        if i:
+            print()
+        if several and show.terminal():
+            answer = f", answer {i % out.n + 1}" if out.n > 1 else ""
+            print(f"--- {show.readable(texts[i // out.n])!r}{answer}")
         print(show.readable(text) if show.terminal() else text)
         if args.chat and not text.strip():
             show.say(show.no_answer(out.thinking[i], out.finish[i]))
+    if not args.temperature and out.n > 1 and all(len(set(group)) == 1 for group in out.groups):
+        show.say(f"the {out.n} answers to a prompt are equal; --temperature 1 draws different ones")
     if not args.json:
         note = "" if args.warm else ", compilation included"
         show.say(show.figures(sum(out.lengths), int(out.forwards.sum()), out.seconds, note))

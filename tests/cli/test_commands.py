@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mercury_jax.cli import arguments, infill, main, sample
+from mercury_jax.cli import arguments, infill, main, sample, show
 from tests.cli.run import objects, refused
 
 FIGURES = {"text", "tokens", "forwards", "tokens_per_forward", "seconds", "tokens_per_second"}
@@ -33,7 +33,7 @@ def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
     rows = objects(capsys, *call, "--json")
     assert main(call) == 0
     out, err = capsys.readouterr()
-    assert out == "".join(row["text"] + "\n" for row in rows) and "\x1b[" not in out + err
+    assert out == "\n".join(row["text"] + "\n" for row in rows) and "\x1b[" not in out + err
     assert f"{sum(row['tokens'] for row in rows)} tokens" in err
 
 
@@ -63,6 +63,26 @@ def test_several_answers_to_a_prompt_end_before_their_stop_text(at_hand, capsys)
     assert all(r["finish"] == "stop" for r, w in zip(cut, whole, strict=True) if stop in w["text"])
     for words in (["--n", "0"], ["--stop", ""]):
         assert words[0] in refused(capsys, "sample", "x", *words)
+
+
+def test_a_terminal_names_the_prompt_of_each_text(at_hand, monkeypatch, capsys):
+    call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--no-live"]
+    monkeypatch.setattr(show, "terminal", lambda stream=None: True)
+    assert main(call) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("--- 'def f'\n") and "\n\n--- 'x = 1'\n" in out
+    assert "the text was continued; --chat asks the model a question\n" in err
+    assert main([*call, "--chat"]) == 0
+    assert "--chat asks" not in capsys.readouterr().err
+
+
+def test_equal_answers_without_a_temperature_are_explained(at_hand, capsys):
+    call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--n", "2"]
+    for more in ([], ["--json"]):
+        assert main([*call, *more]) == 0
+        assert capsys.readouterr().err.count("answers to a prompt are equal; --temperature 1 draws") == 1
+    assert main([*call, "--temperature", "1"]) == 0
+    assert "are equal" not in capsys.readouterr().err
 
 
 def test_a_literal_backslash_n_gives_a_hint(at_hand, capsys):
