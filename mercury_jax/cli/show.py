@@ -71,7 +71,15 @@ def readable(text: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun, in the plural unless it is 1: "1 token", "2 forward passes"."""
+    """A number with its noun.
+
+    Args:
+        number: How many.
+        noun: In the singular.
+
+    Returns:
+        Such as "1 token" or "2 forward passes".
+    """
     plural = "es" if noun.endswith("s") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
 
