@@ -186,7 +186,7 @@ def test_the_same_content_is_compiled_once_and_the_oldest_is_forgotten(monkeypat
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match="schema.*llguidance.*serve"):
+    with pytest.raises(ValueError, match=r"schema.*llguidance.*pip install .*\[serve\]"):
         compile(TOK, Choice(["yes"]))
-    with pytest.raises(ValueError, match="schema.*llguidance.*serve"):
+    with pytest.raises(ValueError, match=r"schema.*llguidance.*pip install .*\[serve\]"):
         compile(TOK, Regex("a+"))

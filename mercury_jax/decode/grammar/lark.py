@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mercury_jax import install
 from mercury_jax.decode.grammar.spec import (
     MOST_BYTES,
     MOST_PATTERN,
@@ -208,8 +209,7 @@ def llguidance() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError:
-        allowed = "install mercury-jax with its extra `serve`"
-        raise GrammarError(f"schema needs the package llguidance: {allowed}") from None
+        raise GrammarError(f"schema needs the package llguidance: {install.command('serve')}") from None
 
 
 MOST_SAMPLE = 4_096  # characters of a sample of a regular expression
