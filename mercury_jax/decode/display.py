@@ -400,7 +400,8 @@ def plot(found: AnswerTrace) -> Figure:
     when, where = np.nonzero(found.since == np.arange(1, steps + 1)[:, None])
     axes.plot(where, when + 1, "o", markersize=3, color="white", markeredgecolor="black", label="accepted")
     axes.set(xlabel="position", ylabel="step", title="probability of the most probable token")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper right", fontsize="small")
     figure.colorbar(image)
     return figure

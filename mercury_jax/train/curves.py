@@ -22,6 +22,8 @@ from mercury_jax.train.report import METRICS
 KINDS = (".html", ".png", ".svg", ".pdf")  # supported file types
 FIRST = ("loss", "nats_per_token", "masked_accuracy", "masked_ce")  # panels that come first, in this order
 NO_PANEL = ("step", "kind", "tokens")  # fields of a row that are not drawn
+LOSSES = ("loss", "nats_per_token", "_ce")  # ends of the names of metrics that fall towards 0
+LOG_SPAN = 30  # largest over smallest value of a loss, from which on its axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> byte
     for axes in panels[len(metrics) :]:
         axes.set_axis_off()
     for axes, metric in zip(panels, metrics):
+        if _spans_decades(runs, metric):
+            axes.set_yscale("log")
         for number, run in enumerate(runs):
             for kind_of_row, style in (("train", "-"), ("eval", "o--")):
                 steps, values = run.curves.get((kind_of_row, metric), ([], []))
@@ -161,6 +165,15 @@ def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> byte
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mercury"}):
         figure.savefig(sink, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
     return sink.getvalue()
+
+
+def _spans_decades(runs: Sequence[RunCurves], metric: str) -> bool:
+    """Whether a panel is a loss whose small values a linear axis would hide."""
+    curves = [
+        run.curves[kind, metric] for run in runs for kind in ("train", "eval") if (kind, metric) in run.curves
+    ]
+    values = [value for _, values in curves for value in values]
+    return metric.endswith(LOSSES) and min(values) > 0 and max(values) > LOG_SPAN * min(values)
 
 
 STYLE = """

@@ -104,6 +104,7 @@ def test_a_plot_has_a_dot_for_each_accepted_token(solved):
     assert axes.images[0].get_array().shape == (solved.forwards[1], solved.lengths[1])
     assert len(axes.lines[0].get_xdata()) == solved.lengths[1]
     assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook asks for this
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())  # positions, not 2.5
     with pytest.raises(ValueError, match=r"row is 2; allowed: 0\.\.1"):
         solved.plot(2)
     with pytest.raises(ValueError, match="history"):

@@ -69,6 +69,24 @@ def test_the_ending_chooses_the_form(runs, name, begins):
 
 
 @pytest.mark.parametrize(
+    "metric, values, log",
+    [
+        ("loss", (3.0, 0.2, 0.004), True),
+        ("loss", (3.0, 0.2, 0.15), False),
+        ("loss", (3.0, 0.2, 0.0), False),  # a log axis would leave 0 out
+        ("masked_accuracy", (0.9, 0.001), False),
+    ],
+)
+def test_a_loss_that_spans_decades_has_a_logarithmic_axis(tmp_path, metric, values, log):
+    (tmp_path / "config.json").write_text("{}")
+    rows = [{"step": n, "kind": "train", metric: value} for n, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "c.svg")]) == 0
+    # An SVG keeps the labels of ticks as text: powers of ten on a logarithmic axis.
+    assert (r"10^{" in (tmp_path / "c.svg").read_text()) == log
+
+
+@pytest.mark.parametrize(
     "words, said",
     [
         (["none"], "run is 'none'; allowed: the folder of a run"),
