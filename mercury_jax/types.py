@@ -15,7 +15,7 @@ Shape legend, used in every signature of the package:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -42,6 +42,45 @@ Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 def accumulation_dtype(dtype: Any) -> jnp.dtype:
     """Returns the dtype for norms, exponentials and sums: fp32, or fp64 if `dtype` is fp64."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def shown(value: Any) -> str:
+    """Writes a field of a record in few characters, for `__repr__`.
+
+    Args:
+        value: A value, or a pytree of arrays, tracers or placeholders.
+
+    Returns:
+        A small concrete array as numbers, another one as its dtype and shape; a tree as its number of arrays.
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+        donated = isinstance(value, jax.Array) and known and value.is_deleted()
+        if known and not donated and value.size <= 4:
+            return str(value)
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    leaves = jax.tree.leaves(value)
+    if any(leaf is value for leaf in leaves) or not any(hasattr(leaf, "shape") for leaf in leaves):
+        return repr(value)
+    return f"<{len(leaves)} arrays>"
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """Quotes a text for a `__repr__`; of more than `most` characters the first and the last."""
+    return repr(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
+
+
+def fields_shown(record: Any, names: Sequence[str]) -> str:
+    """Writes a record for its `__repr__`: the name of its class, and some of its fields by `shown`.
+
+    Args:
+        record: A NamedTuple or dataclass.
+        names: Fields to write.
+
+    Returns:
+        Such as "Frame(start=[3], answer=int32[1,32])".
+    """
+    return f"{type(record).__name__}({', '.join(f'{name}={shown(getattr(record, name))}' for name in names)})"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
@@ -517,6 +556,11 @@ class Model(NamedTuple):
     reuses_keys: bool = True
     leave_one_out: bool = True
 
+    def __repr__(self) -> str:
+        c = self.config
+        sizes = f"{c.layers} layers of width {c.width}, vocabulary {c.vocab}"
+        return f"Model({_architecture(c)}, {sizes}, {_decoded(c)})"
+
 
 @dataclass(frozen=True)
 class LM:
@@ -545,6 +589,37 @@ class LM:
     def parameters(self) -> int:
         """Number of scalars in the parameters."""
         return sum(x.size for x in jax.tree.leaves(self.params))
+
+    def __repr__(self) -> str:
+        # The leaves may be tracers or shapes; or placeholders of a transformation, which have no size.
+        leaves = jax.tree.leaves(self.params)
+        counted = (
+            [f"{_rounded(self.parameters)} parameters"] if all(hasattr(x, "size") for x in leaves) else []
+        )
+        counted = counted if leaves else ["without parameters"]
+        c = self.model.config
+        noise = [] if c.autoregressive else [f"{self.corruption.kind} noise"]
+        return f"LM({self.name}: {', '.join([*counted, _architecture(c), *noise, _decoded(c)])})"
+
+
+def _rounded(count: int) -> str:
+    """A count in thousands, millions or billions: 1.8M."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def _architecture(config: ModelConfig) -> str:
+    """The architecture of a config by the name of its class, which says it: transformer, gemma, dit."""
+    name = type(config).__name__.removesuffix("Config").lower()
+    return "transformer" if name == "model" else name
+
+
+def _decoded(config: ModelConfig) -> str:
+    """How many tokens of a model are decoded together, and how many it sees."""
+    blocks = "autoregressive" if config.autoregressive else f"blocks of {config.block}"
+    return f"{blocks}, context {config.context}"
 
 
 class _Fixed(NamedTuple):

@@ -102,3 +102,33 @@ def test_what_is_no_model_folder_is_refused(tmp_path):
     shutil.copy(__file__, tmp_path)
     with pytest.raises(CheckpointError):
         mj.load(tmp_path)
+
+
+def test_what_a_repl_prints_is_short(capsys):
+    lm = mj.load()
+    assert repr(lm) == "LM(nano: 1.8M parameters, transformer, absorbing noise, blocks of 32, context 512)"
+    out = mj.sample(lm, ["def f(x):", "class A"], max_tokens=24, history=True, keep=True)
+    assert repr(out).startswith(
+        f"Output(2 answers, the first text={out.text!r}, tokens={sum(out.lengths)}, passes="
+    )
+    [*_, last] = mj.stream(lm, "def f(x):", max_tokens=8)
+    decoder = mj.decoder(lm, mj.rules.threshold(0.9), slots=96)
+    shown = [lm.model, out, out.history[0], out.state, out.state.state, last, decoder, decoder.config]
+    assert max(len(repr(record)) for record in shown) < 600
+    assert "threshold" in repr(decoder) and "accepted=bool[2,32]" in repr(out.history[0])
+
+
+def test_a_model_is_printed_under_every_transformation():
+    lm, printed = tiny(), []
+    jax.jit(lambda lm: printed.append(repr(lm)))(lm)
+    jax.eval_shape(lambda lm: printed.append(repr(lm)), lm)
+    printed.append(repr(jax.eval_shape(lambda lm: lm, lm)))
+    assert set(printed) == {repr(lm)}
+    empty, odd = jax.tree.map(lambda x: None, lm), jax.tree.map(lambda x: object(), lm)
+    assert "without parameters" in repr(empty) and " parameters" not in repr(odd)
+    out = mj.sample(lm, "def x", max_tokens=4, history=True, keep=True)
+    jax.jit(lambda frame: printed.append(repr(frame)))(out.history[0])
+    assert "start=int32[1]" in printed[-1]
+    state = jax.tree.map(lambda x: x.copy(), out.state.state)
+    jax.jit(lambda s: s, donate_argnums=0)(state)
+    assert "tokens=int32[1," in repr(state)  # its buffers are gone

@@ -347,6 +347,10 @@ class Decoder:
     sampler: Sampler = field(repr=False)
     lm: LM = field(repr=False)
 
+    def __repr__(self) -> str:
+        steps = "one step per token" if self.steps is None else f"{self.steps} steps per block"
+        return f"Decoder({self.sampler.rule.name}, {steps}, {self.slots} slots, {self.lm!r})"
+
     def init(
         self,
         params: Params,

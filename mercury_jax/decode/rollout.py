@@ -31,7 +31,7 @@ from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import advance, read_answers
 from mercury_jax.decode.state import ArrayLike
 from mercury_jax.decode.token_stats import forbid
-from mercury_jax.types import LM, Key, PackedPass, Params
+from mercury_jax.types import LM, Key, PackedPass, Params, fields_shown
 
 
 @runtime_checkable
@@ -115,6 +115,9 @@ class Rollout:
     forwards: np.ndarray  # int [B], denoising and verifying passes (NFE)
     rewards: np.ndarray | None = None  # float [B]
     texts: list[str] = field(repr=False, default_factory=list)  # as in `sample`; dropped by JAX transforms
+
+    def __repr__(self) -> str:
+        return fields_shown(self, _ARRAYS)
 
     def batch(self, lm: LM) -> AnswerBatch:
         """Lays the answers out for `token_log_probs`, each filled up to max_tokens as in decoding.

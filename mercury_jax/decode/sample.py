@@ -68,7 +68,7 @@ from mercury_jax.decode.stop_texts import end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.types import LM
+from mercury_jax.types import LM, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,6 +120,16 @@ class Output:
     # To show the history: the absolute position of each answer's first token (int [B]), and the model's tokenizer.
     first: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     tokenizer: AnyTokenizer | None = field(repr=False, default=None)
+
+    def __repr__(self) -> str:
+        answers = "" if len(self.texts) == 1 else f"{len(self.texts)} answers, the first "
+        cost = f"tokens={sum(self.lengths)}, passes={self.passes}, seconds={self.seconds:.2f}"
+        finish = ", ".join(sorted(set(self.finish)))
+        return (
+            f"Output({answers}text={shortened(self.texts[0])}, {cost}, finish={finish})"
+            if self.texts
+            else "Output()"
+        )
 
     @property
     def text(self) -> str:

@@ -24,7 +24,7 @@ from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
-from mercury_jax.types import LM, Cache, Key, SelfCond, accumulation_dtype
+from mercury_jax.types import LM, Cache, Key, SelfCond, accumulation_dtype, fields_shown
 
 ArrayLike: TypeAlias = np.ndarray | jax.Array
 
@@ -149,6 +149,11 @@ class State(NamedTuple):
     drafter: Drafter | tuple[()] = ()  # another model that drafts for this one (`drafting.py`)
     drawn: Drawn | tuple[()] = ()  # set for a drafter whose drafts are accepted by rejection sampling
 
+    def __repr__(self) -> str:
+        return fields_shown(
+            self, ("tokens", "canvas", "cache", "prompt", "committed", "end", "step", "nfe", "done")
+        )
+
     @property
     def evaluated(self) -> Int[Array, "B"]:
         """Canvases computed by denoising and verifying passes: `nfe`, plus the drafts of lookahead."""
@@ -169,6 +174,9 @@ class Frame(NamedTuple):
     accepted: Bool[Array, "B L"]  # the canvas already holds the token of `answer`
     confidence: Float[Array, "B L"]  # probability of the argmax
     done: Bool[Array, "B"]
+
+    def __repr__(self) -> str:
+        return fields_shown(self, self._fields)
 
     def _repr_html_(self) -> str:
         from mercury_jax.decode.display import frame_html

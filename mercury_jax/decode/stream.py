@@ -22,7 +22,7 @@ from mercury_jax.decode.state import Frame
 from mercury_jax.decode.stop_texts import cut_at_stop, end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.types import LM
+from mercury_jax.types import LM, shortened
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class StreamOutput:
     thinking: str | None = None  # the thinking of a conversation; None where there is none
     row: int = 0  # index of the answer: i * n + k for answer k to prompt i
     tokenizer: AnyTokenizer | None = field(repr=False, compare=False, default=None)  # of the model
+
+    def __repr__(self) -> str:
+        tokens = f"{int(self.accepted.sum())} of {len(self.tokens)} tokens accepted"
+        text = f"row={self.row}, text={shortened(self.text)}"
+        return f"StreamOutput({text}, {tokens}, step={self.step}, done={self.done})"
 
     def _repr_html_(self) -> str:
         from mercury_jax.decode import display
