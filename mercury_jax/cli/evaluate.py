@@ -30,11 +30,14 @@ class Evaluate:
       mercury eval sudoku4 --limit 64
       mercury eval sudoku4 add3 --rule confidence       one token per step
       mercury eval sudoku4 --file test.jsonl --dump answers.jsonl --json
+      mercury eval exact --file questions.jsonl         a task of your own
       mercury eval gsm8k --file test.jsonl --examples train.jsonl
       mercury eval humaneval --file HumanEval.jsonl.gz --run-code sandbox
 
-    `mercury info` lists the tasks. --file has one {"input", "output"} a line;
-    gsm8k, humaneval and mbpp need the file in which they are published.
+    `mercury info` lists the tasks. exact asks each "input" of --file, one
+    {"input", "output"} a line, and counts the answers equal to "output". With
+    another task the lines are problems of its kind; gsm8k, humaneval and mbpp
+    need the file in which they are published.
     --dump writes one {"task", "input", "prediction", "correct", "forwards", ...}
     a line, in the same order. --seed draws the questions, and the tokens where
     the rule samples.
@@ -43,7 +46,7 @@ class Evaluate:
     task: Annotated[Positional[tuple[str, ...]], option("TASK")] = ()
     """sudoku4, add3, code-bpb, ..."""
     file: Annotated[str | None, option("X.jsonl")] = None
-    """Questions of your own instead of the held-out ones."""
+    """Read the questions from this file instead of drawing held-out ones."""
     split: Literal["test", "validation"] = "test"
     """Which held-out questions: test for figures, validation for choosing settings."""
     dump: Annotated[str | None, option("Y.jsonl")] = None

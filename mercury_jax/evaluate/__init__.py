@@ -6,7 +6,7 @@
 
 runner   tasks by name; `run` evaluates one, `compare` with several decoding rules; summaries, tables, plots
 code     the code tasks: a bound on the bits per byte, and infilling
-test_sets  GSM8K, HumanEval and MBPP from their published files
+test_sets  GSM8K, HumanEval and MBPP from their published files, and `exact`, questions of one's own from a file
 sandbox  runs programs that a model wrote
 harness  our models in lm-evaluation-harness, `python -m mercury_jax.evaluate.harness`
 card     writes the model card, `python -m mercury_jax.evaluate.card`

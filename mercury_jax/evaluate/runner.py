@@ -287,8 +287,9 @@ def run(
     Args:
         lm: The model.
         task: A name in `TASKS`.
-        file: A JSON Lines file of {"input", "output"}, instead of the held-out questions; the published file of a test
-            set (gsm8k, humaneval, mbpp), which these need.
+        file: A JSON Lines file of {"input", "output"}, which the task "exact" needs; of another task these are
+            problems of its kind, instead of the held-out ones. Or the published file of a test set (gsm8k, humaneval,
+            mbpp), which these need.
         split: "test" to report figures, or "validation" to choose settings.
         limit: Largest number of questions; None: the task's default, or the whole file.
         sampler: As in `mj.sample`; None: the model's default.

@@ -1,7 +1,8 @@
-"""Published test sets, read from the files in which they are published: GSM8K, HumanEval and MBPP.
+"""Test sets that are read from a file: GSM8K, HumanEval and MBPP as they are published, and questions of one's own.
 
     mercury eval gsm8k --file test.jsonl
     mercury eval humaneval --file HumanEval.jsonl.gz --run-code sandbox --samples 10
+    mercury eval exact --file questions.jsonl
 
 A conversation asks for the whole answer; a text (`prompts="text"`, for models without a chat template) is continued.
 The prompts are our own, so compare a figure with a published one only if its prompts are the same: `template` replaces
@@ -35,6 +36,7 @@ from mercury_jax.tasks.task import read_json_lines
 from mercury_jax.types import LM
 
 SHOTS = 4  # default number of examples of `EvalSettings.examples`
+MAX_TOKENS = 64  # default maximum number of tokens of an answer, where no expected one is longer
 PASS_AT = (1, 2, 5, 10, 20, 50, 100)  # the k of pass@k, where there are as many answers
 
 
@@ -61,16 +63,17 @@ class Prompts(NamedTuple):
     Attributes:
         template: The question, with fields of `TestQuestion` in braces.
         shown: The answer of an example, with {output} and the fields.
-        stop: Texts that end an answer.
+        stop: Texts that end an answer. None: the end of a line; or a blank line, if an expected answer has several
+            lines; or nothing, if one has a blank line.
     """
 
     template: str
     shown: str
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | None = ()
 
 
 class TestSet(NamedTuple):
-    """A published test set.
+    """A test set that is read from a file.
 
     Attributes:
         name: The name in `runner.TASKS`.
@@ -78,9 +81,11 @@ class TestSet(NamedTuple):
         read: read(path:line, object) is the question of a line, or None for one of another split.
         chat: Prompts of a conversation.
         text: Prompts of a text that is continued.
-        max_tokens: Default maximum number of tokens of an answer.
+        max_tokens: Default maximum number of tokens of an answer. None: 64, or as many as the longest expected answer
+            has.
         runs_code: Whether its answers are programs.
         splits: Which splits its file holds.
+        origin: Which file it needs, for messages.
     """
 
     name: str
@@ -88,9 +93,10 @@ class TestSet(NamedTuple):
     read: Callable[[str, Mapping[str, Any], Split], TestQuestion | None]
     chat: Prompts
     text: Prompts
-    max_tokens: int
+    max_tokens: int | None
     runs_code: bool
     splits: tuple[Split, ...] = ("test",)
+    origin: str = "the published file"
 
 
 def evaluate(test_set: TestSet, lm: LM, settings: EvalSettings) -> EvalReport:
@@ -127,9 +133,9 @@ def evaluate(test_set: TestSet, lm: LM, settings: EvalSettings) -> EvalReport:
         return graded
 
     stop = (test_set.chat if form == "chat" else test_set.text).stop
-    rows, timed, about = answer(
-        lm, prompts, settings, settings.max_tokens or test_set.max_tokens, grade, stop=stop
-    )
+    stop = _line_end([question.output for question in asked]) if stop is None else stop
+    most = settings.max_tokens or test_set.max_tokens or _longest(lm, asked)
+    rows, timed, about = answer(lm, prompts, settings, most, grade, stop=stop)
     assert settings.file is not None  # `check_settings` refuses None
     summary = {"task": test_set.name, "data": settings.file.name, **about, "prompts": form}
     summary |= {"shots": _shots(settings), "samples": settings.samples}
@@ -177,7 +183,7 @@ def check_settings(test_set: TestSet, settings: EvalSettings) -> None:
         ValueError: A setting is not allowed, or a file does not hold the test set.
     """
     if settings.file is None:
-        raise refuse("file", None, f"the published file: {test_set.about}")
+        raise refuse("file", None, f"{test_set.origin}: {test_set.about}")
     if settings.shots is not None and settings.examples is None:
         raise refuse("shots", settings.shots, "None without a file of examples")
     if settings.prompts not in (None, "chat", "text"):
@@ -278,6 +284,16 @@ def fill(template: str, fields: Mapping[str, str]) -> str:
     return re.sub(r"\{([a-z_]+)\}", value, template)
 
 
+def _line_end(outputs: Sequence[str]) -> tuple[str, ...]:
+    """The text that ends an answer which continues a text, such that no expected answer is cut."""
+    return next(((end,) for end in ("\n", "\n\n") if not any(end in output for output in outputs)), ())
+
+
+def _longest(lm: LM, asked: Sequence[TestQuestion]) -> int:
+    """Most tokens of an answer, so that no expected answer is cut."""
+    return max(MAX_TOKENS, *(len(lm.tokenizer.encode(question.output)) for question in asked))
+
+
 def _shots(settings: EvalSettings) -> int:
     """The number of examples before each question."""
     if settings.examples is None:
@@ -298,6 +314,17 @@ def _texts(place: str, record: Mapping[str, Any], *names: str) -> list[str]:
         if not isinstance(record.get(name), str):
             raise refuse(f"{place}: {name}", record.get(name), "a string")
     return [record[name] for name in names]
+
+
+# --- questions of one's own
+
+
+def _exact(place: str, record: Mapping[str, Any], split: Split) -> TestQuestion:
+    del split
+    question, right = _texts(place, record, "input", "output")
+    return TestQuestion(
+        place, {"input": question}, right, lambda text, continues: text.strip() == right.strip()
+    )
 
 
 # --- GSM8K
@@ -428,6 +455,16 @@ TEST_SETS = (
         max_tokens=512,
         runs_code=True,
         splits=("test", "validation"),
+    ),
+    TestSet(
+        "exact",
+        'questions of your own with the one right answer, lines of {"input", "output"}',
+        _exact,
+        Prompts("{input}", "{output}"),
+        Prompts("{input}", "{output}", stop=None),
+        max_tokens=None,
+        runs_code=False,
+        origin="a JSON Lines file",
     ),
 )  # fmt: skip
 

@@ -203,7 +203,8 @@ def read_problems(path: str | Path, task: Task) -> list[Problem]:
         try:
             task.canonical(str(question))
         except ValueError as error:
-            raise ValueError(f"{place}: {error}, for the task {task.name}") from None
+            hint = "any other question and its answer are of the task exact"
+            raise ValueError(f"{place}: {error}, for the task {task.name}; {hint}") from None
         problems.append(Problem(str(question), str(answer)))
     if not problems:
         allowed = 'at least one line {"input": ..., "output": ...}; this one is empty'

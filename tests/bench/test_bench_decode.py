@@ -159,6 +159,8 @@ def test_questions_are_checked_before_anything_runs():
             decode.questions("add3", **bad)
     with pytest.raises(ValueError, match="task is 'code-bpb'.*sudoku4"):
         decode.questions("code-bpb")
+    with pytest.raises(ValueError, match="task is 'exact'.*sudoku4"):  # its questions are in a file
+        decode.questions("exact")
     asked = decode.questions("add3", limit=5, batch=2)
     cut = decode.batches(asked)
     assert sorted(i for b in cut for i in b.chosen) == list(range(5))

@@ -129,6 +129,43 @@ def test_nano_answers_a_file_in_the_format_of_gsm8k(tmp_path, capsys):
     assert rows[0]["name"].endswith("sums.jsonl.gz:1") and rows[0]["prediction"] == "1173"
 
 
+QUESTIONS = [
+    {"input": "389+784=", "output": " 1173\n"},
+    {"input": "120+345=", "output": "465"},
+    {"input": "120+345=", "output": "46"},  # a part of the answer does not count
+]
+
+
+def test_questions_of_ones_own_are_asked_as_they_are(tmp_path, capsys):
+    path, dump = written(tmp_path, "questions.jsonl", QUESTIONS), tmp_path / "dump.jsonl"
+    args = ["--samples", "2", "--rule", "confidence", "--dump", str(dump), "--json"]
+    [found] = objects(capsys, "eval", "exact", "--file", str(path), *args)
+    assert (found["task"], found["data"], found["prompts"]) == ("exact", "questions.jsonl", "chat")
+    assert (found["n"], found["correct"], found["rule"], found["max_tokens"]) == (3, 2, "confidence", 64)
+    rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert [row["correct"] for row in rows] == [True] * 4 + [False] * 2
+    assert [row["input"] for row in rows[::2]] == [question["input"] for question in QUESTIONS]
+    assert rows[2]["name"].endswith("questions.jsonl:2") and rows[2]["prediction"].strip() == "465"
+    report = evaluate.run(mj.load(), "exact", file=path, limit=1)
+    assert (report.summary["n"], report.summary["correct"]) == (1, 1)
+
+
+def test_a_text_of_ones_own_is_continued_up_to_where_an_answer_ends(tmp_path):
+    lm = mj.load()
+    text = mj.sample(lm, "def f(x):\n    return", max_tokens=64).text
+    line, longer = text.split("\n")[0], "a" * 400 + "\n\n"
+    ask = lambda *outputs: evaluate.run(
+        lm, "exact", prompts="text",
+        file=written(tmp_path, "q.jsonl", [{"input": "def f(x):\n    return", "output": x} for x in outputs]),
+    )  # fmt: skip
+    found = ask(line)
+    assert "\n" in text and found.rows[0]["prediction"] == line and found.summary["correct"] == 1
+    # Without a text that ends an answer, and with as many tokens as the longest expected answer has.
+    found = ask(text, longer)
+    assert found.summary["max_tokens"] == len(lm.tokenizer.encode(longer)) > 64
+    assert "\n" in found.rows[0]["prediction"]
+
+
 def test_programs_of_a_model_run_and_their_errors_are_reported(tmp_path):
     # nano does not write this function. The first prompt is whole without its answer, which the tests call.
     easy = {**ADD, "prompt": "def area(r):\n    return 12.566\n\n\nr'''", "test": "'''\n" + ADD["test"]}
@@ -153,6 +190,11 @@ def test_programs_of_a_model_run_and_their_errors_are_reported(tmp_path):
         ("gsm8k", {"timeout": 0.0}, "timeout is 0"),
         ("gsm8k", {"prompts": "base"}, "prompts is 'base'"),
         ("gsm8k", {"examples": "gsm8k.jsonl", "shots": 9}, "examples is.*9 questions.*it has 1"),
+        ("exact", {"file": None}, "file is None; allowed: a JSON Lines file.*input.*output"),
+        ("exact", {}, r"gsm8k.jsonl:1: input is None; allowed: a string"),
+        ("exact", {"split": "validation"}, "split is 'validation'; allowed: test"),
+        ("exact", {"run_code": "sandbox"}, "run_code is 'sandbox'.*not programs"),
+        ("add3", {"file": "questions.jsonl"}, r"questions.jsonl:1: input: 'shout iab'.*the task exact"),
         ("humaneval", {"file": "gsm8k.jsonl", "run_code": "unsandboxed"}, "gsm8k.jsonl:1: task_id is None"),
         ("humaneval", {"file": "own.jsonl"}, "run_code is None.*programs that the model writes"),
         ("add3", {"file": None, "samples": 2}, "samples is '2'; allowed: 1"),
@@ -163,5 +205,6 @@ def test_bad_settings_are_refused_before_a_model_is_asked_for(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "gsm8k.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
     written(tmp_path, "own.jsonl", [ADD])
+    written(tmp_path, "questions.jsonl", [{"input": "shout iab", "output": "IAB"}])
     with pytest.raises(ValueError, match=message):
         evaluate.run(None, task, **{"file": "gsm8k.jsonl", **settings})  # type: ignore[arg-type]
