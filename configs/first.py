@@ -19,11 +19,15 @@ def config() -> TrainConfig:
     return TrainConfig(
         name="first",  # the run lives in runs/<name>
         # What to learn. Each problem is a chat of one turn; thinking=True puts the written-out steps before the answer.
-        # For texts of your own: data.text("notes/**/*.txt"), data.jsonl("x.jsonl"), data.chat("chats.jsonl"); several
-        # with weights: data.mixture((data.text("notes/*.txt"), 0.7), (data.stdlib(), 0.3)).
+        # For conversations of your own, lines of {"messages": [{"role", "content"}, ...]}, of which 5% are kept for the
+        # evaluation: data.chat("chats.jsonl", held_out=0.05). For texts: data.text("notes/**/*.txt", held_out=0.05),
+        # data.jsonl("x.jsonl", held_out=0.05). With any of these, set vocab below. Several sources with weights:
+        # data.mixture((data.text("notes/*.txt"), 0.7), (data.stdlib(), 0.3)).
         data=data.generated("add2", thinking=True),
         model=ModelConfig(
-            vocab=299,  # of the tokenizer, which is trained on the data: all that sums allow; text: 1,000 to 32,000
+            # Of the tokenizer, which is trained on the data: 299 is all that sums allow. For a few pages of texts of
+            # your own vocab=400, for more 1,000 to 32,000; what a text does not allow is refused with what it does.
+            vocab=299,
             width=96,
             layers=2,
             heads=4,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 
 import jax
 from jax.experimental import multihost_utils
@@ -26,6 +26,7 @@ from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, distributed, loop, lora, report
 from mercury_jax.train.data.corpus import Shards
+from mercury_jax.train.data.sources import find_paths
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
@@ -68,6 +69,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
 def _train(config: TrainConfig) -> loop.TrainResult:
     """Trains; every process of the job calls it."""
     partial, config = bool(config.lora.rank or config.freeze), _with_model(config)
+    _check_evaluation(config)
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
     model = models.build(c)
@@ -81,25 +83,29 @@ def _train(config: TrainConfig) -> loop.TrainResult:
         )
     lora.partition(config.lora, config.freeze, model)  # refuses before anything is loaded
     first = _first(config, on)
-    tokenizer = first.tokenizer if first is not None else tokenizer_of(config)
-    pipelines.check_fit(tokenizer, c)
-    corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
-    lm = LM(model, {}, tokenizer, corruption, config.name, {}, decoding)
-    if isinstance(config.data, pipelines.BatchSource):
-        if jax.process_count() > 1:
-            allowed = "documents: with several processes no model decodes yet"
-            raise refuse("data", type(config.data).__name__, allowed)
-        start = lm if first is None else dataclasses.replace(lm, params=first.params)
-        batches, evaluate = config.data.batches(config, start), config.data.evaluator(config, lm)
-    else:
-        index, count = sharding.process_share(on)
-        # Stages with other block sizes differ only in the layout of the rows, so all stages share one compiled update.
-        stages = [(n, models.build(dataclasses.replace(c, block=b)).layout) for n, b in config.blocks]
-        batches = pipelines.build(
-            config.mixture, tokenizer, stages or model.layout,
-            rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
-        )  # fmt: skip
-        evaluate = _evaluator(config, model, corruption, tokenizer)
+    with _tokenizer_kept_by_a_run(config):
+        tokenizer, origin = (
+            (first.tokenizer, config.init) if first is not None else _tokenizer_and_origin(config)
+        )
+        pipelines.check_fit(tokenizer, c, origin)
+        corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
+        lm = LM(model, {}, tokenizer, corruption, config.name, {}, decoding)
+        if isinstance(config.data, pipelines.BatchSource):
+            if jax.process_count() > 1:
+                allowed = "documents: with several processes no model decodes yet"
+                raise refuse("data", type(config.data).__name__, allowed)
+            start = lm if first is None else dataclasses.replace(lm, params=first.params)
+            batches, evaluate = config.data.batches(config, start), config.data.evaluator(config, lm)
+        else:
+            index, count = sharding.process_share(on)
+            # Stages with other block sizes differ only in the layout of the rows, so all stages share one compiled
+            # update.
+            stages = [(n, models.build(dataclasses.replace(c, block=b)).layout) for n, b in config.blocks]
+            batches = pipelines.build(
+                config.mixture, tokenizer, stages or model.layout,
+                rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
+            )  # fmt: skip
+            evaluate = _evaluator(config, model, corruption, tokenizer)
     # The loop donates the parameters, so no reference to them may remain. A resumed run reads trained parameters from
     # its own checkpoint; with LoRA or frozen parameters it still needs the frozen ones of `init`.
     params = None if first is None or (at is not None and not partial) else first.params
@@ -120,6 +126,39 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     else:
         hub.save(config.folder / MODEL, trained, config.noise)
     return result
+
+
+def _check_evaluation(config: TrainConfig) -> None:
+    """Refuses an evaluation for which no source holds anything out, before data are read or a tokenizer is made."""
+    if not config.eval_every or not config.eval_batches or isinstance(config.data, pipelines.BatchSource):
+        return
+    for source, _ in config.mixture.sources:
+        own = isinstance(source, pipelines.Text | pipelines.Chat) and source.kind != "stdlib"
+        if not own or source.held_out:
+            return
+        if source.kind != "hf":
+            find_paths(source.where)  # a glob that matches no file is said first
+    allowed = (
+        "0 (no evaluation), or data with something held out for it, such as "
+        'data.chat("chats.jsonl", held_out=0.05): no source of this recipe holds anything out'
+    )
+    raise refuse("eval_every", config.eval_every, allowed)
+
+
+@contextmanager
+def _tokenizer_kept_by_a_run(config: TrainConfig) -> Iterator[None]:
+    """Removes a tokenizer made in this context if the run is refused: the next one may want another vocabulary."""
+    path = config.folder / TOKENIZER
+    had_file, had_folder = path.exists(), path.parent.exists()
+    try:
+        yield
+    except BaseException:
+        if jax.process_index() == 0 and not had_file:
+            path.unlink(missing_ok=True)
+            if not had_folder:
+                with suppress(OSError):  # it holds something else, or was not made
+                    path.parent.rmdir()
+        raise
 
 
 # Fields of the model config that change how parameters are used, but not the parameters themselves. A recipe may change
@@ -197,25 +236,34 @@ def tokenizer_of(config: TrainConfig) -> AnyTokenizer:
     Raises:
         ValueError: Shards with different tokenizers, or too little text for the vocabulary.
     """
+    return _tokenizer_and_origin(config)[0]
+
+
+def _tokenizer_and_origin(config: TrainConfig) -> tuple[AnyTokenizer, str]:
+    """The tokenizer of `tokenizer_of`, and where it is from, for messages."""
     if config.tokenizer:
-        return Tokenizer.load(config.tokenizer)
+        return Tokenizer.load(config.tokenizer), f"tokenizer = {config.tokenizer!r}"
     packed = {s.where: s.tokenizer() for s, _ in config.mixture.sources if isinstance(s, Shards)}
     if len(set(packed.values())) > 1:
         raise refuse("data", ", ".join(packed), "shards that were packed with one tokenizer")
     if packed:
-        return unpack(next(iter(packed.values())))
+        return unpack(next(iter(packed.values()))), f"the tokenizer of {next(iter(packed))}"
     path = config.folder / TOKENIZER
-    if not path.exists() and jax.process_index() == 0:
+    origin = "the tokenizer"
+    if path.exists():
+        origin = f"{path}, which an earlier run has left; delete this file to train a tokenizer on the data"
+    elif jax.process_index() == 0:
         texts = pipelines.texts(config.mixture, TOKENIZER_BYTES, config.seed)
-        config.folder.mkdir(parents=True, exist_ok=True)
         try:
             made = Tokenizer.train(texts, config.model_config.vocab)
         except ValueError as error:
-            raise ValueError(f"model.vocab: {error}") from error
+            # In the words of the recipe.
+            raise ValueError(str(error).replace("vocab_size", "model.vocab", 1)) from error
+        config.folder.mkdir(parents=True, exist_ok=True)
         manifest.replace(path, made.proto)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
-    return Tokenizer.load(path)
+    return Tokenizer.load(path), origin
 
 
 def _evaluator(

@@ -1,7 +1,9 @@
 """mercury train: what it says about a field that cannot be read, and about every field in its help."""
 
 import io
+import json
 import logging
+import random
 import re
 import sys
 
@@ -11,6 +13,7 @@ from mercury_jax import api
 from mercury_jax.cli import main
 from mercury_jax.train import loop
 from mercury_jax.train.report import Reporter
+from tests.cli.run import refused
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,59 @@ def test_a_message_of_the_library_stands_above_the_progress_bar(recipe, monkeypa
     # The line of the bar is erased, the message takes its place, and the bar is drawn below.
     assert re.search(r"\r\x1b\[2Kcompiling the decoder\n", screen.getvalue())
     assert "WARNING" not in screen.getvalue()
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with chats.jsonl and a fresh recipe, and a function that edits the recipe and returns its text."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 7))) for _ in range(60)]
+    turn = lambda role, content: {"role": role, "content": content}
+    chats = [{"messages": [turn("user", f"shout {w}"), turn("assistant", w.upper())]} for w in words]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "shout.py"]) == 0
+    written = (tmp_path / "shout.py").read_text()
+
+    def edit(source="", vocab=""):
+        text = written.replace('data=data.generated("add2", thinking=True)', f"data={source}")
+        text = text.replace("vocab=299,", f"{vocab},")
+        (tmp_path / "shout.py").write_text(text)
+
+    return written, edit
+
+
+def test_the_comment_of_a_new_recipe_on_data_of_ones_own_works_as_it_stands(own, tmp_path, capsys):
+    written, edit = own
+    [source] = re.findall(r"# .*(data\.chat\(.*?\))", written)
+    [vocab] = re.findall(r"# .*(vocab=\d+)", written)
+    edit(source, vocab)
+    assert main(["train", "shout.py", "--steps", "2", "--sample-every", "0", "--eval-batches", "1"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "runs/shout/metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["train", "eval"]
+    assert (tmp_path / "runs/shout/model/params.safetensors").exists()
+
+
+def test_a_refused_run_leaves_nothing_and_names_what_the_recipe_says(own, tmp_path, capsys):
+    _, edit = own
+    capsys.readouterr()
+    edit('data.chat("chats.jsonl")', "vocab=400")  # said before the tokenizer is trained
+    said = refused(capsys, "train", "shout.py")
+    assert "eval_every is 400; allowed: 0 (no evaluation), or data with something held out" in said
+    edit('data.chat("chats.jsonl", held_out=0.05)', "vocab=299")
+    assert "model.vocab is 299; allowed: at least 3" in refused(capsys, "train", "shout.py")
+    edit('data.chat("chats.jsonl", held_out=0.05)', "vocab=400")
+    assert "chats.jsonl:" in refused(capsys, "train", "shout.py", "--row", "16")  # said behind the tokenizer
+    assert not (tmp_path / "runs/shout").exists()
+
+
+def test_a_tokenizer_that_an_earlier_run_left_is_named(own, tmp_path, capsys):
+    _, edit = own
+    edit('data.chat("chats.jsonl", held_out=0.05)', "vocab=400")
+    assert main(["train", "shout.py", "--steps", "1", "--sample-every", "0", "--eval-every", "0"]) == 0
+    (tmp_path / "runs/shout/checkpoints").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    edit('data.chat("chats.jsonl", held_out=0.05)', "vocab=380")
+    said = refused(capsys, "train", "shout.py")
+    assert "model.vocab is 380; allowed: 400 or more, the size of runs/shout/tokenizer.model" in said
+    assert "delete this file" in said

@@ -196,6 +196,18 @@ def test_nothing_held_out_is_said(many):
         build(data.mixture((data.jsonl(many), 1)), Runs(), split="test", prefetch=0)
 
 
+def test_a_share_of_few_documents_holds_out_one(tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} {n}"}) + "\n" for n in (*range(9), 3)))
+    source = data.jsonl(str(path), held_out=1e-6)
+    train, test = ({text for _, text in source.documents(split)} for split in ("train", "test"))
+    assert len(test) == 1 and train | test == {f"{n} {n}" for n in range(9)} and train.isdisjoint(test)
+    assert test <= {text for _, text in data.jsonl(str(path), held_out=0.5).documents("test")}
+    path.write_text(json.dumps({"text": "1 2"}) + "\n")
+    with pytest.raises(ValueError, match=r"held_out is 1e-06; allowed: 0: .*few.jsonl' holds one document"):
+        source.documents("train")
+
+
 # --- the tokenizer's texts
 
 
@@ -310,7 +322,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
     fits = ModelConfig(vocab=Bytes.vocab_size, mask=Bytes.mask, pad=Bytes.pad, eos=Bytes.eos)
     data.check_fit(Bytes(), fits)
     for name in ("vocab", "mask", "pad", "eos"):
-        with pytest.raises(ValueError, match=f"{name} is 9"):
+        with pytest.raises(ValueError, match=rf"model\.{name} is 9"):
             data.check_fit(Bytes(), dataclasses.replace(fits, **{name: 9 if name != "vocab" else 99}))
 
 

@@ -412,7 +412,7 @@ def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:
     return weighted()
 
 
-def check_fit(tokenizer: AnyTokenizer, config: ModelConfig) -> None:
+def check_fit(tokenizer: AnyTokenizer, config: ModelConfig, origin: str = "the tokenizer") -> None:
     """Refuses a tokenizer that does not fit the model.
 
     The model's vocabulary may be larger than the tokenizer's, since published models round it up; `noise.specials`
@@ -421,13 +421,16 @@ def check_fit(tokenizer: AnyTokenizer, config: ModelConfig) -> None:
     Args:
         tokenizer: The tokenizer of the data.
         config: Config of the model.
+        origin: Where the tokenizer is from, for messages.
 
     Raises:
         ValueError: The tokenizer has more ids than the model, or another mask, padding or end-of-text id.
     """
     if tokenizer.vocab_size > config.vocab:
-        raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of the tokenizer")
+        raise refuse("model.vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of {origin}")
     # Gemma's tokenizer names a mask; a model without masks never emits it.
     for name in ("pad", "eos") if config.mask is None else ("mask", "pad", "eos"):
         if getattr(tokenizer, name) != getattr(config, name):
-            raise refuse(name, getattr(config, name), f"{getattr(tokenizer, name)}, as in the tokenizer")
+            raise refuse(
+                f"model.{name}", getattr(config, name), f"{getattr(tokenizer, name)}, as in {origin}"
+            )

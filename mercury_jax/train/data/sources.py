@@ -165,7 +165,8 @@ class Text:
         part: The split of a Hugging Face dataset.
         chunk: Largest number of tokens of a piece; None for the largest that fits a row.
         infill: Share of the pieces in which only a span of each canvas is editable.
-        held_out: Share of the documents that are held out, selected by a hash of their text (stdlib: `stdlib_files`).
+        held_out: Share of the documents that are held out, selected by a hash of their text, at least one if the
+            share is above 0 (stdlib: `stdlib_files`).
     """
 
     kind: Literal["text", "jsonl", "hf", "stdlib"]
@@ -343,7 +344,8 @@ class Chat:
     Attributes:
         kind: Always "chat".
         where: A glob of JSONL files; `**` descends into folders.
-        held_out: Share of the conversations that are held out, selected by a hash of their text.
+        held_out: Share of the conversations that are held out, selected by a hash of their text; at least one if the
+            share is above 0.
     """
 
     kind: Literal["chat"] = field(default="chat", init=False)
@@ -538,9 +540,12 @@ def side_of(text: str, held_out: float) -> DataSplit:
     Returns:
         "train" or "test".
     """
-    # The first 48 bits of the hash as a number in [0, 1), which a float64 holds exactly.
-    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
-    return "test" if int.from_bytes(digest) / 2**48 < held_out else "train"
+    return "test" if _place(text) < held_out else "train"
+
+
+def _place(text: str) -> float:
+    """The first 48 bits of the hash of a text as a number in [0, 1), which a float64 holds exactly."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
 def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
@@ -548,6 +553,12 @@ def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
     if not texts:
         raise refuse("glob", where, "files with at least one document; these are empty")
     sides: list[DataSplit] = [side_of(text, held_out) for text in texts]
+    if held_out and "test" not in sides:
+        # A share of few documents may select none. The one that a larger share would select first is held out then.
+        first, last = min(map(_place, texts)), max(map(_place, texts))
+        if first == last:
+            raise refuse("held_out", held_out, f"0: {where!r} holds one document, which is not divided")
+        sides = ["test" if _place(text) == first else "train" for text in texts]
     if "train" not in sides:
         raise refuse("held_out", held_out, f"a share that leaves some of {where!r} to train on")
     return sides
