@@ -1,9 +1,9 @@
 """How an answer came about, to look at: HTML for notebooks and pages, a plot, an animated picture.
 
 An `AnswerTrace` is the answer after every denoising step, read off the frames of `sample(..., history=True)`. `Output`,
-`StreamOutput` and `Frame` show themselves in notebooks by functions of this module; `Output.plot` and `mercury sample
---html` and `--gif` use the others. The HTML needs no server, no other file and no network. All text in it is escaped:
-what a model writes is never run.
+`StreamOutput` and `Frame` show themselves in notebooks by functions of this module; `Output.plot`, `Output.save` and
+`mercury sample --html` and `--gif` use the others. The HTML needs no server, no other file and no network. All text in
+it is escaped: what a model writes is never run.
 """
 
 from __future__ import annotations
@@ -257,23 +257,34 @@ def output_html(out: Output) -> str:
     Returns:
         HTML for a notebook; of more than MOST_ROWS answers the first.
     """
-    parts = []
     found = traces(out) if out.history and out.tokenizer is not None else None
-    for row in range(min(len(out.texts), MOST_ROWS)):
-        n, passes = out.lengths[row], int(out.forwards[row])
-        title = f"{n} tokens in {passes} forward passes ({n / max(passes, 1):.1f} per pass)"
-        if found is not None and out.tokenizer is not None and len(found[row].tokens):
-            parts.append(trace_html(found[row], out.tokenizer, title))
-            continue
-        thought = out.thinking[row]
-        thinking = "" if thought is None else f'<span style="opacity:.65">{html.escape(thought)}\n</span>'
-        parts.append(
-            f'<div style="opacity:.65">{title}; sample(..., history=True) shows its steps</div>'
-            f'<pre style="white-space:pre-wrap">{thinking}{html.escape(out.texts[row])}</pre>'
-        )
+    parts = [answer_html(out, row, found) for row in range(min(len(out.texts), MOST_ROWS))]
     if len(out.texts) > MOST_ROWS:
         parts.append(f"<div>and {len(out.texts) - MOST_ROWS} more answers</div>")
     return "\n".join(parts)
+
+
+def answer_html(out: Output, row: int, found: Sequence[AnswerTrace] | None) -> str:
+    """One answer of an output as HTML.
+
+    Args:
+        out: Of `sample`.
+        row: Index of the answer.
+        found: The traces of all answers, or None.
+
+    Returns:
+        The answer with a slider over its steps; without a trace, or if no pass denoised it, its text alone.
+    """
+    n, passes = out.lengths[row], int(out.forwards[row])
+    title = f"{n} tokens in {passes} forward passes ({n / max(passes, 1):.1f} per pass)"
+    if found is not None and out.tokenizer is not None and len(found[row].tokens):
+        return trace_html(found[row], out.tokenizer, title)
+    thought = out.thinking[row]
+    thinking = "" if thought is None else f'<span style="opacity:.65">{html.escape(thought)}\n</span>'
+    return (
+        f'<div style="opacity:.65">{title}; sample(..., history=True) shows its steps</div>'
+        f'<pre style="white-space:pre-wrap">{thinking}{html.escape(out.texts[row])}</pre>'
+    )
 
 
 def stream_html(out: StreamOutput) -> str:
@@ -447,6 +458,41 @@ def save_gif(
     pace = [max(120, min(700, 4000 // len(pictures)))] * len(pictures)
     pace[0], pace[-1] = 700, 2500
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
+
+
+def save(out: Output, path: str | Path, row: int = 0, prompt: str = "") -> Path:
+    """Implements `Output.save`.
+
+    Args:
+        out: Of `sample(..., history=True)`.
+        path: The file; its suffix decides between a page and an animation.
+        row: Index of the answer.
+        prompt: A text above the answer in a page.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: Another suffix, no history, no such answer, matplotlib is missing, or a file that cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in (".html", ".gif"):
+        raise refuse("path", str(path), "a file that ends in .html (a page) or .gif (an animation)")
+    found = traces(out)
+    if not 0 <= row < len(found):
+        raise refuse("row", row, f"0..{len(found) - 1}: the answers of this call")
+    try:
+        if path.suffix == ".html":
+            body = (prompt_html(prompt) if prompt else "") + answer_html(out, row, found)
+            path.write_text(page(body, "mercury_jax"), encoding="utf-8")
+        elif out.tokenizer is None or not len(found[row].tokens):
+            raise refuse("row", row, "an answer that a pass has denoised, for an animation")
+        else:
+            check_matplotlib("an animation (.gif)")
+            save_gif(found[row], out.tokenizer, path)
+    except OSError as error:
+        raise refuse("path", str(path), f"a file that can be written ({error.strerror})") from None
+    return path
 
 
 def _cells(

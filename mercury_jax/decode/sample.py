@@ -13,6 +13,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,29 @@ class Output:
         if not 0 <= row < len(found):
             raise refuse("row", row, f"0..{len(found) - 1}: the answers of this call")
         return display.plot(found[row])
+
+    def save(self, path: str | Path, row: int = 0, prompt: str = "") -> Path:
+        """Writes an answer after every denoising step to a file to share: a page with a slider, or an animation.
+
+        Args:
+            path: The file; ".html" is a page that needs no network and no other file, ".gif" an animated picture.
+            row: Index of the answer.
+            prompt: A text to show above the answer in a page.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ValueError: Another suffix, a call without `history=True`, no such answer, a file that cannot be written,
+                or matplotlib, which draws the animation, is missing.
+
+        Example:
+            >>> out = mj.sample(lm, prompt, history=True)
+            >>> out.save("steps.html")
+        """
+        from mercury_jax.decode import display
+
+        return display.save(self, path, row, prompt)
 
     def _repr_html_(self) -> str:
         from mercury_jax.decode import display

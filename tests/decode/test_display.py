@@ -134,6 +134,36 @@ def test_the_command_writes_a_page_and_an_animation(tmp_path, capsys):
     assert picture.stat().st_size < 200_000
 
 
+def test_an_output_is_saved_as_what_its_suffix_says(tmp_path, solved):
+    for row in range(2):
+        page = solved.save(tmp_path / "steps.html", row, prompt="<asked>")
+        html = page.read_text(encoding="utf-8")
+        (shown,) = data(html)
+        assert len(shown["steps"]) == solved.forwards[row] + 1 and not NETWORK.search(html)
+        assert html.startswith("<!doctype html>") and "&lt;asked&gt;" in html
+    from PIL import Image, ImageSequence
+
+    with Image.open(solved.save(str(tmp_path / "steps.gif"), 1)) as gif:
+        assert len([*ImageSequence.Iterator(gif)]) == solved.forwards[1] + 1
+
+
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path, monkeypatch, solved):
+    plain = mj.sample(mj.load(), "x", max_tokens=4)
+    for name in ("x.html", "x.gif"):
+        with pytest.raises(ValueError, match=r"history.*history=True"):
+            plain.save(tmp_path / name)
+    with pytest.raises(ValueError, match=r"path is .*x\.png'; allowed: a file that ends in \.html.*\.gif"):
+        solved.save(tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"row is 2; allowed: 0\.\.1"):
+        solved.save(tmp_path / "x.html", 2)
+    with pytest.raises(ValueError, match="path is .*can be written"):
+        solved.save(tmp_path / "no" / "x.html")
+    monkeypatch.setattr(display.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"\.gif.*matplotlib.*pip install"):
+        solved.save(tmp_path / "x.gif")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     "options, told",
     [
