@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, r
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -54,7 +55,7 @@ def shown(value: Any) -> str:
         A small concrete array as numbers, another one as its dtype and shape; a tree as its number of arrays.
     """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+        known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
         donated = isinstance(value, jax.Array) and known and value.is_deleted()
         if known and not donated and value.size <= 4:
             return str(value)
@@ -66,7 +67,15 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Quotes a text for a `__repr__`; of more than `most` characters the first and the last."""
+    """Quotes a text for a `__repr__`.
+
+    Args:
+        text: The text.
+        most: Largest number of characters; of a longer text the first and the last ones are kept.
+
+    Returns:
+        The quoted text.
+    """
     return repr(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
 
 

@@ -113,6 +113,7 @@ def test_what_a_repl_prints_is_short(capsys):
     )
     [*_, last] = mj.stream(lm, "def f(x):", max_tokens=8)
     decoder = mj.decoder(lm, mj.rules.threshold(0.9), slots=96)
+    assert out.state is not None
     shown = [lm.model, out, out.history[0], out.state, out.state.state, last, decoder, decoder.config]
     assert max(len(repr(record)) for record in shown) < 600
     assert "threshold" in repr(decoder) and "accepted=bool[2,32]" in repr(out.history[0])
@@ -129,6 +130,7 @@ def test_a_model_is_printed_under_every_transformation():
     out = mj.sample(lm, "def x", max_tokens=4, history=True, keep=True)
     jax.jit(lambda frame: printed.append(repr(frame)))(out.history[0])
     assert "start=int32[1]" in printed[-1]
+    assert out.state is not None
     state = jax.tree.map(lambda x: x.copy(), out.state.state)
     jax.jit(lambda s: s, donate_argnums=0)(state)
     assert "tokens=int32[1," in repr(state)  # its buffers are gone
