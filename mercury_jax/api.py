@@ -133,8 +133,12 @@ def _check_evaluation(config: TrainConfig) -> None:
     if not config.eval_every or not config.eval_batches or isinstance(config.data, pipelines.BatchSource):
         return
     for source, _ in config.mixture.sources:
-        own = isinstance(source, pipelines.Text | pipelines.Chat) and source.kind != "stdlib"
-        if not own or source.held_out:
+        # A source of another kind may hold something out: that is known when it is opened.
+        if (
+            not isinstance(source, pipelines.Text | pipelines.Chat)
+            or source.kind == "stdlib"
+            or source.held_out
+        ):
             return
         if source.kind != "hf":
             find_paths(source.where)  # a glob that matches no file is said first
