@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mercury_jax.config import (
     Alignment,
@@ -351,7 +351,9 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     # tyro warns about the fields in `VALUES`, whose type it does not know.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         new = tyro.cli(
-            plain, default=default, args=list(argv), prog="mercury train RECIPE", config=(tyro.conf.SuppressFixed,),
+            plain, default=default, args=list(argv), prog="mercury train RECIPE",
+            # Experts and RoPE scaling have options where the recipe has them; they are no subcommands.
+            config=(tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands),
         )  # fmt: skip
     return dataclasses.replace(config, **{name: getattr(new, name) for name in names})
 
@@ -363,9 +365,20 @@ def _without_values(kind: type[TrainConfig], model: type) -> type[TrainConfig]:
     The fields in `VALUES` get a type that tyro does not know, and so no option. `model` gets the type that the recipe
     has, instead of the union of `ModelConfig` and `InitModel`.
     """
+    import tyro
+
+    # tyro would call the pairs [INT INT [INT INT ...]], with an empty default.
+    pairs = tyro.conf.arg(
+        metavar="STEP BLOCK [STEP BLOCK ...]", help_behavior_hint=lambda default: f"(default: {default or 'none'})",
+        help="the first step of each block, if the block changes; none: the model's block throughout",
+    )  # fmt: skip
     return dataclasses.make_dataclass(
         kind.__name__,
-        [*((name, Any, field(default=object())) for name in VALUES), ("model", model)],
+        [
+            *((name, Any, field(default=object())) for name in VALUES),
+            ("model", model),
+            ("blocks", Annotated[tuple[tuple[int, int], ...], pairs], field(default=())),
+        ],
         bases=(kind,),
         namespace={
             "__doc__": kind.__doc__,

@@ -1,5 +1,6 @@
 """mercury train: what it says about a field that cannot be read, and about every field in its help."""
 
+import dataclasses
 import io
 import json
 import logging
@@ -37,6 +38,9 @@ def test_the_help_explains_every_field(capsys):
     text = " ".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
     fields = re.split(r" (?=--[a-z])", text)[1:]
     assert len(fields) > 60
+    assert "usage: mercury train RECIPE [-h] [OPTIONS]  One training run" in text  # no subcommands
+    [blocks] = [f for f in fields if f.startswith("--blocks ")]
+    assert blocks.startswith("--blocks STEP BLOCK [STEP BLOCK ...] ") and "(default: none)" in blocks
     assert [f for f in fields if re.match(r"--\S+ +(INT|FLOAT|STR|\S*\}\S*|\[.*\]) +\(default", f)] == []
 
 
@@ -126,3 +130,15 @@ def test_a_tokenizer_that_an_earlier_run_left_is_named(own, tmp_path, capsys):
     said = refused(capsys, "train", "shout.py")
     assert "model.vocab is 380; allowed: 400 or more, the size of runs/shout/tokenizer.model" in said
     assert "delete this file" in said
+
+
+def test_the_experts_of_a_recipe_have_options(tmp_path, capsys):
+    from mercury_jax.config import Experts
+    from mercury_jax.train import recipe
+
+    config = recipe.load_recipe("first")
+    model = dataclasses.replace(config.model_config, experts=Experts(count=4, active=2, width=32))
+    changed = recipe.override(dataclasses.replace(config, model=model), ["--model.experts.count", "8"])
+    assert changed.model_config.experts == dataclasses.replace(model.experts, count=8)
+    blocks = ["--model.pattern", "block_causal", "--blocks", "0", "1", "4", "8"]
+    assert recipe.override(config, blocks).blocks == ((0, 1), (4, 8))
