@@ -96,7 +96,15 @@ def context_length_exceeded(context: int, param: str = "messages") -> ApiError:
 
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:
-    """Returns a 404 for a model that is not loaded, with the names of those that are."""
+    """Returns a 404 for a model that is not loaded.
+
+    Args:
+        name: The name in the request.
+        served: Names of the models that are loaded.
+
+    Returns:
+        The error, whose message lists those names.
+    """
     message = f"model `{name[:MAX_SHOWN]}` not found; this server has {', '.join(served)}"
     return ApiError(404, message, param="model", code="model_not_found")
 

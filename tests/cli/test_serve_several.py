@@ -58,7 +58,7 @@ def unloaded(monkeypatch):
         (["--model", "nano", "--model", "FOLDER", "--alias", "tiny"], "alias is 'tiny'; allowed: a name that no"),
         (["--model", "nano", "--alias", "fast=tiny"], "alias fast is 'tiny'; allowed: a model that is loaded: nano"),
         (["--model", "nano", "--model", "a=nano", "--alias", "x=a", "--alias", "x"], "one meaning of x, which is a"),
-        (["--model", "nano", "--model", "no-such-folder"], "source is 'no-such-folder'"),
+        (["--model", "nano", "--model", "no-such-folder"], "--model is 'no-such-folder'"),
     ],
 )  # fmt: skip
 def test_names_and_options_are_refused_before_a_model_is_loaded(unloaded, capsys, folder, words, says):
