@@ -54,7 +54,9 @@ linkcheck_timeout, linkcheck_anchors = 20, False
 
 html_theme = "sphinx_book_theme"
 html_title = "mercury_jax"
-html_static_path, html_css_files = ["style.css"], ["style.css"]
+html_static_path = ["style.css", "search.js"]
+html_css_files, html_js_files = ["style.css"], [("search.js", {"defer": "defer"})]
+html_favicon = str(ROOT / "mercury_jax/serve/playground/static/icon.svg")
 html_search_scorer = str(ROOT / "docs/scorer.js")
 html_theme_options = {
     "repository_url": f"https://{REPOSITORY}",
@@ -73,21 +75,21 @@ SEARCHED = {
     "comparison": {"Comparison": "compare with vLLM; alternatives; SGLang"},
     "decoder": {"Transforms": "shard_map; vmap; jit"},
     "fine-tuning": {"Fine-tune an open model": "LoRA; finetune; fine-tune LLaDA; adapter"},
-    "getting-started": {"Install": "pip; Python version; requirements"},
+    "getting-started": {"Install": "pip; Python version; requirements; laptop; CPU; mac; macOS; Colab"},
     "hardware": {"Which machine runs it": "memory of a GPU; which GPU; out of memory"},
     "models": {
         "Loading": "load LLaDA; load Dream; load DiffusionGemma; Hugging Face; download weights",
         "Quantisation": "quantise; 4-bit; 8-bit",
         "Several devices": "multi GPU; multi-GPU; several GPUs; tensor parallel",
     },
-    "performance": {"Performance": "tokens per second; speed; benchmark; throughput"},
+    "performance": {"Performance": "tokens per second; speed; how fast; benchmark; throughput"},
     "published-figures": {"Published figures": "GSM8K results; leaderboard"},
     "sampling": {
         "Decoding rules": "remasking; temperature; threshold",
         "Effort": "effort; reasoning effort",
         "Infilling": "fill in the middle; autocomplete",
-        "JSON schemas and grammars": "JSON output; structured output",
-        "Prompts": "stop words; batch; system prompt",
+        "JSON schemas and grammars": "JSON; JSON output; structured output",
+        "Prompts": "stop words; batch; system prompt; chat template",
     },
     "scaling": {"Several devices and hosts": "several hosts; distributed training; multi-host; Slurm"},
     "search-and-rl": {"Best of n": "reward"},
@@ -108,11 +110,14 @@ SEARCHED = {
 
 _CODE, _SECTION = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)"), re.compile(r"[A-Z][\w ]+:$")
 _OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
+_NOTEBOOK = re.compile(r"\]\(\.\./colab/(\w+\.ipynb)\)")
 
 
 def _prepare(app: Any, page: str, source: list[str]) -> None:
-    """Turns links to files outside of docs/, which GitHub follows in the clone, into addresses; adds index entries."""
+    """Turns links to notebooks into links to their pages, and links to other files outside of docs/, which GitHub
+    follows in the clone, into addresses; adds index entries."""
     del app
+    source[0] = _NOTEBOOK.sub(r"](notebooks/\1)", source[0])
     source[0] = _OUTSIDE.sub(rf"](https://{REPOSITORY}/blob/{BRANCH}/\1)", source[0])
     # "!" makes an entry the main one of its phrase, which the search ranks first.
     for heading, phrases in SEARCHED.get(page, {}).items():

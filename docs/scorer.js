@@ -3,7 +3,7 @@
 var Scorer = {
   score: (result) => {
     const [page, , , , score] = result;
-    return score + (page.startsWith("api/") ? -20 : page.startsWith("notebooks/") ? -3 : 0);
+    return score + (page.startsWith("api/") ? -20 : page.startsWith("notebooks/") ? -3 : page === "changelog" ? -10 : 0);
   },
   objNameMatch: 11,
   objPartialMatch: 6,

@@ -23,6 +23,15 @@ def test_every_public_name_has_an_entry():
     assert {name for name in names if name.isidentifier()} - set(mj.__all__) <= pages
 
 
+def test_pages_name_the_repository_by_its_one_address():
+    [address] = re.findall(r'^REPOSITORY, BRANCH = "(.+?)",', (DOCS / "conf.py").read_text("utf-8"), re.M)
+    owner = address.rpartition("/")[0]
+    found = set()
+    for page in (DOCS.parent / "README.md", *DOCS.glob("*.md"), *DOCS.glob("*.rst")):
+        found |= set(re.findall(rf"{re.escape(owner)}/[\w-]+", page.read_text("utf-8")))
+    assert found == {address}
+
+
 def test_every_page_is_in_the_table_of_contents():
     pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
     assert pages <= set(listed(DOCS / "index.rst"))

@@ -186,7 +186,7 @@ _SCRIPT = """
     step.t.forEach((t, i) => t >= 0 && text.appendChild(
       cell(data.labels[t], step.s[i], step.c[i] / 100, t === data.mask)));
     const held = step.s.filter((since) => since > 0).length;
-    caption.textContent = "step " + step.n + " of " + data.of + ": " + held + " tokens accepted";
+    caption.textContent = "step " + step.n + " of " + data.of + ": " + held + " of " + step.t.length + " tokens accepted";
     slider.value = k;
   }
   function stop() { clearInterval(timer); timer = null; play.textContent = "play"; }
@@ -307,7 +307,7 @@ def stream_html(out: StreamOutput) -> str:
         title = f"{'accepted' if held else 'a guess'}, probability {p:.2f}"
         look = "border-bottom:2px solid" if held else f"background:rgba(0,150,215,{0.05 + 0.3 * p:.2f})"
         spans.append(f'<span title="{title}" style="{look}">{html.escape(text)}</span>')
-    caption = f"{out.forwards} forward passes, {int(out.accepted.sum())} tokens accepted"
+    caption = f"{out.forwards} forward passes, {int(out.accepted.sum())} of {len(out.tokens)} tokens accepted"
     return f'<div style="opacity:.65">{caption}</div><pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
 
 
@@ -441,16 +441,17 @@ def save_gif(
     noise = AnswerTrace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
     found = AnswerTrace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
     drawn = [_cells(found, tokenizer, k, columns) for k in range(len(found.tokens))]
-    caption = "step {} of {}: {} tokens accepted"
+    caption = "step {} of {}: {} of {} tokens accepted"
     columns = max(
-        len(caption.format(*found.tokens.shape, 999)), *(1 + x for cells in drawn for x, *_ in cells)
+        len(caption.format(*found.tokens.shape, *found.tokens.shape)),
+        *(1 + x for cells in drawn for x, *_ in cells),
     )
     lines = 3 + max(y for cells in drawn for _, y, *_ in cells)
     pictures = []
     for k, cells in enumerate(drawn):
         picture = Image.new("RGB", (width * columns + 32, height * lines + 32), (250, 250, 250))
         pen = ImageDraw.Draw(picture)
-        told = caption.format(k, len(drawn) - 1, (found.since[k] > 0).sum())
+        told = caption.format(k, len(drawn) - 1, (found.since[k] > 0).sum(), found.tokens.shape[1])
         pen.text((16, 12), told, (110, 110, 110), font)
         for x, y, character, colour in cells:
             pen.text((16 + width * x, 12 + height * (y + 2)), character, colour, font)

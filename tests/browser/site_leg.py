@@ -29,6 +29,8 @@ QUESTIONS = {
     "compare with vLLM": "comparison", "load Dream": "models", "load DiffusionGemma": "models",
     "fine-tune DiffusionGemma": "fine-tuning", "custom model": "your-model", "train from scratch": "training",
     "which GPU": "hardware", "remake published tables": "published-figures", "cite": "citation",
+    "how fast": "performance", "laptop": "getting-started", "chat template": "sampling", "colab": "getting-started",
+    "docker": "serving", "temperature": "sampling", "windows": "getting-started",
 }  # fmt: skip
 
 
@@ -54,8 +56,11 @@ def tab(chromium):
     context.route(
         "**/*", lambda route: route.continue_() if "127.0.0.1" in route.request.url else route.abort()
     )
-    yield context.new_page()
+    page, wrong = context.new_page(), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    yield page
     context.close()
+    assert wrong == []
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -67,6 +72,9 @@ def test_the_first_result_of_a_question_is_the_page_that_answers_it(tab, site, q
     found = tab.eval_on_selector_all("ul.search > li > a", "links => links.map(a => a.getAttribute('href'))")
     pages = list(dict.fromkeys(link.split("?")[0].split("#")[0] for link in found))
     assert pages[:1] == [f"{QUESTIONS[question]}.html"], pages[:5]
+    tab.wait_for_selector("ul.search > li p.context")  # a summary, of the article
+    told = tab.locator("ul.search > li p.context").first.inner_text()
+    assert len(told) > 40 and "Open issue" not in told and "Light" not in told
 
 
 def test_every_page_is_as_wide_as_a_phone_and_shows_its_pictures_and_tables(tab, site):
