@@ -186,7 +186,8 @@ _SCRIPT = """
     step.t.forEach((t, i) => t >= 0 && text.appendChild(
       cell(data.labels[t], step.s[i], step.c[i] / 100, t === data.mask)));
     const held = step.s.filter((since) => since > 0).length;
-    caption.textContent = "step " + step.n + " of " + data.of + ": " + held + " of " + step.t.length + " tokens accepted";
+    caption.textContent = "step " + step.n + " of " + data.of + ": " +
+      held + " of " + step.t.length + " tokens accepted";
     slider.value = k;
   }
   function stop() { clearInterval(timer); timer = null; play.textContent = "play"; }

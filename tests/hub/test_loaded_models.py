@@ -72,7 +72,7 @@ def test_a_mask_that_a_model_would_not_use_is_refused(name, tmp_path, capsys):
         with pytest.raises(ValueError, match=words):
             call(GOLDENS / name, mask=9)
     assert main(["sample", "x", "--model", str(GOLDENS / name), "--mask", "9"]) == 2
-    assert "mask is 9; allowed: None" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "--mask is 9; allowed: nothing" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_mask_is_refused_for_an_autoregressive_folder_of_ours(tmp_path):
