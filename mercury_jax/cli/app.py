@@ -260,7 +260,7 @@ def exit_code(error: BaseException) -> int:
 
 # Arguments of the library whose option has another name, and what a command calls those that may not be typed.
 OPTION_OF = {"source": "--model"}
-UNTYPED = {"source": "MODEL", "max_tokens": "--max-tokens"}
+UNTYPED = {"source": "MODEL", "max_tokens": "--max-tokens", "file": "--file", "run_code": "--run-code"}
 # "FIELD is VALUE; allowed: ALLOWED" of `config.refuse`; FIELD is `p`, `p[0]`, or `threshold(p=)` of a rule.
 _REFUSAL = re.compile(r"(?P<name>[\w.]+)(\[\d+\]|\((?P<parameter>\w+)=\))? is (?P<rest>.*)", re.DOTALL)
 _ONLY_PYTHON = re.compile(r", or (None|an Effort)\b.*", re.DOTALL)  # what nobody can type
@@ -279,7 +279,10 @@ def as_typed(message: str, words: Sequence[str]) -> str:
     Returns:
         Such as "--quantise is 'int4'; allowed: int8, fp8".
     """
-    message = re.sub(r"^(--[\w.-]+|[A-Z]+) is None; allowed: ", r"\1 is missing; allowed: ", message)
+    missing = lambda text: re.sub(
+        r"^(--[\w.-]+|[A-Z]+) is None; allowed: ", r"\1 is missing; allowed: ", text
+    )
+    message = missing(message)
     found = _REFUSAL.fullmatch(message)
     if found is None:
         return message
@@ -296,7 +299,7 @@ def as_typed(message: str, words: Sequence[str]) -> str:
     value, semicolon, allowed = rest.partition("; allowed: ")
     allowed = re.sub(r"'([\w./-]+)'", r"\1", _ONLY_PYTHON.sub("", allowed))
     allowed = re.sub(r"^None\b", "nothing", allowed)
-    return f"{option} is {value}{semicolon}{allowed}"
+    return missing(f"{option} is {value}{semicolon}{allowed}")
 
 
 def _message(error: Exception) -> str:
