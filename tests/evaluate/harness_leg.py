@@ -75,9 +75,9 @@ CHECKPOINTS = {  # a small random one for each preset of the page; "": no preset
 
 
 def published() -> tuple[list[dict], set[str]]:
-    """The `--model_args` under "Published figures", each with those of its column's heading, and the tasks' names."""
+    """The `--model_args` of the page's tables, each with those of its column's heading, and the tasks' names."""
     found, names, heading = [], set(), ""
-    for line in PAGE.read_text("utf-8").split("\n## Published figures")[1].splitlines():
+    for line in PAGE.read_text("utf-8").split("\n## ", 1)[1].splitlines():  # behind its introduction
         spans = re.findall(r"`([^`]+)`", line)
         begun = [span for span in spans if span.startswith("--model_args ")]
         if begun or not line.startswith("|"):
