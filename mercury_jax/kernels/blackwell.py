@@ -48,6 +48,7 @@ from mercury_jax.kernels.hopper.tile_loop import (
     scaled_scores,
     swizzled_tile,
 )
+from mercury_jax.kernels.tracing import traced_once
 
 PROCESSORS = 148  # of a B200
 # Head size: keys of a tile, as tensor memory allows (2 keys of scores, keys of packed weights, K of sums).
@@ -72,6 +73,7 @@ def refuses(call: AttentionCall) -> str | None:
     return hopper.refuses(call)
 
 
+@traced_once
 def run(call: AttentionCall) -> AttentionResult:
     """Attention by this kernel, without a gradient.
 

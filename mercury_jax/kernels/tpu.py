@@ -27,6 +27,7 @@ from mercury_jax.kernels.attention_inputs import (
     Int8Vectors,
     RoundedVectors,
 )
+from mercury_jax.kernels.tracing import traced_once
 
 MAX_ROWS = 1024  # of a tile of queries of one key head
 KEYS = (512, 256, 128)  # of a tile, the first that fits
@@ -87,6 +88,7 @@ def refuses(call: AttentionCall) -> str | None:
     return None
 
 
+@traced_once
 def run(call: AttentionCall) -> AttentionResult:
     """Attention by this kernel, without a gradient. Products in fp32 are as exact as JAX's default precision.
 

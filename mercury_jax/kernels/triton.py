@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
 DEPTH = 64  # inputs of a step
@@ -40,6 +41,7 @@ class TritonConfig(NamedTuple):
     act: Callable[[Array], Array] | None
 
 
+@traced_once
 def run(
     x: Float[Array, "M I"],
     matrices: tuple[Array, ...],

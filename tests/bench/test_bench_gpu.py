@@ -280,6 +280,35 @@ def test_the_error_is_of_the_worst_row():
 
 
 @pytest.mark.slow
+def test_a_gradient_may_be_twice_as_far_off_as_without_kernels_and_nothing_excuses_an_infinity():
+    assert check.why_wrong(0.019, 0.0) is None
+    assert check.why_wrong(0.021, 0.0) == "relative error 0.021 is more than 0.02"
+    assert check.why_wrong(0.021, 0.0, plain=0.018) is None
+    assert check.why_wrong(0.037, 0.0, plain=0.018) == "relative error 0.037 is more than 0.036"
+    for error, moved, plain in (
+        (np.inf, 0.0, np.inf),
+        (np.nan, 0.0, 0.0),
+        (0.01, 0.1, 0.0),
+        (0.01, np.nan, 0.0),
+    ):
+        assert check.why_wrong(error, moved, plain) is not None
+
+
+def test_where_a_gradient_of_the_soft_cap_has_a_large_error_so_has_plain_bf16():
+    """The case whose error on an H200 was 0.0206: at a difference of large sums, in both."""
+    [case] = [
+        c
+        for c in commands.check_cases("sm_90a", 0)
+        if "attention-64-bfloat16-softcap-gradient" in c.name and "t=1000" in c.name
+    ]
+    checked = check.AttentionShape(**case.args["shape"]).check()
+    inputs, exact = checked.inputs(0)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(checked.reference)(*exact)
+    assert checked.plain is not None
+    assert 0.0206 / 2 < check.worst(jax.jit(checked.plain)(*inputs), want) < 0.03
+
+
 def test_the_load_of_a_pass_reads_all_experts_and_multiplies_with_the_active_ones():
     """DiffusionGemma: 25.2B parameters, 3.8B of them active."""
     found = model.find(commands.GEMMA)

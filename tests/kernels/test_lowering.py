@@ -67,3 +67,21 @@ def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, 
         return back(y)
 
     assert lowered(gradient, (x, w, offsets, scale), "hopper")
+
+
+@pytest.mark.parametrize("backend", CHIPS)
+def test_layers_of_the_same_shapes_lower_their_kernel_once(backend):
+    array = jax.ShapeDtypeStruct
+    k, ranges = array((1, 256, 2, 128), BF16), array((1, 16, 1, 2), jnp.int32)
+
+    def layers(q, k, ranges, device):
+        for scale in (0.1, 0.1, 0.1, 0.2):  # the last one needs a kernel of its own
+            q = attend(q, k, k, ranges, scale=scale, cached=True, device=device)
+        return q
+
+    kind, platform, mark = CHIPS[backend]
+    program = jax.jit(functools.partial(layers, device=kernel_device.target(kind)))
+    text = (
+        program.trace(array((1, 16, 4, 128), BF16), k, ranges).lower(lowering_platforms=(platform,)).as_text()
+    )
+    assert text.count(f"stablehlo.custom_call @{mark}") == 2

@@ -46,6 +46,7 @@ from mercury_jax.kernels.hopper.tile_loop import (
     scaled_scores,
     swizzled_tile,
 )
+from mercury_jax.kernels.tracing import traced_once
 
 PROCESSORS = 132  # of an H100 and an H200
 SPLITS = (
@@ -86,6 +87,7 @@ def refuses(call: AttentionCall) -> str | None:
     return None if call.scale > 0 else f"scale {call.scale} is not above 0"
 
 
+@traced_once
 def run(call: AttentionCall, listed: bool = False) -> AttentionResult:
     """Attention by this kernel, without a gradient.
 

@@ -13,12 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels.dispatch import THREADS, offsets_each
 from mercury_jax.kernels.hopper import registers
+from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
 Ref = Any  # a reference to global memory inside a kernel
 Value = Any  # an array in registers
 
 
+@traced_once
 def run(
     x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, device: Device | None = None
 ) -> tuple[Float[Array, "M D"], Int[Array, "N k"], Int[Array, "offsets"]]:

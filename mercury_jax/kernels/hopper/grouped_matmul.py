@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels.grouped_matmul import PROCESSORS
 from mercury_jax.kernels.hopper import registers
+from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
 DEPTH = 64  # inputs of a step: 128 bytes of bf16, one swizzled line
@@ -60,6 +61,7 @@ class GroupedConfig(NamedTuple):
         return 1 if self.act is None else 2
 
 
+@traced_once
 def run(
     x: Float[Array, "M I"],
     matrices: tuple[Array, ...],

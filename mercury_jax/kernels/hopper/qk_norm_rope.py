@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.hopper.tile_loop import query_block
 from mercury_jax.kernels.qk_norm_rope import HeadFactors, KVArrays, Projections, Table
+from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
 Ref = Any  # a reference to global memory inside a kernel
@@ -24,6 +25,7 @@ Value = Any  # an array in registers
 THREADS = 128  # of a program
 
 
+@traced_once
 def run(
     x: Projections,
     factors: HeadFactors,

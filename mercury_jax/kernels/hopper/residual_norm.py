@@ -14,12 +14,14 @@ from jaxtyping import Array, Float
 from mercury_jax.kernels.dispatch import ExpertOutputs
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.residual_norm import Residual
+from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
 Ref = Any  # a reference to global memory inside a kernel
 Value = Any  # an array in registers
 
 
+@traced_once
 def run(
     x: Float[Array, "M D"],
     residual: Residual,

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels.hopper import registers
+from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
 Ref = Any  # a reference to global memory inside a kernel
 
 
+@traced_once
 def run(
     logits: Float[Array, "M E"],
     factors: Float[Array, "E"],
