@@ -121,7 +121,7 @@ export class Controls {
     const { about, parameter, value } = this.rule;
     $("about").textContent = about.replaceAll("`", "");
     $("strict").hidden = parameter === null;
-    $("p-label").textContent = parameter === "p" ? "Threshold p" : `Its ${parameter}`;
+    $("p-label").textContent = parameter === "p" ? "Threshold p" : `Parameter ${parameter}`;
     $("p-slide").hidden = parameter !== "p";
     this.setStrictness(value);
   }
