@@ -22,7 +22,7 @@ COUNTS = structure.counts(SOURCES)
 # with the display of denoising steps, chats in a terminal and completion, then with published test sets and a sandbox,
 # guided scores and the scripts of authors in the harness, tools in the playground, and several models in one server,
 # then with small random checkpoints, questions of one's own, and completion and help of single rules.
-AT_MOST = {"files": 256, "functions_per_1000_lines": 42.5, "code_lines": 40_650}
+AT_MOST = {"files": 256, "functions_per_1000_lines": 42.5, "code_lines": 40_750}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.

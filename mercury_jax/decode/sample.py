@@ -124,7 +124,9 @@ class Output:
 
     def __repr__(self) -> str:
         answers = "" if len(self.texts) == 1 else f"{len(self.texts)} answers, the first "
-        cost = f"tokens={sum(self.lengths)}, forwards={int(np.sum(self.forwards))}, seconds={self.seconds:.2f}"
+        cost = (
+            f"tokens={sum(self.lengths)}, forwards={int(np.sum(self.forwards))}, seconds={self.seconds:.2f}"
+        )
         finish = ", ".join(sorted(set(self.finish)))
         return (
             f"Output({answers}text={shortened(self.texts[0])}, {cost}, finish={finish})"

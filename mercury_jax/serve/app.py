@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
+from mercury_jax.serve import errors
 from mercury_jax.serve.auth import AuthMiddleware
 from mercury_jax.serve.chat_completions import chat_completions
 from mercury_jax.serve.completions import (
@@ -107,6 +108,8 @@ POST_ROUTES: Mapping[str, Handler] = {
     "/v1/edit/completions": edit_completions,
     "/v1/apply/completions": apply_completions,
 }
+# The paths that the 404 of an unknown path lists.
+MAIN_PATHS = (*POST_ROUTES, "/v1/models", *PUBLIC_ROUTES, "/metrics", "/openapi.json")
 
 
 def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = ServerOptions()) -> Starlette:
@@ -153,6 +156,10 @@ def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = Serv
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Converts 404 and 405 of the router into the API's error envelope."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(errors.unknown_path(request.scope["path"], MAIN_PATHS))
+    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
+        return error_response(errors.method_not_allowed(request.method, request.scope["path"], allowed))
     return error_response(ApiError(error.status_code, f"{error.detail}", headers=error.headers))
 
 

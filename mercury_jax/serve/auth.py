@@ -23,6 +23,7 @@ from mercury_jax.serve.options import ANY_HOST, ServerOptions
 Headers = Sequence[tuple[bytes, bytes]]
 
 HOST_PATTERN = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
+NO_KEY = "No API key found; send it in one header `Authorization: Bearer KEY`"
 # Key of the ASGI scope under which the digest of the API key is stored, never the key itself; "" if the server has no
 # keys. The digest separates the prefix caches of different keys (`EngineRequest.cache_salt`).
 KEY_DIGEST = "mercury.key"
@@ -69,7 +70,8 @@ class AuthMiddleware:
         """
         if not self._digests:
             return ""
-        given = digest(_given_key(headers))
+        key = _given_key(headers)
+        given = digest(key)
         # Compare with all keys, without an early exit: the time depends neither on the given key nor on the match.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(matches):
@@ -78,7 +80,7 @@ class AuthMiddleware:
             challenge = 'Basic realm="mercury", charset="UTF-8"' if page else 'Bearer realm="mercury"'
             raise ApiError(
                 401,
-                "Incorrect API key provided",
+                "Incorrect API key provided" if key else NO_KEY,
                 "authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": challenge},

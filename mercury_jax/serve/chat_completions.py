@@ -167,7 +167,9 @@ def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
     known = [tool["function"]["name"] for tool in tools]
     missing = next((name for name in sorted(named or ()) if name not in known), None)
     if missing is not None or (not tools and mode != "auto"):
-        allowed = f"auto, none, or a call of these tools: {', '.join(known) or 'none: there are no tools'}"
+        allowed = "auto or none, since the request has no tools"
+        if known:
+            allowed = f"auto, none, required, or a call of one of the tools {', '.join(known)}"
         raise errors.invalid_value("tool_choice", missing or choice, allowed)
     chosen = [tool for tool in tools if named is None or tool["function"]["name"] in named]
     single = isinstance(choice, protocol.NamedTool) or not request.parallel_tool_calls

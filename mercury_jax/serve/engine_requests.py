@@ -66,7 +66,10 @@ def token_budget(
     """
     left = context - prompt
     if left < 1:
-        raise errors.context_length_exceeded(context, param)
+        detail = (
+            f"The prompt has {prompt} tokens; allowed: up to {context - 1}, which leaves one for the answer."
+        )
+        raise errors.context_length_exceeded(context, detail, param)
     wanted = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     usable = left - 1 if thinking else left  # the token that ends thinking takes one position
     if max_tokens is None:
@@ -150,7 +153,8 @@ def make_request(
     }
     for token in sampling["logit_bias"]:
         if token >= vocab:
-            raise errors.invalid_value("key of logit_bias", token, f"a token id, 0 to {vocab - 1}")
+            allowed = f"a token id, 0 to {vocab - 1}"
+            raise errors.invalid_value("logit_bias", token, allowed, field="key of logit_bias")
     return EngineRequest(
         **{**sampling, "rule": decoding.rule, "p": decoding.p, "steps": decoding.steps, **fields}
     )

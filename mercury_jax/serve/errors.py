@@ -6,15 +6,21 @@ Handlers raise `ApiError`; `http.RequestMiddleware` turns it into the response.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from mercury_jax.config import nearest
+
 JsonSchema = dict[str, Any]
 
 MAX_SHOWN = 80  # characters of a refused value that a message repeats
 INVALID = "invalid_request_error"
+NOT_SUPPORTED = (
+    "Not supported: "  # starts the description of a field with one allowed value; a reason follows
+)
 
 
 class ApiError(Exception):
@@ -61,13 +67,14 @@ def invalid_request(param: str | None, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def invalid_value(param: str, value: object, allowed: str) -> ApiError:
+def invalid_value(param: str, value: object, allowed: str, field: str | None = None) -> ApiError:
     """Returns a 400 that names the field, its value and what is allowed.
 
     Args:
         param: The field.
         value: The refused value. The message shows at most `MAX_SHOWN` characters; for a list or object only its size.
         allowed: Description of the allowed values.
+        field: Name of the value in the message, for example `key of logit_bias`. None: `param`.
 
     Returns:
         The error, to be raised.
@@ -75,14 +82,15 @@ def invalid_value(param: str, value: object, allowed: str) -> ApiError:
     kind = {dict: "an object", list: "a list"}.get(type(value))
     text = repr(value) if kind is None else f"{kind} of {len(value)} entries"  # type: ignore[arg-type]
     text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    return invalid_request(param, f"{param} is {text}; allowed: {allowed}")
+    return invalid_request(param, f"{field or param} is {text}; allowed: {allowed}")
 
 
-def context_length_exceeded(context: int, param: str = "messages") -> ApiError:
-    """Returns a 400 with the vendor's message text, which editors search for.
+def context_length_exceeded(context: int, detail: str, param: str = "messages") -> ApiError:
+    """Returns a 400 that begins with the vendor's message text, which editors search for.
 
     Args:
         context: Maximum tokens of prompt and output.
+        detail: Sentence that follows the vendor's text: how many tokens there are, and how many are allowed.
         param: Field that holds the prompt.
 
     Returns:
@@ -90,23 +98,57 @@ def context_length_exceeded(context: int, param: str = "messages") -> ApiError:
     """
     message = (
         f"You exceeded the maximum context length for this model of {context}. "
-        "Please reduce the length of the messages or completion."
+        f"Please reduce the length of the messages or completion. {detail}"
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def unknown_model(name: str, served: Sequence[str]) -> ApiError:
+def unknown_model(name: str, served: Sequence[str], aliases: Sequence[str] = ()) -> ApiError:
     """Returns a 404 for a model that is not loaded.
 
     Args:
         name: The name in the request.
         served: Names of the models that are loaded.
+        aliases: Further names of these models.
 
     Returns:
-        The error, whose message lists those names.
+        The error, whose message lists all these names.
     """
     message = f"model `{name[:MAX_SHOWN]}` not found; this server has {', '.join(served)}"
+    message += f" (aliases: {', '.join(aliases)})" if aliases else ""
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def unknown_path(path: str, served: Sequence[str]) -> ApiError:
+    """Returns a 404 for a path without a route.
+
+    Args:
+        path: Path of the request.
+        served: The main paths of the server.
+
+    Returns:
+        The error. Its message names the path of `served` that is most similar, then all of them. A `/v1` that is
+        missing or repeated, the usual mistake in a client's base URL, does not count as a difference.
+    """
+    parts = [part for part in path[:MAX_SHOWN].split("/") if part not in ("", "v1")]
+    allowed = nearest("/".join(["/v1", *parts]), served)
+    return ApiError(404, f"path is {path[:MAX_SHOWN]!r}; allowed: {allowed} (/openapi.json describes them)")
+
+
+def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
+    """Returns a 405 for a path that other methods than the request's have.
+
+    Args:
+        method: Method of the request.
+        path: Path of the request.
+        allowed: Methods of the path, separated by commas, as in the header `Allow`.
+
+    Returns:
+        The error, with that header.
+    """
+    methods = ", ".join(sorted(re.split(r",\s*", allowed)))
+    message = f"method is {method[:MAX_SHOWN]!r}; allowed for {path[:MAX_SHOWN]}: {methods}"
+    return ApiError(405, message, headers={"allow": methods})
 
 
 def rate_limited(
@@ -164,7 +206,7 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
     field = problems[0]["loc"][0]
     loc = max((p["loc"] for p in problems if p["loc"][0] == field), key=len)
     wrong_key = loc[-1] == "[key]"  # the error is in a key of a mapping; the key precedes it in `loc`
-    node, path, required = schema, "", False
+    node, path, missing, required = schema, "", False, False
     value: Any = data
     for part in loc[:-2] if wrong_key else loc:
         if "discriminator" in node:  # `part` is the label of the member with the value's tag
@@ -178,19 +220,26 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
                     break
         elif isinstance(part, int):
             node, value, path = _resolve(schema, node["items"]), value[part], f"{path}[{part}]"
+            missing = False
         else:
-            required = part in node.get("required", ())
+            missing, required = part not in value, part in node.get("required", ())
             inner = node.get("properties", {}).get(part) or node["additionalProperties"]
             node, value = _resolve(schema, inner), value.get(part)
             path = f"{path}.{part}" if path else part
     if wrong_key:
-        return invalid_value(f"key of {path}", loc[-2], f"the form {node['propertyNames']['pattern']}")
+        allowed = f"the form {node['propertyNames']['pattern']}"
+        return invalid_value(path, loc[-2], allowed, field=f"key of {path}")
     tag = node.get("discriminator", {"propertyName": None, "mapping": ()})
     if tag["mapping"] and isinstance(value, dict):
-        name = tag["propertyName"]
-        return invalid_value(f"{path}.{name}", value.get(name), ", ".join(tag["mapping"]))
-    allowed = _describe(schema, node) + (" (it has no default)" if value is None and required else "")
-    return invalid_value(path, value, allowed)
+        name, allowed = tag["propertyName"], ", ".join(tag["mapping"])
+        path, missing, value = f"{path}.{name}", name not in value, value.get(name)
+    else:
+        allowed = _describe(schema, node)
+    if missing:
+        return invalid_request(path, f"{path} is missing; allowed: {allowed}")
+    return invalid_value(
+        path, value, allowed + (" (it has no default)" if value is None and required else "")
+    )
 
 
 def _members(node: JsonSchema) -> list[JsonSchema]:
@@ -199,15 +248,17 @@ def _members(node: JsonSchema) -> list[JsonSchema]:
 
 
 def _resolve(schema: JsonSchema, node: JsonSchema) -> JsonSchema:
-    """Follows references, and replaces a value that may be null by the value."""
+    """Follows references, and replaces a value that may be null by the value; `not` and description are kept."""
+    kept: JsonSchema = {}
     while True:
+        kept |= {key: node[key] for key in ("not", "description") if key in node and key not in kept}
         members = _members(node)
         if "$ref" in node:
             node = schema["$defs"][node["$ref"].rpartition("/")[2]]
         elif len(members) == 1:
             node = members[0]
         else:
-            return node
+            return node | kept
 
 
 def _describe(schema: JsonSchema, node: JsonSchema) -> str:
@@ -222,9 +273,13 @@ def _describe(schema: JsonSchema, node: JsonSchema) -> str:
         return ", ".join(map(str, node.get("enum", [node.get("const")])))
     pattern = node.get("pattern") or node.get("propertyNames", {}).get("pattern")
     form = f" of the form {pattern}" if pattern else ""
+    reason = node.get("description", "").removesuffix(".")
+    reason = f" ({reason.removeprefix(NOT_SUPPORTED)})" if reason.startswith(NOT_SUPPORTED) else ""
     match node.get("type"):
         case "boolean":
-            return "false" if "not" in node else "true or false"
+            return f"false{reason}" if "not" in node else "true or false"
+        case "integer" if node.get("minimum", ...) == node.get("maximum"):
+            return f"{node['minimum']}{reason}"
         case "integer":
             without = " without 0" if "not" in node else ""
             return "a whole number" + _range(node.get("minimum"), node.get("maximum")) + without
@@ -236,6 +291,8 @@ def _describe(schema: JsonSchema, node: JsonSchema) -> str:
             least = node.get("minLength", 0 if "maxLength" in node else None)
             size = _range(least, node.get("maxLength"), " characters")
             return f"a string{size}{form}"
+        case "array" if node.get("minItems") == node.get("maxItems") == 1:
+            return "a list of one entry"
         case "array":
             return "a list" + _range(node.get("minItems", 0), node.get("maxItems"), " entries")
         case _:

@@ -208,7 +208,8 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
         raise invalid_request(None, "The body is not valid UTF-8") from None
     except json.JSONDecodeError as error:
         told = error.msg.removesuffix(" at")  # some of its messages end so
-        raise invalid_request(None, f"The body is not valid JSON: {told} at {error.pos}") from None
+        where = f"character {error.colno} of line {error.lineno}"
+        raise invalid_request(None, f"The body is not valid JSON: {told} at {where}") from None
     except ValueError as error:  # a number of thousands of digits, NaN, 1e999
         raise invalid_request(None, f"The body is not valid JSON: {str(error)[:80]}") from None
     if not isinstance(value, dict):

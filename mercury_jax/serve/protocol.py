@@ -465,7 +465,7 @@ def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
         data = {**{name: value for name, value in extra.items() if name != "extra_body"}, **data}
     for name, instead in model.refused_fields.items():
         if data.get(name) not in UNUSED:
-            raise invalid_value(name, data[name], f"none: this server has no such field. {instead}")
+            raise invalid_value(name, data[name], f"no value, since this server has no such field. {instead}")
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -125,7 +125,9 @@ class ServedModels:
             ApiError: 404 for an unknown name.
         """
         if name not in self.by_name:
-            raise errors.unknown_model(name, [service.engine.lm.name for service in self.services])
+            own = [service.engine.lm.name for service in self.services]
+            aliases = [alias for alias in self.options.aliases or () if alias not in own]
+            raise errors.unknown_model(name, own, aliases)
         return self.by_name[name]
 
     async def read(self, request: Request, model: type[R]) -> tuple[Service, R]:
@@ -174,8 +176,12 @@ class Service:
         Raises:
             ApiError: 400 if the texts need more tokens than the context has.
         """
-        if size > self.engine.context * self._longest:
-            raise errors.context_length_exceeded(self.engine.context, param)
+        context = self.engine.context
+        if size > context * self._longest:
+            least = -(-size // self._longest)
+            length = f"{size} characters, which are at least {least} tokens"
+            detail = f"The prompt has {length}; allowed: up to {context - 1}."
+            raise errors.context_length_exceeded(context, detail, param)
 
     async def submit(
         self,
@@ -379,5 +385,6 @@ def to_api_error(error: Exception, context: int) -> Exception:
     if isinstance(error, RequestRejected):
         return shutting_down() if error.closing else errors.rate_limited(error.retry_after, f"{error}.")
     if isinstance(error, ContextLengthExceeded):
-        return errors.context_length_exceeded(context)
+        detail = f"Prompt and answer need {error.tokens} tokens; allowed: up to {context}."
+        return errors.context_length_exceeded(context, detail)
     return errors.invalid_request(None, str(error)) if isinstance(error, ValueError) else error

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import dataclasses
 import hmac
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,13 @@ def test_without_a_key_only_health_and_readiness_answer(path):
             answer = send_request(app, method, path, headers)
             assert answer.status == 401 and SECRET.encode() not in answer.body, (method, headers)
             assert answer.json["error"]["code"] == "invalid_api_key"
+            # A request without a key is told how to send one.
+            kind, _, key = dict(headers).get(b"authorization", b"").partition(b" ")
+            wrong = len(headers) == 1 and kind in (b"Bearer", b"Basic") and key not in (b"", b"!", b"Zm9v")
+            words = (
+                "Incorrect API key provided" if wrong else "No API key found; .*`Authorization: Bearer KEY`"
+            )
+            assert re.search(words, answer.json["error"]["message"]), headers
     for shape in CROOKED:
         answer = send_request(app, "GET", shape.format(path.lstrip("/")))
         assert answer.status == 401, shape

@@ -44,6 +44,15 @@ def test_a_body_that_is_not_a_json_object_is_refused(text):
     assert refused([text]) == 400
 
 
+def test_a_syntax_error_is_reported_with_its_position():
+    for text, position in (
+        (b"{'a': 1}", "character 2 of line 1"),
+        (b'{"a": 1,\n "b": x}', "character 7 of line 2"),
+    ):
+        with pytest.raises(ApiError, match=f"The body is not valid JSON: .* at {position}"):
+            read([text])
+
+
 def test_an_object_is_read_in_parts_of_any_size():
     text = json.dumps({"a": "é\u2028🙂\0", "b": [1.5, None]}).encode()
     for size in (1, 3, len(text)):

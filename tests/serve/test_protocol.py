@@ -105,7 +105,9 @@ def test_fields_that_constrain_the_answer_are_refused_by_name(name):
     fields |= {} if name == "chat" else {"response_format": {"type": "json_object"}}
     for field, value in fields.items():
         for data in ({field: value}, {"extra_body": {field: value}}):
-            with pytest.raises(ApiError, match=f"{field} is .*this server has no such field. [A-Z]") as error:
+            with pytest.raises(
+                ApiError, match=f"{field} is [^:]*.*; allowed: no value, .*no such field. [A-Z]"
+            ) as error:
                 parse_request(MODELS[name], {**MINIMAL[name], **data})
             assert (error.value.status, error.value.param) == (400, field)
         parse_request(MODELS[name], {**MINIMAL[name], field: None, "user": "x"})
@@ -142,32 +144,42 @@ def test_a_number_is_a_finite_number_and_nothing_else(bad):
     assert tried >= 12
 
 
-@pytest.mark.parametrize("field, allowed", [("best_of", 1), ("echo", False)])
-def test_one_allowed_value_is_the_same_value_in_json(field, allowed):
-    """1.0 is 1, true is not."""
+@pytest.mark.parametrize(
+    "field, allowed, message",
+    [
+        ("best_of", 1, "best_of is 3; allowed: 1 (every answer that is generated is returned)"),
+        ("echo", False, "echo is True; allowed: false (there are no logprobs of a prompt)"),
+    ],
+)
+def test_one_allowed_value_is_the_same_value_in_json(field, allowed, message):
+    """1.0 is 1, true is not. A refusal says which value is allowed, and why no other is."""
     model = protocol.CompletionsRequest
     schema = Draft202012Validator(schema_of(model))
     for value in (1, 1.0, 0, 0.0, 1.5, True, False, "function", "1", [], {}):
         data = {**MINIMAL["completions"], field: value}
         same = value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
         assert accepts(model, data) == schema.is_valid(data) == same, value
+    with pytest.raises(ApiError) as error:
+        parse_request(model, {**MINIMAL["completions"], field: 3 if allowed else True})
+    assert error.value.message == message
     request = parse_request(model, {**MINIMAL["completions"], "best_of": 1.0})
     assert type(request.best_of) is int
 
 
 CASES = {
     "role": ({"messages": [*USER, {"role": "bot"}]}, "messages[1].role", "'bot'; allowed: assistant, developer"),
-    "tag": ({"tool_choice": {}}, "tool_choice.type", "None; allowed: allowed_tools, function"),
+    "tag": ({"tool_choice": {}}, "tool_choice.type", "type is missing; allowed: allowed_tools, function"),
     "tag is a list": ({"response_format": {"type": ["text"]}}, "response_format.type", "list of 1 entries; allowed"),
     "inner field of a union": ({"tools": [{"type": "function", "function": {"name": 5}}]},
                                "tools[0].function.name", "5; allowed: a string of 1 to 64"),
-    "missing": ({"tools": [{"type": "function"}]}, "tools[0].function", "allowed: an object .*no default"),
+    "missing": ({"tools": [{"type": "function"}]}, "tools[0].function", "function is missing; allowed: an object"),
+    "missing at the top": ({"messages": ...}, "messages", "^messages is missing; allowed: a list of 1 to"),
     "null": ({"model": None}, "model", "None; allowed: a string of 1 to 256 characters .it has no default"),
     "no member of a union": ({"stop": 5}, "stop", "5; allowed: a string .*, or a list of 0 to 32"),
     "member of a union": ({"stop": ["x" * 257]}, "stop[0]", "allowed: a string of 1 to 256"),
     "tag that is a field": ({"messages": [{"role": "function", "name": 5, "function": {"name": "x"}}]},
                             "messages[0].name", "5; allowed"),
-    "key": ({"logit_bias": {"01": 1}}, "key of logit_bias", "'01'; allowed: the form"),
+    "key": ({"logit_bias": {"01": 1}}, "logit_bias", "^key of logit_bias is '01'; allowed: the form"),
     "value of a mapping": ({"logit_bias": {"7": 101}}, "logit_bias.7", "101; allowed: a number from -100 to 100"),
     "alias": ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}},
               "response_format.json_schema.schema", "5; allowed: an object"),
@@ -180,8 +192,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_refusal_names_the_field_the_value_and_what_is_allowed(name):
     fields, param, message = CASES[name]
+    given = {k: v for k, v in {**MINIMAL["chat"], **fields}.items() if v is not ...}
     with pytest.raises(ApiError, match=message) as error:
-        parse_request(protocol.ChatCompletionsRequest, {**MINIMAL["chat"], **fields})
+        parse_request(protocol.ChatCompletionsRequest, given)
     assert error.value.param == param and param in error.value.message
 
 

@@ -1,6 +1,7 @@
 """Responses and streams of all endpoints, from scripted snapshots."""
 
 import json
+import re
 
 import pytest
 
@@ -229,13 +230,19 @@ def test_a_prompt_beyond_the_context_is_refused_in_the_vendors_words(nano):
     engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
     words = "You exceeded the maximum context length for this model of 512. Please reduce the length of the messages " \
             "or completion."  # fmt: skip
-    for size in (3000, 10**6):
+    for size, needed in ((3000, r"The prompt has \d+ tokens; allowed: up to 511,"),
+                         (10**6, r"10{6} characters, .* at least \d+ tokens; allowed: up to 511")):  # fmt: skip
         long = [{"role": "user", "content": "1+1= " * (size // 5)}]
         answer = client_of(engine).post("/v1/chat/completions", json={**PAYLOAD, "messages": long})
         assert answer.status_code == 400
-        assert answer.json()["error"] == {
-            "message": words, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"
-        }  # fmt: skip
+        error = answer.json()["error"]
+        message = error.pop("message")
+        assert message.startswith(words) and re.search(needed, message)
+        assert error == {
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "context_length_exceeded",
+        }
     for fields in ({}, {"max_tokens": 50000}, {"max_completion_tokens": 9000}):
         post(engine, {**PAYLOAD, **fields})
         job = engine.tickets[-1].request
@@ -275,6 +282,56 @@ def test_efforts_set_rule_steps_and_thinking(nano):
         assert job.max_tokens == 100
     assert used["realtime"] == used["instant"] == (0.7, 8, 0) and used["low"][:2] == (0.8, 16)
     assert 0 < used["low"][2] < used["medium"][2] <= used["high"][2] and used[None] == (None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "method, path, message",
+    [
+        (
+            "POST",
+            "/chat/completions",
+            "path is '/chat/completions'; allowed: /v1/chat/completions is the nearest",
+        ),
+        (
+            "POST",
+            "/v1/v1/completions",
+            "allowed: /v1/completions is the nearest; all: /v1/chat/completions, ",
+        ),
+        ("POST", "/v1/fim/completions/", "allowed: /v1/fim/completions is the nearest"),
+        ("GET", "/models", "allowed: /v1/models is the nearest"),
+        (
+            "POST",
+            "/v1/responses",
+            "path is '/v1/responses'; allowed: /v1/chat/completions, /v1/completions, ",
+        ),
+        ("POST", "/v1/embeddings", "allowed: /v1/chat/completions, .*/openapi.json describes them"),
+        ("GET", "/v1/chat/completions", "method is 'GET'; allowed for /v1/chat/completions: POST$"),
+        ("POST", "/v1/models", "method is 'POST'; allowed for /v1/models: GET, HEAD$"),
+        ("DELETE", "/health", "method is 'DELETE'; allowed for /health: GET, HEAD$"),
+    ],
+)
+def test_an_unknown_path_or_method_is_refused_with_those_that_exist(nano, method, path, message):
+    answer = client_of(ScriptedEngine(nano)).request(method, path)
+    wrong_method = message.partition("method is")[1]
+    assert answer.status_code == (405 if wrong_method else 404) and re.search(
+        message, answer.json()["error"]["message"]
+    )
+    assert answer.headers.get("allow", "") == (message[:-1].rpartition(": ")[2] if wrong_method else "")
+
+
+def test_a_tool_choice_is_refused_with_the_choices_that_there_are(nano):
+    add = {"type": "function", "function": {"name": "add"}}
+    other = {"type": "function", "function": {"name": "other"}}
+    for fields, message in (
+        ({"tool_choice": "required"}, "'required'; allowed: auto or none, since the request has no tools"),
+        ({"tool_choice": other}, "'other'; allowed: auto or none, since the request has no tools"),
+        (
+            {"tool_choice": other, "tools": [add]},
+            "'other'; allowed: auto, none, required, or a call of one of the tools add",
+        ),
+    ):
+        answer = client_of(ScriptedEngine(nano)).post("/v1/chat/completions", json={**PAYLOAD, **fields})
+        assert answer.json()["error"]["message"] == f"tool_choice is {message}"
 
 
 def test_metrics_count_requests(nano):

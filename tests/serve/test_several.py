@@ -94,7 +94,10 @@ def test_aliases_mean_the_model_that_they_name(nano):
     assert [said(client, name) for name in ("first", "second", "mercury-2")] == ["1", "2", "1"]
     client = client_of(engines, aliases={"fast": "second", "good": "first"})
     assert [said(client, name) for name in ("fast", "good")] == ["2", "1"]
-    assert client.post(CHAT, json={"model": "mercury-2", **QUESTION}).status_code == 404
+    refused = client.post(CHAT, json={"model": "mercury-2", **QUESTION})
+    assert refused.status_code == 404
+    message = "model `mercury-2` not found; this server has first, second (aliases: fast, good)"
+    assert refused.json()["error"]["message"] == message
     # A model may have a name of the vendor's; it is then no alias of the first one.
     client = client_of([engines[0], scripted(nano, "mercury-2", "3")])
     assert [said(client, name) for name in ("mercury", "mercury-2")] == ["1", "3"]

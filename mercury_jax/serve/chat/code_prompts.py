@@ -2,9 +2,11 @@
 
 A next-edit request is one message with a file, the region of it that may change, the cursor and recent edits, each
 between tags `<|name|>` and `<|/name|>`. Two layouts are supported. In the vendor's documentation, `<|code_to_edit|>` is
-inside `<|current_file_content|>`; in the vendor's OpenAPI example, it follows the file and repeats a part of it. The
-reply is the new region in a bare Markdown fence, or `None` without a fence if nothing changes. Editors depend on this
-format: Zed strips exactly "```\\n" and "\\n```", and Kilo ignores replies without a fence.
+inside `<|current_file_content|>`; in the vendor's OpenAPI example, it follows the file and repeats a part of it.
+Without `<|current_file_content|>`, the text around the region is the file.
+
+The reply is the new region in a bare Markdown fence, or `None` without a fence if nothing changes. Editors depend on
+this format: Zed strips exactly "```\\n" and "\\n```", and Kilo ignores replies without a fence.
 
 `apply_edit` has the prompts that merge an update into a file.
 """
@@ -20,7 +22,7 @@ from mercury_jax.types import LM
 
 CURSOR = "<|cursor|>"
 REGION, FILE, HISTORY = "code_to_edit", "current_file_content", "edit_diff_history"
-SNIPPET = "recently_viewed_code_snippet"
+SNIPPETS, SNIPPET = "recently_viewed_code_snippets", "recently_viewed_code_snippet"
 NO_SUFFIX = "<|endoftext|>"  # clients send it instead of an empty suffix
 NO_EDIT = "None"
 MAX_HOLE = 64  # maximum characters, and so tokens, that a model without instructions rewrites
@@ -104,21 +106,26 @@ def parse_edit(content: str) -> EditInput:
         The parts.
 
     Raises:
-        ApiError: 400 if the message marks no region; the message names the missing tags.
+        ApiError: 400 if the message marks no region, marks several, or has only one of the file's two tags; the
+            message names the tags.
     """
     at = tagged_span(content, REGION)
     if at is None:
         missing = f"<|{REGION}|> ... <|/{REGION}|>"
         message = f"messages[0].content has no {missing}; allowed: a text that marks its region"
         raise invalid_request("messages", message)
+    _check_one_region(content[slice(*at)])
     # Layout 1: the region is inside the file. Layout 2: the region follows the file and repeats a part of it, which is
-    # searched; if it is not found, the region stands alone.
+    # searched; if it is not found, the region stands alone. Without a file, the text around the region is the file.
     region, file = _trimmed(content[slice(*at)]), tagged_span(content, FILE)
     if file is not None and file[0] <= at[0] <= file[1]:
         path, before = _split_path(content[file[0] : at[0] - len(f"<|{REGION}|>")].removeprefix("\n"))
         after = content[at[1] + len(f"<|/{REGION}|>") : file[1]].removesuffix("\n")
+    elif file is None:
+        path, before = _split_path(_without_sections(content[: at[0] - len(f"<|{REGION}|>")]).lstrip("\n"))
+        after = _without_sections(content[at[1] + len(f"<|/{REGION}|>") :]).rstrip("\n")
     else:
-        path, whole = _split_path("" if file is None else _trimmed(content[slice(*file)]))
+        path, whole = _split_path(_trimmed(content[slice(*file)]))
         before, after = (whole, "") if not region.strip() else ("", "")
         # The cursor is marked in both the file and the region, or in one of them.
         for text, piece in ((whole, region), (whole.replace(CURSOR, ""), region.replace(CURSOR, ""))):
@@ -316,6 +323,50 @@ def _hole_prompt(lm: LM, before: str, behind: str, max_tokens: int | None = None
     tok = lm.tokenizer
     prompt = (*tok.begin, *tok.encode(before)) or tuple(tok.encode("\n"))
     return CodePrompt(prompt, tuple(tok.encode(behind)) if behind else None, max_tokens)
+
+
+def _check_one_region(region: str) -> None:
+    """Refuses a second region: an opening tag after the closing tag that ends the first region.
+
+    Tags that are part of the code, in pairs or a single closing tag, are allowed.
+
+    Args:
+        region: Text between the first opening and the last closing tag.
+
+    Raises:
+        ApiError: 400 for a second region.
+    """
+    depth = 1
+    for tag in re.finditer(re.escape(f"<|{REGION}|>") + "|" + re.escape(f"<|/{REGION}|>"), region):
+        opens = "/" not in tag.group()
+        if opens and depth < 1:
+            regions = f"several regions <|{REGION}|> ... <|/{REGION}|>"
+            raise invalid_request("messages", f"messages[0].content has {regions}; allowed: one region")
+        depth += 1 if opens else -1
+
+
+def _without_sections(text: str) -> str:
+    """Removes the sections of snippets and edits from a text outside of the region.
+
+    Args:
+        text: The text before or after the region of a message that has no file section.
+
+    Returns:
+        The rest, which is code of the file.
+
+    Raises:
+        ApiError: 400 if the text has one of the file's two tags: the other one is missing.
+    """
+    for name in (SNIPPETS, SNIPPET, HISTORY):
+        if at := tagged_span(text, name):
+            text = text[: at[0] - len(f"<|{name}|>")] + text[at[1] + len(f"<|/{name}|>") :]
+    for given, missing in ((f"<|{FILE}|>", f"<|/{FILE}|>"), (f"<|/{FILE}|>", f"<|{FILE}|>")):
+        if given in text:
+            message = (
+                f"messages[0].content has {given} but no {missing}; allowed: both or neither of these tags"
+            )
+            raise invalid_request("messages", message)
+    return text
 
 
 def _trimmed(text: str) -> str:

@@ -331,8 +331,10 @@ def _called(lm: LM, request: EngineRequest, snapshot: Snapshot) -> tuple[str, li
 def _check_cell(engine: Engine, request: EngineRequest, body: CellRequest) -> None:
     """Checks that a pass of the request can have denoised the cell; raises ApiError 400 otherwise."""
     config, most, count = engine.lm.model.config, request.max_output, len(body.tokens)
-    if request.max_length + len(request.suffix or ()) > engine.context:
-        raise errors.context_length_exceeded(engine.context)
+    tokens = request.max_length + len(request.suffix or ())
+    if tokens > engine.context:
+        detail = f"Prompt and answer need {tokens} tokens; allowed: up to {engine.context}."
+        raise errors.context_length_exceeded(engine.context, detail)
     unknown = next((i for i, token in enumerate(body.tokens) if token >= config.vocab), None)
     if unknown is not None:
         raise invalid_value(

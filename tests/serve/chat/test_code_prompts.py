@@ -1,5 +1,6 @@
 """Next edit and FIM: prompts are understood in both layouts, and editors understand the replies."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,36 @@ def test_empty_sections_and_unusual_prompts():
         with pytest.raises(ApiError, match=r"messages\[0\].content has no <\|code_to_edit\|>") as raised:
             code.parse_edit(bad)
         assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "sections", [("", ""), (f"{SNIPPETS}\n", f"\n\n{HISTORY}\n"), (f"{SNIPPETS}{HISTORY}\n", "")]
+)
+def test_without_a_file_the_text_around_the_region_is_the_file(sections: tuple[str, str]):
+    marked = f"{ABOVE}<|code_to_edit|>\n{MARKED}\n<|/code_to_edit|>{BELOW}"
+    found = code.parse_edit(sections[0] + "current_file_path: src/f.py\n" + marked + sections[1])
+    assert (found.path, found.before, found.region) == ("src/f.py", ABOVE, REGION)
+    assert (found.after, found.cursor) == (BELOW.rstrip("\n"), AT)
+    asked = code.edit_prompt(lm_of(), found, instruct=False)
+    assert TOK.decode(asked.prompt).startswith(ABOVE) and TOK.decode(asked.suffix or ()).endswith(
+        "print(f(2))"
+    )
+    for tag, other in (
+        ("<|current_file_content|>", "<|/current_"),
+        ("<|/current_file_content|>", "<|current_"),
+    ):
+        with pytest.raises(ApiError, match=f"has {re.escape(tag)} but no {re.escape(other)}"):
+            code.parse_edit(f"{tag}\n{marked}")
+
+
+def test_several_regions_are_refused_and_tags_in_the_code_are_not():
+    one = "<|code_to_edit|>\nx\n<|/code_to_edit|>\n"
+    for text in (f"{one}{one}", f"<|current_file_content|>\n{one}y\n{one}<|/current_file_content|>"):
+        with pytest.raises(ApiError, match=r"has several regions <\|code_to_edit\|> .*; allowed: one region"):
+            code.parse_edit(text)
+    assert code.parse_edit(
+        f"<|code_to_edit|>\n{one}{one}<|/code_to_edit|>"
+    ).region == f"{one}{one}".removesuffix("\n")
 
 
 NEW = "def f(x):\n    return x + 1"
