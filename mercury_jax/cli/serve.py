@@ -107,7 +107,8 @@ class Serve:
     """Decoding rule of all requests, or MODULE:NAME of your own; its parameters are options. Default: the model's
     own."""
     alias: Annotated[Repeated[tuple[str, ...]], option("NAME")] = ()
-    """A name of the first model, or of another one as NAME=MODEL, instead of the vendor's names; repeatable. Default: the vendor's names."""
+    """A name of the first model, or of another one as NAME=MODEL; repeatable. It stands instead of the vendor's names,
+    which are the default."""
     default_effort: Annotated[str | None, option("NAME")] = None
     """instant, low, medium or high, for requests that name none. Default: the model's own rule."""
     strict_temperature: Flag = False
