@@ -108,9 +108,8 @@ def test_what_a_repl_prints_is_short(capsys):
     lm = mj.load()
     assert repr(lm) == "LM(nano: 1.8M parameters, transformer, absorbing noise, blocks of 32, context 512)"
     out = mj.sample(lm, ["def f(x):", "class A"], max_tokens=24, history=True, keep=True)
-    assert repr(out).startswith(
-        f"Output(2 answers, the first text={out.text!r}, tokens={sum(out.lengths)}, passes="
-    )
+    cost = f"tokens={sum(out.lengths)}, forwards={sum(out.forwards)}, seconds="
+    assert repr(out).startswith(f"Output(2 answers, the first text={out.text!r}, {cost}")
     [*_, last] = mj.stream(lm, "def f(x):", max_tokens=8)
     decoder = mj.decoder(lm, mj.rules.threshold(0.9), slots=96)
     assert out.state is not None
