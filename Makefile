@@ -20,7 +20,7 @@ help:  ## list the targets
 demo: $(VENV)/.all  ## watch the embedded model turn noise into an answer
 	@$(BIN)/mercury demo $(ARGS)
 
-test: $(VENV)/.test  ## run the tests in under 6 minutes on 2 cores; ARGS="-k sample --jaxtyping" goes to pytest
+test: $(VENV)/.test  ## run the tests in some 10 minutes on 2 cores; ARGS="-k sample --jaxtyping" goes to pytest
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-all: $(VENV)/.test  ## run the slow tests too
