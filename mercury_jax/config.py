@@ -56,6 +56,20 @@ LONGEST = 400  # characters of a value in an error
 MANY = 16  # above this number of names, only the most similar one is listed
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    Args:
+        number: How many.
+        noun: In the singular.
+
+    Returns:
+        Such as "1 token" or "2 forward passes".
+    """
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """Describes the allowed names after an unknown name, for the argument `allowed` of `refuse`.
 

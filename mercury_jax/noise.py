@@ -390,7 +390,7 @@ def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[in
         The forward process.
 
     Raises:
-        ValueError: The noise needs a mask id and there is none.
+        ValueError: The noise needs a mask id, and none is given.
     """
     if config.kind == "uniform":
         return uniform(vocab, schedule(config), (*(() if mask is None else (mask,)), *forbidden))

@@ -89,7 +89,7 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
         seed: Seed of the split of the questions into two halves.
 
     Returns:
-        The recommendation, or the reason why there is none.
+        The recommendation, or why no rule is recommended.
 
     Raises:
         ValueError: There is no baseline, or a rule has another number of answers than the baseline.

@@ -147,7 +147,7 @@ def _cells(r: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _print_advice(advice: Advice, args: BenchDecode) -> None:
-    """The recommended rule with its figures on the other half of the questions, or why there is none."""
+    """The recommended rule with its figures on the other half of the questions, or why no rule is recommended."""
     if args.json:
         show.emit({"recommend": advice.code, **{k: v for k, v in advice._asdict().items() if k != "code"}})
         return

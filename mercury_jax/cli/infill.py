@@ -20,7 +20,7 @@ from mercury_jax.cli.arguments import (
     Repeated,
     option,
 )
-from mercury_jax.config import refuse
+from mercury_jax.config import count, refuse
 
 if TYPE_CHECKING:
     from mercury_jax.decode.infill import InfillOutput
@@ -217,6 +217,6 @@ def run_edit(argv: Sequence[str]) -> int:
     print(show.readable(out.text) if show.terminal() else out.text)
     for change in changes:
         show.say(f"  token {change.at}: {change.before!r} -> {change.after!r}")
-    changed, passes = show.count(len(changes), "token"), show.count(nfe, "forward pass")
+    changed, passes = count(len(changes), "token"), count(nfe, "forward pass")
     show.say(f"{changed} changed in {passes}, {out.seconds:.2f} s")
     return 0

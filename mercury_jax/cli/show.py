@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from mercury_jax.config import refuse
+from mercury_jax.config import count, refuse
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -68,20 +68,6 @@ def readable(text: str) -> str:
     """The text without characters that would move the cursor or change the terminal's state."""
     shown = text.replace("\t", "    ")
     return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    Args:
-        number: How many.
-        noun: In the singular.
-
-    Returns:
-        Such as "1 token" or "2 forward passes".
-    """
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def no_answer(thinking: str | None, finish: str) -> str:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from mercury_jax import install
-from mercury_jax.config import refuse
+from mercury_jax.config import count, refuse
 from mercury_jax.decode.stream import AnswerBuffer
 from mercury_jax.tokenizer import AnyTokenizer
 
@@ -277,7 +277,7 @@ def answer_html(out: Output, row: int, found: Sequence[AnswerTrace] | None) -> s
         The answer with a slider over its steps; without a trace, or if no pass denoised it, its text alone.
     """
     n, passes = out.lengths[row], int(out.forwards[row])
-    title = f"{n} tokens in {_passes(passes)} ({n / max(passes, 1):.1f} per pass)"
+    title = f"{n} tokens in {count(passes, 'forward pass')} ({n / max(passes, 1):.1f} per pass)"
     if found is not None and out.tokenizer is not None and len(found[row].tokens):
         return trace_html(found[row], out.tokenizer, title)
     thought = out.thinking[row]
@@ -286,10 +286,6 @@ def answer_html(out: Output, row: int, found: Sequence[AnswerTrace] | None) -> s
         f'<div style="opacity:.65">{title}; sample(..., history=True) shows its steps</div>'
         f'<pre style="white-space:pre-wrap">{thinking}{html.escape(out.texts[row])}</pre>'
     )
-
-
-def _passes(n: int) -> str:
-    return "1 forward pass" if n == 1 else f"{n} forward passes"
 
 
 def stream_html(out: StreamOutput) -> str:
@@ -312,7 +308,8 @@ def stream_html(out: StreamOutput) -> str:
         title = f"{'accepted' if held else 'a guess'}, probability {p:.2f}"
         look = "border-bottom:2px solid" if held else f"background:rgba(0,150,215,{0.05 + 0.3 * p:.2f})"
         spans.append(f'<span title="{title}" style="{look}">{html.escape(text)}</span>')
-    caption = f"{_passes(out.forwards)}, {int(out.accepted.sum())} of {len(out.tokens)} tokens accepted"
+    passes, accepted = count(int(out.forwards), "forward pass"), int(out.accepted.sum())
+    caption = f"{passes}, {accepted} of {len(out.tokens)} tokens accepted"
     return f'<div style="opacity:.65">{caption}</div><pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
 
 

@@ -104,7 +104,7 @@ class Output:
     # "stop": ended by the model or a stop text; "length": by max_tokens; "paused": by passes=
     finish: list[str]
     seconds: float  # wall time of the call, compilation included
-    thinking: list[str | None] = field(repr=False)  # the thinking of each answer; None where there is none
+    thinking: list[str | None] = field(repr=False)  # the thinking of each answer; None: without thinking
     # iterations of the decoding loop: the passes of the slowest row, those that only encode included
     passes: int = 0
     # int [B], tokens written to the KV cache. The prompt is encoded once, and counts for the first of its n answers.

@@ -37,7 +37,7 @@ class StreamOutput:
     step: int  # denoising and verifying passes of this row so far
     forwards: int  # the same number, under its name in `Output` (NFE)
     done: bool
-    thinking: str | None = None  # the thinking of a conversation; None where there is none
+    thinking: str | None = None  # the thinking of a conversation; None: without thinking
     row: int = 0  # index of the answer: i * n + k for answer k to prompt i
     tokenizer: AnyTokenizer | None = field(repr=False, compare=False, default=None)  # of the model
 

@@ -132,7 +132,7 @@ def family_for(config: ModelConfig, own: object) -> Family | None:
         own: Name of the family that the base model was loaded from, or None.
 
     Returns:
-        The family `own`, otherwise the first that can hold the model; None if there is none.
+        The family `own`, otherwise the first that can hold the model; None if no family can.
     """
     if isinstance(own, str):
         return named_family(own)

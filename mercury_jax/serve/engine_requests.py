@@ -97,7 +97,7 @@ def decoding_params(service: Service, effort: str | None) -> DecodingParams:
 
     Args:
         service: The service. Its engine has the rules; its options may set a default effort.
-        effort: Name of an effort. None: the server's default effort, or, if there is none, the model's own rule with
+        effort: Name of an effort. None: the server's default effort, or, without a default, the model's own rule with
             the thinking budget of "medium" if that is at most a quarter of the context.
 
     Returns:

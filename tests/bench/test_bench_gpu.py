@@ -286,6 +286,7 @@ def test_a_gradient_may_be_twice_as_far_off_as_without_kernels_and_nothing_excus
     assert check.why_wrong(0.021, 0.0, plain=0.018) is None
     assert check.why_wrong(0.037, 0.0, plain=0.018) == "relative error 0.037 is more than 0.036"
     for error, moved, plain in (
+        (0.5, 0.0, np.inf),
         (np.inf, 0.0, np.inf),
         (np.nan, 0.0, 0.0),
         (0.01, 0.1, 0.0),

@@ -610,7 +610,8 @@ def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
         if "allowed:" not in str(error):  # only our own refusals contain this
             raise
         return {"shape": shape.text, "passed": None, "refused": str(error)[:300]}
-    errors, plain, moved, like = [], 0.0, 0.0, jax.eval_shape(checked.kernel, *inputs)
+    like = jax.eval_shape(checked.kernel, *inputs)
+    errors, plain, moved = [0.0] * len(jax.tree.leaves(like)), [0.0] * len(jax.tree.leaves(like)), 0.0
     for turn in range(args["draws"]):
         if turn:
             inputs, exact = checked.inputs(seed + turn)
@@ -622,29 +623,38 @@ def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
         for _ in range(2):
             poison(program, like)
             outs.append(jax.device_get(program(*inputs)))
-        errors += [worst(got, want) for got in outs]
+        for got in outs:
+            errors = list(map(max, errors, worst_of_each(got, want)))
         moved = max(moved, worst(outs[0], outs[1]))
         if checked.plain is not None and not max(errors) <= TOLERANCE:
             stage("computing it without kernels")
-            plain = max(plain, worst(jax.device_get(jax.jit(checked.plain)(*inputs)), want))
+            found = jax.device_get(jax.jit(checked.plain)(*inputs))
+            plain = list(map(max, plain, worst_of_each(found, want)))
     row = {"shape": shape.text, "relative_error": max(errors), "moved": moved, "seed": seed}
-    row |= {"relative_error_plain": plain} if plain else {}
-    why = why_wrong(max(errors), moved, plain)
+    row |= {"relative_error_plain": max(plain)} if any(plain) else {}
+    judged = map(why_wrong, errors, [moved] * len(errors), plain)  # each output by its own plain computation
+    why = next((why for why in judged if why is not None), None)
     return row | {"passed": True} if why is None else row | {"passed": False, "why": why}
+
+
+def worst_of_each(got: Any, want: Any) -> list[float]:
+    """The error as in `worst`, of each output by itself."""
+    return [worst(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
 
 
 def why_wrong(error: float, moved: float, plain: float = 0.0) -> str | None:
     """Judges a kernel.
 
     Args:
-        error: Its largest relative error.
+        error: The largest relative error of an output.
         moved: The difference of two runs on the same inputs.
-        plain: The largest relative error without kernels, in the same dtype; 0: not computed.
+        plain: The largest relative error of that output without kernels, in the same dtype; 0: not computed.
 
     Returns:
         Why the kernel is wrong; None: it is right.
     """
-    allowed = max(TOLERANCE, TIMES_PLAIN * plain)
+    # A plain result with NaN, whose error is infinite, excuses nothing.
+    allowed = max(TOLERANCE, TIMES_PLAIN * plain) if plain < float("inf") else TOLERANCE
     if not error < float("inf"):
         return "NaN, or an infinity where none belongs"
     if not moved <= MOVED:  # true for NaN, too

@@ -322,7 +322,7 @@ def transformers(args: Row, stage: Stage) -> Iterator[Row]:
         RuntimeError: The process of transformers ended without a result.
 
     Yields:
-        One row with `seconds_per_forward` and the versions, or with `left_out`, the reason why there is none.
+        One row with `seconds_per_forward` and the versions, or with `left_out`, why it was not timed.
     """
     config: Any = find(args["model"]).config
     prompt = np.random.default_rng(0).integers(2, config.vocab, args["prefix"]).tolist()
