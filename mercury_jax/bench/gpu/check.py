@@ -638,7 +638,15 @@ def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
 
 
 def worst_of_each(got: Any, want: Any) -> list[float]:
-    """The error as in `worst`, of each output by itself."""
+    """The largest relative error of a row, for each output.
+
+    Args:
+        got: Outputs of the kernel, one array or several.
+        want: Outputs of the reference.
+
+    Returns:
+        The error of each, as in `worst`.
+    """
     return [worst(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
 
 
