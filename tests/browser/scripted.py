@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class Scripted:
         self.context, self.ready, self.closing = lm.model.config.context, True, False
         self.rules, self.block = rule_set(lm), lm.model.config.block
         self.tickets: list[RequestHandle] = []
+        self.busy = 0
         self.hold, self.gate = False, threading.Semaphore(0)
 
     def start(self) -> None:
@@ -30,6 +32,10 @@ class Scripted:
     def stop(self) -> None:
         self.closing = True
         self.gate.release(10_000)
+
+    def stats(self) -> SimpleNamespace:
+        """Of an engine of one slot; a test sets how many requests are there."""
+        return SimpleNamespace(slots=1, running=min(self.busy, 1), waiting=max(self.busy - 1, 0))
 
     def submit(self, job: EngineRequest) -> RequestHandle:
         ticket = RequestHandle(job, lambda: None)

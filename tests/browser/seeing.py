@@ -71,7 +71,9 @@ def finished(page) -> None:
     expect(page.locator("#run")).to_contain_text("Run", timeout=240_000)
 
 
-def open_page(page, served) -> None:
-    """Go there, and wait until the form is filled."""
+def open_page(page, served, *unfold: str) -> None:
+    """Go there, wait until the form is filled, and unfold parts of it by their ids."""
     page.goto(served.url)
     page.wait_for_selector("#examples .chip")
+    for part in unfold:
+        page.locator(f"#{part} > summary").click()

@@ -11,7 +11,7 @@ from tests.browser.seeing import cells, facts, finished, open_page, run, seek, s
 
 @pytest.fixture
 def opened(page, nano):
-    open_page(page, nano)
+    open_page(page, nano, "decoding")
     yield nano
     page.close()
 

@@ -156,7 +156,7 @@ def test_a_failed_job_says_why(page, scripted):
 
 def test_refusals_name_the_field(page, scripted):
     served = scripted(lambda job: says(served.engine.lm, "a"))
-    open_page(page, served)
+    open_page(page, served, "decoding")
     page.fill("#max_tokens", "100000")
     page.locator("#compose").evaluate("form => form.noValidate = true")
     start(page)

@@ -113,7 +113,7 @@ def test_a_conversation_goes_on_with_another_model(wide, serve, lm, mine):
 
 
 def test_a_rule_that_was_chosen_stays_and_the_models_own_follows_it(wide, serve, lm, mine):
-    open_page(wide, serve(lm, mine))
+    open_page(wide, serve(lm, mine), "decoding")
     wide.select_option("#rule", "scheduled")
     wide.fill("#p", "0.75")
     picker(wide).select_option("mine")

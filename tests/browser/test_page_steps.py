@@ -22,7 +22,7 @@ def ran(page, scripted):
     """A page on which a run of a known script has ended, and the script."""
     served = scripted(lambda job: unveiled(ids(served.engine.lm, SAYS), seed=job.steps == 0))
     served.script = unveiled(ids(served.engine.lm, SAYS), seed=False)
-    open_page(page, served)
+    open_page(page, served, "decoding")
     page.fill("#steps", "9")
     run(page)
     return served
@@ -175,4 +175,4 @@ def test_an_empty_answer_is_an_answer(page, scripted):
     open_page(page, served)
     run(page)
     assert cells(page) == []
-    expect(page.locator("#said")).to_contain_text("0 tokens in 1 forward passes")
+    expect(page.locator("#said")).to_contain_text("0 tokens in 1 forward pass:")

@@ -68,7 +68,8 @@ _AREA = {
 }  # fmt: skip
 EXAMPLES: dict[str, list[dict[str, Any]]] = {  # by the recipe of the model
     "nano": [
-        {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32},
+        {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32,
+         "about": "A 4 × 4 Sudoku: 1 to 4 once in each row, column and 2 × 2 box. 0 is an empty cell."},
         {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64},
         _CODE,
         _AREA,
@@ -231,13 +232,14 @@ class Playground:
         # Compiling a grammar may take seconds, so it runs outside of the event loop's thread.
         grammar = await to_thread.run_sync(answer_grammar, engine.lm, body)
         prepared = dataclasses.replace(prepared, grammar=grammar)
-        started = time.perf_counter()
+        started, stats = time.perf_counter(), engine.stats()
+        ahead = stats.waiting + 1 if stats.running >= stats.slots else 0
         try:
             handle = engine.submit(prepared)
         except Exception as error:
             raise to_api_error(error, engine.context) from None
         return EventStreamResponse(
-            self._events(service, handle, prepared, body, started), handle.cancel, self.options.keep_alive
+            self._events(service, handle, prepared, body, started, ahead), handle.cancel, self.options.keep_alive
         )
 
     async def top(self, request: Request) -> Response:
@@ -274,6 +276,7 @@ class Playground:
         request: EngineRequest,
         body: PlaygroundRequest,
         started: float,
+        ahead: int,
     ) -> AsyncGenerator[bytes, None]:
         lm, shown, step = service.engine.lm, frames.NO_CELLS, 0
         hole = body.kind in ("infill", "edit")
@@ -281,7 +284,7 @@ class Playground:
         yield sse_event({
             "type": "start", "model": lm.name, "prompt_tokens": len(request.prompt),
             "max_tokens": request.max_tokens, "thinking": request.thinking, "block": service.engine.block,
-            "rule": request.rule, "p": request.p, "steps": request.steps, "seed": request.seed,
+            "rule": request.rule, "p": request.p, "steps": request.steps, "seed": request.seed, "ahead": ahead,
             "before": body.before if hole else "", "after": body.after if hole else "",
         })  # fmt: skip
         async with contextlib.aclosing(aiter(handle)) as snapshots:  # type: ignore[type-var]

@@ -58,6 +58,8 @@ export class Canvas {
     this.list.setAttribute("aria-label", name);
     this.list.setAttribute("aria-multiselectable", "true");
     this.list.tabIndex = 0;
+    this.list.dir = this.asked.dir = "auto";
+    this.host = host;
     host.replaceChildren(this.asked, this.before, this.list, this.after);
     this.cells = [];
     this.shown = [];
@@ -67,6 +69,7 @@ export class Canvas {
     this.at = 0;
     this.list.addEventListener("keydown", (event) => this.key(event));
     this.list.addEventListener("pointerdown", (event) => this.down(event));
+    this.list.addEventListener("click", (event) => this.tapped(event));
     this.list.addEventListener("pointerover", (event) => this.over(event));
     this.list.addEventListener("focus", () => this.cells.length && this.focus(this.at));
   }
@@ -93,6 +96,16 @@ export class Canvas {
     this.list.tabIndex = n ? -1 : 0;
     this.at = Math.min(this.at, Math.max(0, n - 1));
     this.cells.forEach(({ node }, i) => { node.tabIndex = i === this.at ? 0 : -1; });
+    if (state.step !== this.step) this.follow(state.cells.findIndex((cell) => !cell.settled));
+    this.step = state.step;
+  }
+
+  /** Scroll within the canvas to the first cell that is not accepted yet; -1: to the last one. */
+  follow(i) {
+    const node = this.cells.at(i)?.node, room = this.host;
+    if (!node || room.scrollHeight <= room.clientHeight) return;
+    const down = node.getBoundingClientRect().bottom - room.getBoundingClientRect().bottom + room.clientHeight / 3;
+    if (i < 0 || down > 0 || down < -room.clientHeight) room.scrollTop += down;
   }
 
   add(i) {
@@ -198,7 +211,7 @@ export class Canvas {
 
   down(event) {
     const i = index(event);
-    if (i === null || event.button !== 0) return;
+    if (i === null || event.button !== 0 || event.pointerType === "touch") return;
     event.preventDefault();
     if (event.shiftKey) {
       this.stretch(this.marked ? this.anchor : this.at, i);
@@ -211,9 +224,24 @@ export class Canvas {
     this.pick(i);
   }
 
+  /** A tap picks a cell; a second one begins a selection, which the next tap extends or, on its only cell, ends. */
+  tapped(event) {
+    const i = index(event);
+    if (i === null || event.pointerType !== "touch") return;
+    if (this.marked) {
+      if (i === this.anchor) this.mark(null);
+      else this.stretch(this.anchor, i);
+    } else if (i === this.chosen) {
+      this.stretch(i, i);
+    } else {
+      this.focus(i);
+      this.pick(i);
+    }
+  }
+
   over(event) {
     const i = index(event);
-    if (i !== null && event.buttons === 1 && i !== this.anchor) this.stretch(this.anchor, i);
+    if (i !== null && event.buttons === 1 && event.pointerType !== "touch" && i !== this.anchor) this.stretch(this.anchor, i);
   }
 }
 

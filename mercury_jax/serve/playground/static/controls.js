@@ -16,6 +16,9 @@ export class Controls {
     $("chosen").addEventListener("change", () => choose($("chosen").value));
     $("keep").addEventListener("change", () => { this.keepChosen = true; });
     $("kinds").addEventListener("change", () => this.kindChanged());
+    $("prompt").addEventListener("input", () => { $("example").hidden = true; });
+    // A field that is folded away cannot be shown to be wrong.
+    $("compose").addEventListener("invalid", ({ target }) => { (target.closest("details") ?? {}).open = true; }, true);
     $("efforts").addEventListener("change", () => this.effortChanged());
     $("rule").addEventListener("change", () => this.ruleChanged());
     link("p-slide", "p");
@@ -83,6 +86,8 @@ export class Controls {
     box.value = hole ? before + selected + after : example.prompt;
     box.setSelectionRange(before.length, before.length + selected.length);
     $("max_tokens").value = example.max_tokens;
+    $("example").textContent = example.about ?? "";
+    $("example").hidden = !example.about;
     for (const [id, box, value] of [["schema", "grammar", example.schema], ["tools", "tools-box", example.tools]]) {
       $(id).value = value ? JSON.stringify(value) : "";
       $(box).open = Boolean(value);

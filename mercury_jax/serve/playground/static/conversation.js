@@ -15,12 +15,19 @@ export function rendered(text) {
   const parts = [];
   let at = 0;
   for (const found of text.matchAll(FENCE)) {
-    if (found.index > at) parts.push(element("div", "prose", text.slice(at, found.index).trim()));
+    if (found.index > at) parts.push(prose(text.slice(at, found.index).trim()));
     parts.push(codeBlock(found[2]));
     at = found.index + found[0].length;
   }
-  if (at < text.length) parts.push(element("div", "prose", at ? text.slice(at).trim() : text));
+  if (at < text.length) parts.push(prose(at ? text.slice(at).trim() : text));
   return parts;
+}
+
+/** Plain text, from left to right or from right to left as its first letter is written. */
+function prose(text, name = "prose") {
+  const node = element("div", name, text);
+  node.dir = "auto";
+  return node;
 }
 
 /** Source code with its comments, strings, numbers and keywords marked. */
@@ -138,11 +145,11 @@ function messagesOf({ said, answer, calls }) {
 function shown(turn, several) {
   const node = element("article", "turn"), answer = element("div", "answer");
   const whole = turn.chat ? turn.answer : turn.asked + turn.answer + turn.after;
-  if (several) node.append(element("div", "asked", turn.asked));
+  if (several) node.append(prose(turn.asked, "asked"));
   if (turn.model) node.append(element("div", "by", turn.model));
   if (turn.thinking) {
     const folded = element("details", "thinking");
-    folded.append(element("summary", "", "Thinking"), element("div", "prose", turn.thinking));
+    folded.append(element("summary", "", "Thinking"), prose(turn.thinking));
     node.append(folded);
   }
   answer.append(...(turn.chat ? rendered(whole) : [codeBlock(whole)]), ...turn.calls.map(called));

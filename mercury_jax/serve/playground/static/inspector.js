@@ -19,7 +19,9 @@ export class Inspector {
 
   clear() {
     this.asked?.abort();
-    const hint = "Select a token with a click or ⏎ to see the five most probable tokens at its position.";
+    const hint = matchMedia("(pointer: coarse)").matches
+      ? "Tap a token to see the five most probable tokens at its position. In a finished answer, tap it again to rewrite it."
+      : "Select a token with a click or ⏎ to see the five most probable tokens at its position.";
     this.host.replaceChildren(element("h2", "", "Token"), element("p", "hint", hint));
   }
 

@@ -11,10 +11,16 @@ import { Race, faster } from "./race.js";
 import { rewriting } from "./rewrite.js";
 import { Run } from "./run.js";
 import { linkOf, ofLink } from "./share.js";
-import { Trace, exported, figures, imported } from "./trace.js";
+import { Trace, counted, exported, fewer, figures, imported } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
-const ONE = "One token per step", NARROW = 900;  // px: the answer stands below the form
+const ONE = "One token per step", NARROW = matchMedia("(max-width: 900px)");  // the answer stands above the form
+const WAITING = {
+  "warming up": "The server compiles its programs. It answers when it is done",
+  closing: "The server is shutting down. The page goes on when it is back",
+  lost: "The server does not answer: it has stopped, it loads a model, or the connection is lost. Trying again",
+};
+const SILENT = 20_000;  // ms without a sign of life; the server gives one every 15 s
 const RECORDED = "A recording: the embedded model solves a Sudoku on two CPU cores. Run asks this server.";
 const handlers = { pick: (run, i) => inspect(run, i), select: (run, range) => offerRewrite(run, range) };
 const main = new Run("main", "Answer", handlers), beside = new Run("beside", ONE, handlers);
@@ -25,7 +31,7 @@ const conversation = new Conversation($("turns"), () => note(""), (request) => s
 const race = new Race((text) => { $("where").textContent = text; }, () => { player.seek(player.most); });
 const verdict = element("p", "verdict");
 const infos = new Map();  // by the name of the model; `info` is of the chosen one
-let info = null, running = null, looked = null, both = false;
+let info = null, running = null, looked = null, both = false, waits = false;
 
 const runs = () => both ? [main, beside] : [main];
 
@@ -39,6 +45,7 @@ async function begin() {
     for (const one of [first, ...others]) infos.set(one.model, one);
   } catch (error) {
     info = null;
+    if (error.lost) return wait().then(begin);
     $("lock").hidden = error.status !== 401;
     if (error.status === 401) return $("key").focus();
     return complain(error);
@@ -46,7 +53,7 @@ async function begin() {
   $("lock").hidden = !first.locked;
   controls.models(first.models);
   choose(first.model);
-  return warm();
+  return wait();
 }
 
 /** Fill the form and the header in for a model. The conversation goes on: its next message is for this model. */
@@ -57,18 +64,34 @@ function choose(name) {
   controls.offer(info, conversation.turns.length > 0);
 }
 
-/** Say that the server compiles, until it answers requests. */
-async function warm() {
+/** Say what the server does, until it answers requests. */
+async function wait(signal = null) {
   const began = performance.now();
-  while (!await api.ready()) {
-    const waited = Math.round((performance.now() - began) / 1000);
-    note(`The server compiles its programs: ${waited} s so far. It answers when it is done.`);
+  for (let state = await api.state(); state !== "ready" && !signal?.aborted; state = await api.state()) {
+    say(WAITING[state] ?? WAITING.lost, began);
     await new Promise((go) => setTimeout(go, 500));
   }
-  if ($("note").textContent.startsWith("The server compiles")) note("");
+  hush();
+}
+
+/** Say what the page waits for, and how long already; `hush` ends it. Screen readers hear a change of the words alone. */
+function say(text, began) {
+  const said = `${text}: `, seconds = `${Math.round((performance.now() - began) / 1000)} s so far.`;
+  if (!waits || $("note").firstChild?.data !== said) {
+    note(said);
+    $("note").append(element("span"));
+    $("note").lastChild.ariaHidden = "true";
+  }
+  $("note").lastChild.textContent = seconds;
+  waits = true;
+}
+
+function hush() {
+  if (waits) note("");
 }
 
 function note(text) {
+  waits = false;
   $("note").hidden = !text;
   $("note").textContent = text;
 }
@@ -78,6 +101,7 @@ const short = (n) => n.toLocaleString("en", { notation: "compact", maximumSignif
 function complain(error) {
   $("error").hidden = error === null;
   $("error").textContent = error?.message ?? "";
+  if (error) $("error").scrollIntoView({ block: "nearest" });
 }
 
 /** The request of the form, or null with the reason shown. */
@@ -108,9 +132,9 @@ async function start(request) {
   setUp(main, request, name(request));
   if (both) setUp(beside, baseline(request, one.baseline), ONE);
   lay();
-  if (window.innerWidth <= NARROW) $("stage").scrollIntoView();
+  if (NARROW.matches) $("stage").scrollIntoView();
   player.begin();
-  await warm();
+  await wait(running.signal);
   // One after the other, so that neither waits for the other while its time is taken.
   for (const run of runs()) {
     await follow(run, running.signal);
@@ -132,17 +156,35 @@ function name({ model, rule, p, effort }) {
 }
 
 async function follow(run, signal) {
+  const began = performance.now();
+  let heard = began;
+  const clock = setInterval(() => {
+    if (performance.now() - heard > SILENT) say("Nothing comes from the server: the connection may be lost. Stop ends the wait", heard);
+    else if (run.trace.length === 0) say(pending(run.trace), began);
+    else hush();
+  }, 1000);
   try {
     await api.stream(run.trace.request, (event) => {
       run.trace.push(event);
       if (event.type === "frame") player.grow(run.trace.length);
       else show(player.k);
       if (event.type === "end" && event.finish === "error") complain(new Error(event.message));
-    }, signal);
+      hush();
+    }, () => { heard = performance.now(); }, signal);
   } catch (error) {
     run.failed = error.name === "AbortError" ? "stopped" : "failed";
     if (error.name !== "AbortError") complain(error);
+  } finally {
+    clearInterval(clock);
+    hush();
   }
+}
+
+/** What a run waits for that has no pass yet. */
+function pending({ start, request }) {
+  if (!start) return request.schema || request.tools ? "The server compiles the grammar of the answer" : "The request is sent";
+  if (start.ahead) return `Queued: ${counted(start.ahead, "request")} before this one`;
+  return "The server reads the prompt, or compiles a program for its length, which happens once";
 }
 
 function stop() {
@@ -151,6 +193,7 @@ function stop() {
 
 /** The cards on the stage, and the sentence that compares them. */
 function lay() {
+  $("lower").prepend($("inspector"));
   $("runs").replaceChildren(...runs().map((run) => run.node), ...(both ? [verdict] : []));
   $("runs").classList.toggle("two", both);
   verdict.replaceChildren();
@@ -172,14 +215,11 @@ function compare(k) {
   const [a, b] = runs().map((run) => figures(run.trace.state(k)));
   const over = !running && runs().every((run) => run.trace.end && !run.failed && k >= run.trace.length);
   if (!over) {
-    const count = (n) => `${n} token${n === 1 ? "" : "s"}`;
-    const steps = `${k} step${k === 1 ? "" : "s"}`, here = count(a.settled), there = count(b.settled);
+    const steps = counted(k, "step"), here = counted(a.settled, "token"), there = counted(b.settled, "token");
     return void verdict.replaceChildren(k ? `After ${steps}: ${here} here, ${there} with one token per step.` : "");
   }
-  const ratio = (b.forwards / a.forwards).toLocaleString("en", { maximumSignificantDigits: 2 });
   const same = main.trace.end.text === beside.trace.end.text ? "Both wrote the same text." : "The texts differ.";
-  const fewer = `${a.forwards} forward passes instead of ${b.forwards}: ${ratio} times fewer.`;
-  verdict.replaceChildren(element("b", "", fewer), ` ${faster(main.trace, beside.trace)} ${same}`);
+  verdict.replaceChildren(element("b", "", fewer(a.forwards, b.forwards)), ` ${faster(main.trace, beside.trace)} ${same}`);
 }
 
 function refresh() {
@@ -206,11 +246,12 @@ function tell() {
   show(player.k);
   const calls = (end?.calls ?? []).map((call) => `calls ${call.function.name}`);
   const written = [end?.text, ...calls].filter(Boolean).join(", ");
-  if (end) $("said").textContent = `Answer, ${end.tokens} tokens in ${end.forwards} forward passes: ${written}`;
+  if (end) $("said").textContent = `Answer, ${counted(end.tokens, "token")} in ${counted(end.forwards, "forward pass", "forward passes")}: ${written}`;
 }
 
 function inspect(run, i) {
   looked = [run, i];
+  if (NARROW.matches) run.node.after($("inspector"));  // what tells of a token stands next to it
   for (const one of runs()) one.canvas.choose(one === run ? i : -1);
   if (player.playing && !running) player.pause();
   inspector.show(run, i, player.k, infos);
@@ -221,7 +262,7 @@ function offerRewrite(run, range) {
   run.node.querySelector(".rewrite")?.remove();
   if (!range || running || !run.trace.end || !info?.holes || run.trace.request === null) return;
   const count = range[1] - range[0] + 1;
-  const button = element("button", "rewrite primary", `Rewrite ${count} token${count > 1 ? "s" : ""}`);
+  const button = element("button", "rewrite primary", `Rewrite ${counted(count, "token")}`);
   button.type = "button";
   button.addEventListener("click", () => {
     try {
@@ -304,6 +345,19 @@ function keys(event) {
   return act();
 }
 
+/** Set the parts in the order in which they are seen, so that the focus moves in it too. */
+function place() {
+  const main = $("stage").parentElement, knobs = $("knobs");
+  $("legend-box").open = !NARROW.matches;
+  if (NARROW.matches) {
+    main.prepend($("stage"));
+    knobs.after($("ask"));
+  } else {
+    main.append($("stage"));
+    knobs.before($("ask"));
+  }
+}
+
 function listen() {
   const on = (id, what, act) => $(id).addEventListener(what, act);
   on("race", "click", () => { player.pause(); race.start(runs()); });
@@ -320,6 +374,7 @@ function listen() {
   on("file", "change", (event) => { read(event.target.files[0]); event.target.value = ""; });
   on("key", "change", (event) => { api.useKey(event.target.value); complain(null); begin(); });
   document.addEventListener("keydown", keys);
+  NARROW.addEventListener("change", place);
 }
 
 async function read(file) {
@@ -328,6 +383,7 @@ async function read(file) {
 }
 
 legend($("legend"));
+place();
 lay();
 refresh();
 listen();

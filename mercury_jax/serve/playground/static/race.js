@@ -1,6 +1,8 @@
 // A race by wall clock: two runs replayed at the times at which their passes ended, slower where they were too fast to
 // watch. Each of them had the server to itself, one after the other.
 
+import { ratio } from "./trace.js";
+
 const LONG = 3000;  // ms that the slower run takes on the page, at least
 
 const seconds = (ms) => `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
@@ -10,12 +12,13 @@ export function duration(trace) {
   return trace.frames.at(-1)?.ms ?? 0;
 }
 
-/** "0.05 s instead of 0.41 s: 8.2 times as fast", or "" where a run has no times. */
+/** "0.05 s instead of 0.41 s: 8.2 times as fast.", or "" where a run has no times. */
 export function faster(a, b) {
   const [here, there] = [duration(a), duration(b)];
   if (!here || !there) return "";
-  const ratio = (there / here).toLocaleString("en", { maximumSignificantDigits: 2 });
-  return `${seconds(here)} instead of ${seconds(there)}: ${ratio} times as fast.`;
+  const times = here < there ? ratio(here, there) : ratio(there, here);
+  const verdict = times ? `${times} times as ${here < there ? "fast" : "long"}` : "about as fast";
+  return `${seconds(here)} instead of ${seconds(there)}: ${verdict}.`;
 }
 
 export class Race {

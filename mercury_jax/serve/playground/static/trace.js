@@ -107,6 +107,25 @@ export function figures({ settled, forwards, ms }) {
   };
 }
 
+/** How many times a is in b, in words; "" where that rounds to 1. */
+export function ratio(a, b) {
+  const times = (b / a).toLocaleString("en", { maximumSignificantDigits: 2 });
+  return times === "1" ? "" : times;
+}
+
+/** "n things", singular for 1. */
+export function counted(n, thing, more = `${thing}s`) {
+  return `${n} ${n === 1 ? thing : more}`;
+}
+
+/** "2 forward passes instead of 32: 16 times fewer." */
+export function fewer(a, b) {
+  const own = counted(a, "forward pass", "forward passes");
+  if (a === b) return `${own} on both sides.`;
+  const times = a < b ? ratio(a, b) : ratio(b, a);
+  return `${own} instead of ${b}${times && (a < b ? `: ${times} times fewer` : `: ${times} times as many`)}.`;
+}
+
 /** The text of cells, characters that several cells share put together. */
 export function textOf(cells) {
   const encoder = new TextEncoder(), parts = [];
