@@ -147,6 +147,7 @@ _STYLE = """
 #ID .m-text { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid rgba(128, 128, 128, .4);
   border-radius: 6px; padding: .6em .8em; margin: .3em 0; }
 #ID .m-text span { border-radius: 3px; }
+:is([data-jp-theme-light=false], .vscode-dark, html[theme=dark], html[data-theme=dark]) #ID { color-scheme: dark; }
 #ID .m-noise, #ID .m-special, #ID .m-note { opacity: .65; }
 #ID .m-special { font-style: italic; font-size: .85em; }
 #ID .m-bar { display: flex; gap: .6em; align-items: center; flex-wrap: wrap; }
@@ -361,7 +362,10 @@ def page(body: str, title: str) -> str:
     )
 
 
-# --- pictures
+# --- pictures; colours of an animation: ground, caption, noise, guesses, accepted tokens
+
+LIGHT = ((250, 250, 250), (110, 110, 110), (190, 190, 190), (0, 120, 190), (20, 20, 20))
+DARK = ((17, 21, 28), (150, 158, 170), (90, 98, 110), (90, 180, 240), (235, 238, 243))
 
 
 def check_matplotlib(argument: str) -> None:
@@ -380,6 +384,10 @@ def check_matplotlib(argument: str) -> None:
 def plot(found: AnswerTrace) -> Figure:
     """Draws the confidence of each position in each step, with a dot where the token was accepted.
 
+    The colours follow log(1 - p), so that 0.9 and 0.99 differ as much as 0 and 0.9. All above 0.99999 is one colour.
+    A notebook gets an SVG without a ground, whose lines and letters have the colour of the notebook's text, so that
+    it suits a dark notebook too.
+
     Args:
         found: The trace of one answer.
 
@@ -391,6 +399,7 @@ def plot(found: AnswerTrace) -> Figure:
     """
     check_matplotlib("plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import FuncNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -402,26 +411,40 @@ def plot(found: AnswerTrace) -> Figure:
             self.savefig(file, format="png")
             return file.getvalue()
 
+        def _repr_html_(self) -> str:
+            file = io.StringIO()
+            self.savefig(file, format="svg", transparent=True)
+            svg = file.getvalue()
+            fitting = '<svg role="img" fill="currentColor" style="max-width:100%;height:auto" '
+            return svg[svg.index("<svg ") :].replace("<svg ", fitting, 1).replace("#000000", "currentColor")
+
     steps, n = found.tokens.shape
     figure = Shown(figsize=(min(3 + 0.12 * n, 12), min(2 + 0.2 * steps, 8)), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would look for a window system and show the figure twice
     axes = figure.add_subplot()
     grid = np.where(found.tokens >= 0, found.confidence, np.nan)
+    norm = FuncNorm(
+        (lambda p: -np.log1p(-np.minimum(p, 1 - 1e-9)), lambda x: -np.expm1(-x)),
+        vmin=0,
+        vmax=1 - 1e-5,
+        clip=True,
+    )
     image = axes.imshow(
-        grid, aspect="auto", vmin=0, vmax=1, cmap="viridis", extent=(-0.5, n - 0.5, steps + 0.5, 0.5)
+        grid, aspect="auto", norm=norm, cmap="viridis", extent=(-0.5, n - 0.5, steps + 0.5, 0.5)
     )
     when, where = np.nonzero(found.since == np.arange(1, steps + 1)[:, None])
-    axes.plot(where, when + 1, "o", markersize=3, color="white", markeredgecolor="black", label="accepted")
-    axes.set(xlabel="position", ylabel="step", title="probability of the most probable token")
+    axes.plot(where, when + 1, "o", markersize=3, color="white", markeredgecolor="#111111", label="accepted")
+    axes.set(xlabel="position", ylabel="step")
+    axes.set_title("probability of the most probable token", wrap=True)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="upper right", fontsize="small")
-    figure.colorbar(image)
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    figure.legend(loc="outside lower right", fontsize="small", frameon=False)
+    figure.colorbar(image, ticks=[0, 0.9, 0.99, 0.999, 0.9999, 0.99999], format="%g")
     return figure
 
 
 def save_gif(
-    found: AnswerTrace, tokenizer: AnyTokenizer, path: str | Path, title: str = "", columns: int = 64
+    found: AnswerTrace, tokenizer: AnyTokenizer, path: str | Path, columns: int = 64, dark: bool = False
 ) -> None:
     """Writes an animation of an answer.
 
@@ -430,6 +453,7 @@ def save_gif(
         tokenizer: Of the model.
         path: The file.
         columns: Most characters of a line.
+        dark: Whether the ground is dark.
 
     Raises:
         ValueError: matplotlib, which brings Pillow and the font, is missing.
@@ -442,7 +466,8 @@ def save_gif(
     width, height = 11, 24
     noise = AnswerTrace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
     found = AnswerTrace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
-    drawn = [_cells(found, tokenizer, k, columns) for k in range(len(found.tokens))]
+    ground, faint, *_ = DARK if dark else LIGHT
+    drawn = [_cells(found, tokenizer, k, columns, dark) for k in range(len(found.tokens))]
     caption = "step {} of {}: {} of {} tokens accepted"
     columns = max(
         len(caption.format(*found.tokens.shape, *found.tokens.shape)),
@@ -451,10 +476,10 @@ def save_gif(
     lines = 3 + max(y for cells in drawn for _, y, *_ in cells)
     pictures = []
     for k, cells in enumerate(drawn):
-        picture = Image.new("RGB", (width * columns + 32, height * lines + 32), (250, 250, 250))
+        picture = Image.new("RGB", (width * columns + 32, height * lines + 32), ground)
         pen = ImageDraw.Draw(picture)
         told = caption.format(k, len(drawn) - 1, (found.since[k] > 0).sum(), found.tokens.shape[1])
-        pen.text((16, 12), told, (110, 110, 110), font)
+        pen.text((16, 12), told, faint, font)
         for x, y, character, colour in cells:
             pen.text((16 + width * x, 12 + height * (y + 2)), character, colour, font)
         pictures.append(picture.quantize(32))
@@ -463,7 +488,7 @@ def save_gif(
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=pace, loop=0, optimize=True)
 
 
-def save(out: Output, path: str | Path, row: int = 0, prompt: str = "") -> Path:
+def save(out: Output, path: str | Path, row: int = 0, prompt: str = "", dark: bool = False) -> Path:
     """Implements `Output.save`.
 
     Args:
@@ -471,6 +496,7 @@ def save(out: Output, path: str | Path, row: int = 0, prompt: str = "") -> Path:
         path: The file; its suffix decides between a page and an animation.
         row: Index of the answer.
         prompt: A text above the answer in a page.
+        dark: Whether the ground of an animation is dark.
 
     Returns:
         `path`.
@@ -492,27 +518,28 @@ def save(out: Output, path: str | Path, row: int = 0, prompt: str = "") -> Path:
             raise refuse("row", row, "an answer that a pass has denoised, for an animation")
         else:
             check_matplotlib("an animation (.gif)")
-            save_gif(found[row], out.tokenizer, path)
+            save_gif(found[row], out.tokenizer, path, dark=dark)
     except OSError as error:
         raise refuse("path", str(path), f"a file that can be written ({error.strerror})") from None
     return path
 
 
 def _cells(
-    found: AnswerTrace, tokenizer: AnyTokenizer, step: int, columns: int
+    found: AnswerTrace, tokenizer: AnyTokenizer, step: int, columns: int, dark: bool
 ) -> list[tuple[int, int, str, tuple[int, int, int]]]:
     """The characters of one step: column, line, character, colour."""
     labels, cells, x, y = TokenLabels(tokenizer), [], 0, 0
+    *_, noise, guess, held = DARK if dark else LIGHT
     rows = zip(
         found.tokens[step].tolist(), found.since[step].tolist(), found.confidence[step].tolist(), strict=True
     )
     for token, since, p in itertools.takewhile(lambda cell: cell[0] >= 0, rows):
         text, flag = labels.label(token)
         if not since and (token == tokenizer.mask or p < UNKNOWN):
-            text, colour = NOISE, (190, 190, 190)
+            text, colour = NOISE, noise
         else:
             text = f"<{text}>" if flag else text.replace("\t", "    ")
-            colour = (20, 20, 20) if since else (0, 120, 190)
+            colour = held if since else guess
         for character in text:
             if character == "\n" or x == columns:
                 x, y = 0, y + 1

@@ -181,13 +181,14 @@ class Output:
             raise refuse("row", row, f"0..{len(found) - 1}: the answers of this call")
         return display.plot(found[row])
 
-    def save(self, path: str | Path, row: int = 0, prompt: str = "") -> Path:
+    def save(self, path: str | Path, row: int = 0, prompt: str = "", dark: bool = False) -> Path:
         """Writes an answer after every denoising step to a file to share: a page with a slider, or an animation.
 
         Args:
             path: The file; ".html" is a page that needs no network and no other file, ".gif" an animated picture.
             row: Index of the answer.
             prompt: A text to show above the answer in a page.
+            dark: Whether the ground of an animation is dark. A page is light or dark as the reader's system.
 
         Returns:
             `path`.
@@ -202,7 +203,7 @@ class Output:
         """
         from mercury_jax.decode import display
 
-        return display.save(self, path, row, prompt)
+        return display.save(self, path, row, prompt, dark)
 
     def _repr_html_(self) -> str:
         from mercury_jax.decode import display

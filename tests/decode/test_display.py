@@ -1,5 +1,6 @@
 """An answer to look at shows the passes of the call and its final tokens, runs nothing and needs no other file."""
 
+import itertools
 import json
 import re
 import sys
@@ -109,6 +110,42 @@ def test_a_plot_has_a_dot_for_each_accepted_token(solved):
         solved.plot(2)
     with pytest.raises(ValueError, match="history"):
         mj.sample(mj.load(), "x", max_tokens=4).plot()
+
+
+def test_a_plot_tells_high_probabilities_apart_and_has_whole_numbers_for_few_positions(solved):
+    figure = solved.plot(1)
+    image = figure.axes[0].images[0]
+    levels = [0, 0.5, 0.9, 0.99, 0.999]
+    colours = image.to_rgba(np.array([levels]))[0, :, :3]
+    assert all(np.abs(a - b).sum() > 0.1 for a, b in itertools.pairwise(colours))
+    figure.draw_without_rendering()
+    assert [t.get_text() for t in figure.axes[1].get_yticklabels()][:4] == ["0", "0.9", "0.99", "0.999"]
+    for n in (1, 2, 3):
+        few = display.AnswerTrace(np.ones((n, n), int), np.ones((n, n), int), np.ones((n, n)))
+        for axis in (display.plot(few).axes[0].xaxis, display.plot(few).axes[0].yaxis):
+            assert all(float(tick).is_integer() for tick in axis.get_majorticklocs())
+
+
+def test_a_plot_in_a_notebook_has_no_ground_and_the_colour_of_the_text(solved):
+    """So it suits a light and a dark notebook, whatever tells the notebook to be dark."""
+    svg = solved.plot(1)._repr_html_()
+    assert svg.startswith("<svg ") and svg.rstrip().endswith("</svg>") and "<script" not in svg
+    assert 'fill="currentColor"' in svg and "stroke: currentColor" in svg
+    assert "#000000" not in svg and "#ffffff" not in re.sub(r"<use[^>]*>", "", svg)  # but for the dots
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_an_animation_has_the_ground_that_was_asked_for(tmp_path, solved, dark):
+    from PIL import Image
+
+    with Image.open(solved.save(tmp_path / "steps.gif", dark=dark)) as gif:
+        red, *_ = gif.convert("RGB").getpixel((0, 0))
+    assert red < 40 if dark else red > 240
+
+
+def test_html_takes_its_colours_from_the_notebook(solved):
+    for html in (solved._repr_html_(), solved.history[0]._repr_html_()):
+        assert not re.search(r"(?<![-\w])(color|background(-color)?):\s*(#|white|black|rgb\()", html)
 
 
 def test_what_is_missing_for_a_plot_is_named(monkeypatch, solved):
