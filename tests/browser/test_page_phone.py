@@ -148,6 +148,28 @@ def test_code_of_an_answer_is_not_cut_off(page, served, width):
     expect(code).to_have_text("def fibonacci(n):" + CODE)
 
 
+def test_a_hole_of_an_example_is_where_the_example_has_it(page, served):
+    """Also where the field was in use before, whose cursor the browser then keeps."""
+    open_page(page, served)
+    page.uncheck("#compare")
+    page.fill("#prompt", "")
+    page.get_by_role("button", name="Fill in").click()
+    expect(page.locator("#hole")).to_contain_text("in line 2")
+    with page.expect_request("**/playground/stream") as sent:
+        run(page)
+    assert json.loads(sent.value.post_data)["before"] == "def area(r):\n"
+
+
+@pytest.mark.parametrize("kind", ["chat", "text", "edit"])
+def test_no_text_is_told_in_words(page, served, kind):
+    open_page(page, served)
+    page.locator(f"input[value={kind}]").check()
+    page.fill("#prompt", "")
+    page.click("#run")
+    expect(page.locator("#error")).to_have_text("There is no text yet: write one, or choose an example.")
+    assert not served.engine.tickets
+
+
 def test_the_sudoku_is_explained_in_one_line_until_another_text_is_there(page, nano):
     open_page(page, nano)
     line = page.locator("#example")
@@ -180,7 +202,7 @@ def test_a_comparison_never_says_1_times(page, scripted, ours, theirs, says):
     open_page(page, served)
     run(page)
     verdict = page.locator(".verdict")
-    expect(verdict).to_contain_text(says)
+    expect(verdict).to_contain_text(says.strip())
     assert " 1 times" not in verdict.inner_text()
 
 

@@ -24,7 +24,7 @@ export class Controls {
     link("p-slide", "p");
     link("temperature-slide", "temperature");
     for (const name of ["select", "keyup", "pointerup", "input"]) {
-      $("prompt").addEventListener(name, () => this.noteHole());
+      $("prompt").addEventListener(name, ({ target }) => document.activeElement === target && this.noteHole());
     }
   }
 
@@ -96,10 +96,11 @@ export class Controls {
     document.querySelector("input[name=effort][value='']").checked = true;
     $("rule").value = this.info.rules[0].name;
     this.ruleChanged();
-    this.kindChanged();
+    this.kindChanged([before.length, before.length + selected.length]);
   }
 
-  kindChanged() {
+  /** hole: where it is, if the cursor does not say it; a browser may move the cursor of a field that was in use. */
+  kindChanged(hole) {
     const gap = this.kind === "edit";
     $("prompt-label").textContent = PROMPT[this.kind];
     $("max-label").textContent = gap ? "Tokens in the hole" : "Maximum tokens";
@@ -107,13 +108,13 @@ export class Controls {
     $("grammar").hidden = gap;
     $("tools-box").hidden = this.kind !== "chat";
     $("hole").hidden = !gap;
-    this.noteHole();
+    this.noteHole(hole);
   }
 
   /** What is selected in the text is what will be written anew; a bare caret is a gap. */
-  noteHole() {
+  noteHole(hole) {
     const box = $("prompt");
-    this.hole = [box.selectionStart, box.selectionEnd];
+    this.hole = hole ?? [box.selectionStart, box.selectionEnd];
     const picked = box.value.slice(...this.hole);
     const cut = (text) => text.length > 24 ? `${text.slice(0, 11)} … ${text.slice(-11)}` : text;
     const line = box.value.slice(0, this.hole[0]).split("\n").length;
@@ -146,9 +147,10 @@ export class Controls {
     $("steps").value = Math.max(1, Math.round(chosen.steps * this.info.block));
   }
 
-  /** The request that the form stands for. Throws an Error in words for a schema or tools that are not JSON. */
+  /** The request that the form stands for. Throws an Error in words for no text, or a schema or tools that are not JSON. */
   request() {
     const text = $("prompt").value, [from, to] = this.hole, gap = this.kind === "edit";
+    if (!text) throw new Error("There is no text yet: write one, or choose an example.");
     const selected = gap ? text.slice(from, to) : "";
     const base = { kind: gap && !selected ? "infill" : this.kind, ...this.parameters() };
     if (this.kind === "chat") Object.assign(base, { messages: [{ role: "user", content: text }], ...this.tools() });

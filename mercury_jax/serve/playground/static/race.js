@@ -1,24 +1,26 @@
 // A race by wall clock: two runs replayed at the times at which their passes ended, slower where they were too fast to
 // watch. Each of them had the server to itself, one after the other.
 
-import { ratio } from "./trace.js";
-
 const LONG = 3000;  // ms that the slower run takes on the page, at least
 
-const seconds = (ms) => `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
+const time = (ms) => ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
 
 /** The milliseconds of a run, from its request to its last pass. */
 export function duration(trace) {
   return trace.frames.at(-1)?.ms ?? 0;
 }
 
-/** "0.05 s instead of 0.41 s: 8.2 times as fast.", or "" where a run has no times. */
+/** "28 ms instead of 41 ms: 1.5 times as fast.", or "" where a run has no times. */
 export function faster(a, b) {
   const [here, there] = [duration(a), duration(b)];
   if (!here || !there) return "";
-  const times = here < there ? ratio(here, there) : ratio(there, here);
-  const verdict = times ? `${times} times as ${here < there ? "fast" : "long"}` : "about as fast";
-  return `${seconds(here)} instead of ${seconds(there)}: ${verdict}.`;
+  return `${time(here)} instead of ${time(there)}${ratio(there / here, "as fast", "as slow")}.`;
+}
+
+/** ": 1.5 times as fast", ": 1.2 times as slow" where the number is below 1, "" where it is about 1. */
+export function ratio(x, more, less) {
+  const times = Math.max(x, 1 / x).toLocaleString("en", { maximumSignificantDigits: 2 });
+  return times === "1" ? "" : `: ${times} times ${x > 1 ? more : less}`;
 }
 
 export class Race {
@@ -40,9 +42,9 @@ export class Race {
       for (const run of runs) {
         const own = Math.min(ms, duration(run.trace));
         run.show(run.trace.frames.findLastIndex((frame) => frame.ms <= ms) + 1);
-        run.clock(seconds(own), ms >= duration(run.trace));
+        run.clock(time(own), ms >= duration(run.trace));
       }
-      this.say(seconds(ms) + (slow > 1 ? `, shown ${slow} times slower` : ""));
+      this.say(time(ms) + (slow > 1 ? `, shown ${slow} times slower` : ""));
       if (ms < longest) {
         this.frame = requestAnimationFrame(tick);
         return;

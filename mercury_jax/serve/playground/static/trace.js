@@ -1,5 +1,7 @@
 // A run as it was: frames of changed cells, from which the canvas of any step is rebuilt. No document in here.
 
+import { ratio } from "./race.js";
+
 export const SETTLED = 1, FORCED = 2, SPECIAL = 4, BYTES = 8;  // bits of a cell's flags, as the server sends them
 const APART = 16;  // steps between two states that are kept whole
 const MOST_FRAMES = 20_000, MOST_CELLS = 8192, MOST_TEXT = 4096;
@@ -107,12 +109,6 @@ export function figures({ settled, forwards, ms }) {
   };
 }
 
-/** How many times a is in b, in words; "" where that rounds to 1. */
-export function ratio(a, b) {
-  const times = (b / a).toLocaleString("en", { maximumSignificantDigits: 2 });
-  return times === "1" ? "" : times;
-}
-
 /** "n things", singular for 1. */
 export function counted(n, thing, more = `${thing}s`) {
   return `${n} ${n === 1 ? thing : more}`;
@@ -122,8 +118,7 @@ export function counted(n, thing, more = `${thing}s`) {
 export function fewer(a, b) {
   const own = counted(a, "forward pass", "forward passes");
   if (a === b) return `${own} on both sides.`;
-  const times = a < b ? ratio(a, b) : ratio(b, a);
-  return `${own} instead of ${b}${times && (a < b ? `: ${times} times fewer` : `: ${times} times as many`)}.`;
+  return `${own} instead of ${b}${ratio(b / a, "fewer", "as many")}.`;
 }
 
 /** The text of cells, characters that several cells share put together. */
