@@ -66,8 +66,9 @@ function choose(name) {
 
 /** Say what the server does, until it answers requests. */
 async function wait(signal = null) {
-  const began = performance.now();
+  let began = performance.now(), last = "";
   for (let state = await api.state(); state !== "ready" && !signal?.aborted; state = await api.state()) {
+    if (state !== last) [began, last] = [performance.now(), state];
     say(WAITING[state] ?? WAITING.lost, began);
     await new Promise((go) => setTimeout(go, 500));
   }
