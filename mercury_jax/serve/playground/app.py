@@ -226,14 +226,15 @@ class Playground:
         service = self._model(body.model)
         engine = service.engine
         check_ready(engine)
+        stats = engine.stats()
+        ahead = stats.waiting + 1 if stats.running >= stats.slots else 0
         prepared = dataclasses.replace(
             build_request(engine, body), cache_salt=request.scope.get(KEY_DIGEST, "")
         )
         # Compiling a grammar may take seconds, so it runs outside of the event loop's thread.
         grammar = await to_thread.run_sync(answer_grammar, engine.lm, body)
         prepared = dataclasses.replace(prepared, grammar=grammar)
-        started, stats = time.perf_counter(), engine.stats()
-        ahead = stats.waiting + 1 if stats.running >= stats.slots else 0
+        started = time.perf_counter()
         try:
             handle = engine.submit(prepared)
         except Exception as error:
