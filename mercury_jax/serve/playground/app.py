@@ -68,8 +68,13 @@ _AREA = {
 }  # fmt: skip
 EXAMPLES: dict[str, list[dict[str, Any]]] = {  # by the recipe of the model
     "nano": [
-        {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32,
-         "about": "A 4 × 4 Sudoku: 1 to 4 once in each row, column and 2 × 2 box. 0 is an empty cell."},
+        {
+            "kind": "chat",
+            "title": "Sudoku",
+            "prompt": "0000\n0301\n1020\n0000",
+            "max_tokens": 32,
+            "about": "A 4 × 4 Sudoku: 1 to 4 once in each row, column and 2 × 2 box. 0 is an empty cell.",
+        },
         {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64},
         _CODE,
         _AREA,
@@ -240,7 +245,9 @@ class Playground:
         except Exception as error:
             raise to_api_error(error, engine.context) from None
         return EventStreamResponse(
-            self._events(service, handle, prepared, body, started, ahead), handle.cancel, self.options.keep_alive
+            self._events(service, handle, prepared, body, started, ahead),
+            handle.cancel,
+            self.options.keep_alive,
         )
 
     async def top(self, request: Request) -> Response:
