@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import numbers
 import types
@@ -27,6 +28,8 @@ RopeKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 RouterScore = Literal["softmax", "sigmoid"]
 NoiseKind = Literal["absorbing", "uniform", "hybrid"]
 ScheduleName = Literal["linear", "cosine", "polynomial"]
+# The alpha(t) of `NoiseConfig`: its name, a function, or its values at evenly spaced times from 0 to 1.
+ScheduleValue = ScheduleName | Callable[[Any], Any] | tuple[float, ...]
 # What a training step keeps of each layer for the backward pass: "none" all intermediate values; "dots" the outputs of
 # matrix products; "full" only the layer's input. The backward pass computes the rest again.
 RematPolicy = Literal["none", "dots", "full"]
@@ -46,10 +49,13 @@ def refuse(field: str, value: object, allowed: str) -> ValueError:
     Returns:
         A ValueError to raise: "FIELD is VALUE; allowed: ALLOWED".
     """
-    shown = repr(value)
-    if len(shown) > LONGEST:  # arrays, parameters of a model
-        shown = f"{shown[: LONGEST // 2]}... ({type(value).__name__})"
-    return ValueError(f"{field} is {shown}; allowed: {allowed}")
+    return ValueError(f"{field} is {brief(value)}; allowed: {allowed}")
+
+
+def brief(value: object) -> str:
+    """The `repr` of a value for a message; of an array or a long list only the beginning."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}... ({type(value).__name__})"
 
 
 LONGEST = 400  # characters of a value in an error
@@ -177,8 +183,8 @@ def _type_in_words(hint: Any) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Converts a dataclass of plain values to data for JSON: tuples become lists, nested configs become dicts."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    """Converts a dataclass to data for JSON: tuples become lists, nested configs dicts, a schedule its values."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=schedule_values))
 
 
 def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
@@ -490,25 +496,84 @@ class NoiseConfig:
     Attributes:
         kind: What replaces a noised token: "absorbing" the mask id, "uniform" a uniformly drawn id, "hybrid" either
             of them (GIDD).
-        schedule: alpha(t), the probability that a token is not noised at time t. Hybrid noise
-            has a schedule of its own.
+        schedule: alpha(t), the probability that a token is not noised at time t: a name, or a function of `jax.numpy`,
+            elementwise, which falls from alpha(0) = 1 to alpha(1) = 0. A saved model holds 1025 values of a function,
+            at evenly spaced times; loaded, it is linear between them (a tuple of such values is accepted too). Hybrid
+            noise has a schedule of its own.
         power: Exponent of the polynomial schedule.
         uniform: For hybrid noise, the share of uniform noise at t = 1/2 (GIDD's p_u).
     """
 
     kind: NoiseKind = "absorbing"
-    schedule: ScheduleName = "linear"
+    schedule: ScheduleValue = "linear"
     power: float = 2.0
     uniform: float = 0.2
 
     def __post_init__(self) -> None:
         one_of(NoiseKind, kind=self.kind)
-        one_of(ScheduleName, schedule=self.schedule)
-        check_types(self, "noise.")
+        if isinstance(self.schedule, tuple):
+            _check_alpha(self.schedule)
+        elif callable(self.schedule):
+            schedule_values(self.schedule)
+        elif self.schedule not in get_args(ScheduleName):
+            raise refuse(
+                "schedule", self.schedule, f"{', '.join(get_args(ScheduleName))}, or a function alpha(t)"
+            )
+        check_types(self, "noise.", skip=("schedule",))
         if not self.power > 0:
             raise refuse("power", self.power, "more than 0")
         if not 0 <= self.uniform < 1:
             raise refuse("uniform", self.uniform, "0 <= uniform < 1")
+
+
+def schedule_values(alpha: Callable[[Any], Any]) -> tuple[float, ...]:
+    """Computes a schedule at 1025 evenly spaced times, the form in which a checkpoint holds a function.
+
+    Args:
+        alpha: The schedule, a function of `NoiseConfig.schedule`.
+
+    Returns:
+        alpha(0), alpha(1 / 1024), ..., alpha(1).
+
+    Raises:
+        ValueError: The function cannot be traced by JAX, is not elementwise, or does not fall from 1 to 0.
+    """
+    import jax  # the other configs need no JAX
+    import jax.numpy as jnp
+
+    for shape in ((), (2, 3)):  # an objective passes the times of a batch, a decoding rule one time
+        try:
+            time = jax.ShapeDtypeStruct(shape, jnp.float32)
+            found = jax.eval_shape(lambda t: jax.jvp(alpha, (t,), (jnp.ones_like(t),))[0], time)
+        except Exception as error:  # whatever the user's function raises
+            first = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"schedule is no function alpha(t) that JAX can trace and differentiate: {type(error).__name__}: "
+                f"{first}. Write it with operators and jax.numpy"
+            ) from error
+        if getattr(found, "shape", None) != shape or not jnp.issubdtype(found.dtype, jnp.floating):
+            raise ValueError(
+                f"schedule is not elementwise: for times of shape {shape} alpha(t) returned {found}. It must return "
+                "one floating-point number for each time"
+            )
+    values = tuple(float(x) for x in alpha(jnp.linspace(0.0, 1.0, 1025)))
+    _check_alpha(values)
+    return values
+
+
+def _check_alpha(values: tuple[float, ...]) -> None:
+    """Checks that values of a schedule at evenly spaced times fall from 1 to 0."""
+    if len(values) < 2 or not all(isinstance(x, numbers.Real) for x in values):
+        raise refuse("schedule", values, "at least two numbers: alpha(t) at evenly spaced times from 0 to 1")
+    for at, end in ((0, 1.0), (-1, 0.0)):
+        if not abs(values[at] - end) <= 1e-5:
+            raise ValueError(f"schedule: alpha({1.0 - end:g}) is {values[at]:g} and must be {end:g}")
+    for i, (before, after) in enumerate(itertools.pairwise(values)):
+        if not after <= before + 1e-6:
+            at = i / (len(values) - 1)
+            raise ValueError(
+                f"schedule: alpha rises from {before:g} to {after:g} behind t = {at:.4g}; it must fall"
+            )
 
 
 # --- decoding

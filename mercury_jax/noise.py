@@ -52,6 +52,25 @@ def polynomial(power: float = 2.0) -> Schedule:
     return lambda t: 1.0 - t**power
 
 
+def interpolated(values: tuple[float, ...]) -> Schedule:
+    """A schedule by its values at evenly spaced times from 0 to 1, linear between them.
+
+    Args:
+        values: From alpha(0) = 1 to alpha(1) = 0, as a checkpoint holds a schedule that was a function.
+
+    Returns:
+        The schedule.
+    """
+
+    def alpha(t: Float[Array, "*s"]) -> Float[Array, "*s"]:
+        table, last = jnp.asarray(values, t.dtype), len(values) - 2
+        at = t * (last + 1)
+        low = jnp.clip(at.astype(jnp.int32), 0, last)
+        return table[low] + (table[low + 1] - table[low]) * (at - low)
+
+    return alpha
+
+
 def rate(alpha: Schedule, t: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
     """Computes alpha(t) and its derivative alpha'(t), by forward-mode differentiation.
 
@@ -369,11 +388,15 @@ def schedule(config: NoiseConfig) -> Schedule:
     """Makes the schedule of a config.
 
     Args:
-        config: Name of the schedule, and the power of a polynomial one.
+        config: Name, function or values of the schedule, and the power of a polynomial one.
 
     Returns:
         alpha(t).
     """
+    if isinstance(config.schedule, tuple):
+        return interpolated(config.schedule)
+    if callable(config.schedule):
+        return config.schedule
     return polynomial(config.power) if config.schedule == "polynomial" else SCHEDULES[config.schedule]()
 
 

@@ -1,12 +1,17 @@
 """Noise: the ends of every schedule, its derivative, and what corruption may change."""
 
+import dataclasses
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mercury_jax as mj
 from mercury_jax import noise
 from mercury_jax.config import NoiseConfig
+from mercury_jax.train import data, objectives, recipe
 
 SCHEDULES = [noise.linear(), noise.cosine(), noise.polynomial(2.0), noise.polynomial(0.5)]
 VOCAB, MASK = 12, 11
@@ -103,3 +108,73 @@ def test_configs_build_the_noise_that_they_name():
         for schedule in ("linear", "cosine", "polynomial"):
             c = noise.build(NoiseConfig(kind=kind, schedule=schedule), VOCAB, MASK, (0,))
             assert set(c.forbidden) == {0, MASK} and (c.mask == MASK) == (kind != "uniform")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda t: t, r"alpha\(0\) is 0 and must be 1"),
+        (lambda t: 1.0 - 0.5 * t, r"alpha\(1\) is 0.5 and must be 0"),
+        (lambda t: (1.0 - t) * (1.0 + 2.0 * t), "alpha rises from 1 to .* behind t = 0;"),
+        (lambda t: 1.0 - float(t), "Write it with operators and jax.numpy"),
+        (lambda t: jnp.sum(1.0 - t), "schedule is not elementwise"),
+        (lambda: 1.0, "schedule is no function"),
+        ((1.0, 0.2, 0.3, 0.0), "alpha rises from 0.2"),
+        (3, "linear, cosine, polynomial, or a function"),
+    ],
+)
+def test_a_function_that_is_no_schedule_is_refused(schedule, words):
+    with pytest.raises(ValueError, match=words):
+        NoiseConfig(schedule=schedule)
+
+
+@pytest.mark.parametrize("alpha", [lambda t: 1 - t**2, lambda t: jnp.cos(0.5 * jnp.pi * t)])
+def test_a_function_is_read_back_from_a_config_as_the_same_schedule(alpha):
+    given = NoiseConfig(schedule=alpha)
+    saved = mj.config.from_dict(NoiseConfig, json.loads(json.dumps(mj.config.to_dict(given))))
+    t = jnp.linspace(0.0, 1.0, 77)
+    (value, slope), (had, was) = (noise.rate(noise.schedule(c), t) for c in (given, saved))
+    np.testing.assert_array_equal(value, alpha(t))
+    np.testing.assert_allclose(had, value, atol=1e-6)
+    np.testing.assert_allclose(was, slope, atol=2e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A recipe with a function as its schedule, trained for two steps."""
+    nano = mj.hub.NANO
+    config = recipe.TrainConfig(
+        name="curved", objective=objectives.masked_elbo(), data=data.generated("add3"), steps=2, batch=4, row=64,
+        model=mj.ModelConfig(vocab=1024, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, mask=4),
+        noise=NoiseConfig(schedule=lambda t: 1 - t**2), tokenizer=str(nano / "tokenizer.model"), eval_every=0,
+        sample_every=0, save_every=2, log_every=1, ema=0.0, out=str(tmp_path_factory.mktemp("curved")),
+    )  # fmt: skip
+    return mj.train(config), config
+
+
+def test_a_model_that_was_trained_with_a_function_loads_and_samples(trained, tmp_path):
+    result, config = trained
+    named = dataclasses.replace(config, noise=NoiseConfig(schedule="polynomial"), out=str(tmp_path))
+    assert mj.train(named).metrics == pytest.approx(result.metrics, rel=1e-5)
+    lm = mj.load(result.out / "model")
+    assert lm.corruption.alpha(jnp.asarray(0.5)) == pytest.approx(0.75, abs=1e-6)
+    out = mj.sample(lm, "1+2=", max_tokens=4, sampler=mj.rules.ancestral(), seed=0)
+    assert out.lengths[0] <= 4
+
+
+def test_a_run_resumes_with_the_same_function_only(trained):
+    _, config = trained
+    again = dataclasses.replace(config, noise=NoiseConfig(schedule=lambda t: 1 - t * t), resume=True)
+    assert mj.train(again).step == 2
+    other = dataclasses.replace(again, noise=NoiseConfig(schedule=lambda t: 1 - t**3))
+    with pytest.raises(ValueError, match="noise.schedule is .*as in the checkpoint to resume") as refused:
+        mj.train(other)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_function_stays_where_the_command_line_changes_another_field(trained):
+    _, config = trained
+    assert recipe.override(config, ["--steps", "3"]).noise == config.noise
+    assert recipe.override(config, ["--noise.schedule", "cosine"]).noise.schedule == "cosine"
+    with pytest.raises(ValueError, match="a function does not read it"):
+        dataclasses.replace(config, noise=dataclasses.replace(config.noise, power=3.0))

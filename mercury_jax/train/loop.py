@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from mercury_jax import checkpoint, sharding
 from mercury_jax.checkpoint import manifest
-from mercury_jax.config import from_dict, refuse
+from mercury_jax.config import brief, from_dict, refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import lora, optim, step as steps
 from mercury_jax.train.distributed import DataState, gather_data_state, watch_signals
@@ -202,7 +202,7 @@ def resume_step(config: TrainConfig) -> int | None:
         had = resolved(from_dict(type(getattr(config, part)), saved.get(part, {})))
         for name, value in now[part].items():
             if had[name] != value and f"{part}.{name}" not in config.unread:
-                raise refuse(f"{part}.{name}", value, f"{had[name]!r}, as in the checkpoint to resume")
+                raise refuse(f"{part}.{name}", value, f"{brief(had[name])}, as in the checkpoint to resume")
     if (had := saved.get("freeze", "")) != config.freeze:
         raise refuse("freeze", config.freeze, f"{had!r}, as in the checkpoint to resume")
     return newest

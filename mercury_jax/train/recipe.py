@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from mercury_jax.config import (
     Alignment,
@@ -25,11 +25,14 @@ from mercury_jax.config import (
     NoiseConfig,
     Pattern,
     RematPolicy,
+    ScheduleName,
+    ScheduleValue,
     at_least,
     check_types,
     nearest,
     one_of,
     refuse,
+    to_dict,
 )
 from mercury_jax.train import find_recipe
 from mercury_jax.train.data.packing import check_blocks
@@ -205,7 +208,8 @@ class TrainConfig:
     def unread(self) -> dict[str, str]:
         """The fields of `noise` and `lora` that nothing reads, as "noise.power", each with the reason."""
         c = self.noise
-        why = f"noise.kind = {c.kind!r} with noise.schedule = {c.schedule!r} does not read it"
+        schedule = repr(c.schedule) if isinstance(c.schedule, str) else "a function"
+        why = f"noise.kind = {c.kind!r} with noise.schedule = {schedule} does not read it"
         read = {"schedule": c.kind != "hybrid", "uniform": c.kind == "hybrid"}
         read["power"] = read["schedule"] and c.schedule == "polynomial"
         found = {f"noise.{name}": why for name, is_read in read.items() if not is_read}
@@ -353,9 +357,27 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         new = tyro.cli(
             plain, default=default, args=list(argv), prog="mercury train RECIPE",
             # Experts and RoPE scaling have options where the recipe has them; they are no subcommands.
-            config=(tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands),
+            config=(tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands), registry=_option_types(),
         )  # fmt: skip
     return dataclasses.replace(config, **{name: getattr(new, name) for name in names})
+
+
+@functools.cache
+def _option_types() -> Any:
+    """How tyro reads a field that is a name on the command line, and in a recipe may also be a function."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    names = get_args(ScheduleName)
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def schedule(info: Any) -> Any:
+        return None if info.type != ScheduleValue else PrimitiveConstructorSpec(
+            nargs=1, metavar=f"{{{','.join(names)}}}", choices=names, instance_from_str=lambda words: words[0],
+            is_instance=lambda value: True, str_from_instance=lambda x: [x if isinstance(x, str) else "function"],
+        )  # fmt: skip
+
+    return registry
 
 
 @functools.cache
@@ -420,6 +442,8 @@ def resolved(config: object) -> Json:
         Dicts, lists and plain values. A function, such as an objective, becomes its name and the values that it closed
         over, so that two configs with different arguments of an objective differ.
     """
+    if isinstance(config, NoiseConfig):
+        return to_dict(config)
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = {f.name: resolved(getattr(config, f.name)) for f in dataclasses.fields(config)}
         return {"function": type(config).__qualname__, **fields} if callable(config) else fields
