@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, get_args, runtime_checkable
@@ -41,6 +42,12 @@ _NOT_JITTABLE = {
     jax.errors.ConcretizationTypeError: "needs the value of an array",
     jax.errors.UnexpectedTracerError: "keeps an array of an earlier trace",
 }
+# What Flax and Equinox say where a module is still in training mode, and what to do about it.
+_TRAINING_ERRORS = ("Cannot mutate", "needs PRNG", "Cannot update variable", "Dropout requires a key")
+_TRAINING_MODE = (
+    "A module must not be in training mode: of Flax NNX call module.eval() before nnx.split, of Linen pass "
+    "deterministic=True and use_running_average=True, of Equinox use eqx.nn.inference_mode(module)"
+)
 
 
 @runtime_checkable
@@ -414,7 +421,9 @@ def _logits(
                     f"apply cannot be compiled: it {reason}; allowed: jax.numpy alone"
                 ) from error
         lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-        raise ValueError(f"{call} fails: {': '.join(lines)}") from error
+        training = any(words in lines[-1] for words in _TRAINING_ERRORS)
+        reason = re.sub(r" \(https?://\S+\)$", "", ": ".join(lines)).rstrip(".")
+        raise ValueError(f"{call} fails: {reason}{'. ' + _TRAINING_MODE if training else ''}") from error
     shape, kind = getattr(found, "shape", None), getattr(found, "dtype", None)
     if shape is None or kind is None:
         allowed = "one array of logits"
@@ -537,7 +546,8 @@ def check_function(lm: LM) -> None:
     The model runs as in decoding on two rows of random ids, and the logits are compared bit for bit:
 
     - Purity: two traces must give the same program. They differ if the function uses numpy's random numbers or a
-      counter.
+      counter. The program may draw no random numbers, and must run inside a loop, where Flax refuses a module that
+      counts its random keys.
     - Independent rows: a changed token in the second row must not change the logits of the first.
     - Bidirectional attention: a changed last token must change earlier logits, if a changed first token changes later
       ones. (A function without attention passes.)
@@ -559,11 +569,23 @@ def check_function(lm: LM) -> None:
         given = Pass(tokens, (), zero, used, used, jnp.zeros((2,), bool), time=time)
         return model.forward(params, given)[0]
 
+    def looped(params: Params, tokens: Array, used: Array) -> Array:
+        # Decoding calls the function in a loop, where Flax refuses a module that counts its random keys.
+        return jax.lax.scan(lambda _, x: ((), passes(params, x, used)), (), tokens[None])[1][0]
+
     whole = np.full(2, size, np.int32)
-    programs = [jax.jit(lambda *given: passes(*given)).lower(lm.params, ids, whole) for _ in range(2)]
+    traces = [jax.jit(lambda *given: looped(*given)).trace(lm.params, ids, whole) for _ in range(2)]
+    if "random_bits" in str(traces[0].jaxpr):
+        raise ValueError(
+            f"apply draws random numbers, as dropout does, the same ones in each pass. {_TRAINING_MODE}; "
+            "check=False takes the function as it is"
+        )
+    programs = [trace.lower() for trace in traces]
     if programs[0].as_text() != programs[1].as_text():
-        allowed = "a pure function: no random numbers but those of parameters, no state outside of it"
-        raise refuse("apply", "another program each time it is traced", allowed)
+        raise ValueError(
+            "apply is not pure: it gives another program each time it is traced. It draws random numbers outside of "
+            "JAX, or keeps state from call to call"
+        )
     run = programs[0].compile()
     logits = lambda tokens, used=whole: np.asarray(run(lm.params, tokens, used))
 
@@ -574,18 +596,25 @@ def check_function(lm: LM) -> None:
         return other
 
     differs = lambda a, b: ~np.isclose(a, b, rtol=0, atol=0, equal_nan=True).all(axis=-1)  # [B, L]
-    first = logits(ids)
+    try:
+        first = logits(ids)
+    except TypeError as error:  # the program has an input more: an array of the first trace
+        raise ValueError("apply is not pure: it keeps an array from call to call") from error
     last, begun = differs(first, logits(changed(1, -1))), differs(first, logits(changed(1, 0)))
     if last[0].any() or begun[0].any():
-        raise refuse(
-            "apply", "a function in which a row changes the logits of another", "rows that are independent"
+        raise ValueError(
+            "apply mixes rows: a token of one row changes the logits of another, as statistics over the batch do. "
+            + _TRAINING_MODE
         )
     if begun[1, 2:].any() and not last[1, :-1].any():
-        allowed = "one in which every position attends to all others; check=False takes it as it is"
-        raise refuse("apply", "a causal function: no logits depend on a later token", allowed)
+        raise ValueError(
+            "apply is causal: no logits depend on a later token, and a diffusion model attends in both directions. "
+            "check=False takes it as it is"
+        )
     if model.hides_padding and size > 2:
         short = np.array([size, size - 2], np.int32)
         padding = differs(logits(ids, short), logits(changed(1, -1), short))
         if padding[1, : size - 2].any():
-            allowed = "logits that lengths or attention_mask keeps free of padding, whatever ids it holds"
-            raise refuse("apply", "a function whose logits depend on padding", allowed)
+            raise ValueError(
+                "apply does not hide padding: its logits depend on ids behind lengths, or outside of attention_mask"
+            )

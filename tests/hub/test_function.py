@@ -5,10 +5,12 @@ import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mercury_jax as mj
 from mercury_jax import hub
@@ -442,17 +444,90 @@ def test_an_equinox_module():
     [
         (
             lambda p, t: jnp.tril(jnp.ones((t.shape[1],) * 2)) @ p["embed"][t] @ p["embed"].T,
-            "a causal function",
+            "apply is causal",
         ),
         (lambda p, t: plain(p, t) + t.sum(), "logits of another"),
-        (lambda p, t, lengths: plain(p, t) + 0 * lengths[0], "depend on padding"),
+        (lambda p, t, lengths: plain(p, t) + 0 * lengths[0], "does not hide padding"),
         (lambda p, t: plain(p, t) + np.random.default_rng().random(), "another program each time"),
+        (lambda p, t: plain(p, t) + jax.random.normal(jax.random.key(0), (VOCAB,)), "draws random numbers"),
     ],
 )
 def test_a_function_that_would_give_wrong_text_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         own(wrong, check=True)
     own(wrong)
+
+
+def test_an_array_that_is_kept_from_call_to_call_is_refused():
+    kept = []
+
+    def apply(params, tokens):
+        kept.append(params["embed"].sum())
+        return plain(params, tokens) + kept[-2:][0]
+
+    with pytest.raises(ValueError, match="keeps an array"):
+        own(apply, check=True)
+
+
+class Trained(nnx.Module):
+    """An NNX module with a layer that computes something else in training."""
+
+    def __init__(self, layer):
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Embed(VOCAB, 8, rngs=rngs), nnx.Linear(8, VOCAB, rngs=rngs)
+        self.layer = nnx.Dropout(0.5, rngs=rngs) if layer == "dropout" else nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.layer(x + x.mean(1, keepdims=True)))
+
+
+@pytest.mark.parametrize("layer", ["dropout", "batch norm"])
+def test_an_nnx_module_in_training_mode_is_refused_at_the_call(layer):
+    def made(module):
+        graph, params = nnx.split(module)
+        merged = lambda params, tokens: nnx.merge(graph, params)(tokens)
+        return mj.from_function(merged, params, vocab=VOCAB, context=CONTEXT, mask=MASK)
+
+    module = Trained(layer)
+    with pytest.raises(ValueError, match=r"call module.eval\(\) before nnx.split"):
+        made(module)
+    module.eval()
+    assert mj.sample(made(module), [[3, 4]], max_tokens=3).lengths == [3]
+
+
+class LinenTrained(nn.Module):
+    layer: Any
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, 8)(tokens)
+        return nn.Dense(VOCAB)(self.layer(x + x.mean(1, keepdims=True)))
+
+
+@pytest.mark.parametrize(
+    "layer, options",
+    [
+        (nn.Dropout(0.5, deterministic=False), {}),
+        (nn.Dropout(0.5, deterministic=False), {"rngs": {"dropout": jax.random.key(2)}}),
+        (nn.BatchNorm(use_running_average=False), {}),
+    ],
+)
+def test_a_linen_module_in_training_mode_is_refused(layer, options):
+    net = LinenTrained(layer)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = net.init(keys, jnp.zeros((1, 4), int))
+    with pytest.raises(ValueError, match="of Linen pass deterministic=True"):
+        mj.from_function(
+            lambda p, t: net.apply(p, t, **options), variables, vocab=VOCAB, context=CONTEXT, mask=MASK
+        )
+
+
+def test_an_equinox_module_in_training_mode_is_refused():
+    layer, embed = eqx.nn.Dropout(0.5), jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+    apply = lambda p, t: jax.vmap(layer)(p[t] + p[t].mean(1, keepdims=True))
+    with pytest.raises(ValueError, match=r"eqx.nn.inference_mode\(module\)"):
+        mj.from_function(apply, embed, vocab=VOCAB, context=CONTEXT, mask=MASK)
 
 
 def test_the_parameters_of_another_network_are_refused_in_words():
