@@ -84,19 +84,22 @@ def nearest(name: str, names: Sequence[str]) -> str:
         names: Names that exist.
 
     Returns:
-        The most similar name first, if one is similar, then all names if there are at most `MANY`.
+        The most similar name first, if one is similar, then all names if there are at most `MANY`. A name that begins
+        with the unknown one comes before others. Of many names without a similar one, the three most similar.
     """
     bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
+    similar = functools.partial(difflib.get_close_matches, n=1, cutoff=0.65)
     last = lambda dotted: dotted.rpartition(".")[2]
-    close = difflib.get_close_matches(name, bare, n=1, cutoff=0.65)
-    close = close or [n for n in bare if len(name) > 1 and (n.startswith(name) or name.startswith(n))][:1]
+    close = [n for n in bare if len(name) > 1 and n.startswith(name)][:3] or similar(name, bare)
+    close = close or [n for n in bare if len(name) > 1 and name.startswith(n)][:1]
     if not close:  # `widht` means `model.width`; of several with the same last part the first
         ends = {last(n): n for n in reversed(bare)}
-        close = [ends[n] for n in difflib.get_close_matches(last(name), ends, n=1, cutoff=0.65)]
-    every = ", ".join(names)
-    if close and len(names) > MANY:
-        return f"{bare[close[0]]} is the nearest of {len(names)}"
-    return f"{bare[close[0]]} is the nearest; all: {every}" if close else every
+        close = [ends[n] for n in similar(last(name), ends)]
+    if len(names) <= MANY:
+        every = ", ".join(names)
+        return f"{bare[close[0]]} is the nearest; all: {every}" if close else every
+    close = [bare[n] for n in close or difflib.get_close_matches(name, bare, n=3, cutoff=0)]
+    return f"{', '.join(close)} {'is' if len(close) == 1 else 'are'} the nearest of {len(names)}"
 
 
 def at_least(least: float, **fields: float) -> None:

@@ -22,7 +22,7 @@ from mercury_jax.decode.rollout import AnswerBatch, Reward, Rollout, pad_answers
 from mercury_jax.decode.sample import sample
 from mercury_jax.rl.distill import FewSteps
 from mercury_jax.rl.grpo import GRPO, PolicyBatch
-from mercury_jax.tasks import TASKS, Problem, Split, draw
+from mercury_jax.tasks import TASKS, Problem, Split, draw, find
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.types import LM, Params
 
@@ -115,8 +115,7 @@ class TaskAnswers:
         if not self.tasks:
             raise refuse("tasks", self.tasks, "at least one of " + ", ".join(sorted(TASKS)))
         for name in self.tasks:
-            if name not in TASKS:
-                raise refuse("tasks", name, ", ".join(sorted(TASKS)))
+            find(name)
         at_least(1, max_tokens=self.max_tokens)
 
     def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:

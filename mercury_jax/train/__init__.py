@@ -15,8 +15,9 @@ and `mercury train --help` start fast.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
+
+from mercury_jax.config import nearest
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -56,7 +57,5 @@ def find_recipe(recipe: str | Path) -> Path:
         how = f"`mercury init {path.stem}` writes a copy of that recipe, `mercury train {path.stem}` runs it as it is"
     else:
         own = path.name if path.suffix == ".py" else f"{path.name}.py"
-        close = get_close_matches(path.stem, known, n=1)
-        names = (f"{close[0]} is the nearest; all: " if close else "") + ", ".join(known)
-        how = f"`mercury init {own}` writes a first recipe; packaged ones: {names}"
+        how = f"`mercury init {own}` writes a first recipe; packaged ones: {nearest(path.stem, list(known))}"
     raise ValueError(f"recipe {recipe} does not exist. {how}")

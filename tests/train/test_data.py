@@ -150,3 +150,5 @@ def test_a_share_of_the_prompts_holds_the_start_of_the_answer(name):
 def test_a_prefill_without_thinking_is_refused():
     with pytest.raises(ValueError, match="prefill is 0.5; allowed: 0 without thinking=True"):
         data.generated("add2", prefill=0.5)
+    with pytest.raises(ValueError, match="task is 'sudoku'; allowed: sudoku4 is the nearest"):
+        data.generated("sudoku")

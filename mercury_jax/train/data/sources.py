@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from mercury_jax.config import at_least, refuse
-from mercury_jax.tasks import TASKS, Problem, Task, draw
+from mercury_jax.tasks import Problem, Task, draw, find
 from mercury_jax.tasks.task import read_json_lines, read_text
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data import packing
@@ -431,6 +431,7 @@ class Generated:
     distinct: int | None = None
 
     def __post_init__(self) -> None:
+        find(self.name)
         _check_shares(prefill=self.prefill)
         if self.prefill and not self.thinking:
             raise refuse("prefill", self.prefill, "0 without thinking=True")
@@ -444,9 +445,7 @@ class Generated:
         Raises:
             ValueError: There is no task of this name.
         """
-        if self.name not in TASKS:
-            raise refuse("generated", self.name, ", ".join(sorted(TASKS)))
-        return TASKS[self.name]
+        return find(self.name)
 
     def problem(self, index: int, seed: Seed, split: DataSplit) -> Problem:
         """Draws one problem.
