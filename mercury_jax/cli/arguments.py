@@ -513,18 +513,28 @@ def check_request(
 # --- texts and files
 
 
-def read_text(word: str, escapes: bool) -> str:
+def read_text(name: str, word: str, escapes: bool) -> str:
     r"""A text of the command line.
 
     Args:
+        name: Of the argument, for the error.
         word: The text; "-" reads standard input, without its last line break.
         escapes: Whether `\n`, `\t` and `\\` in it are read as Python reads them.
 
     Returns:
         The text.
+
+    Raises:
+        ValueError: The word has `\n` or `\t` in it without `escapes`: a line break was meant more often than not.
     """
     if word == "-":
         word = sys.stdin.read().removesuffix("\n")
+    elif not escapes and (found := re.search(r"\\[nt]", word)):
+        raise ValueError(
+            f"{name} has {found[0]} in it: -e (--escapes) reads {found[0]} as a "
+            f"{'line break' if found[0] == chr(92) + 'n' else 'tab'}; for a text that holds a backslash, give - and "
+            "the text on standard input"
+        )
     return unescape(word) if escapes else word
 
 
@@ -551,7 +561,7 @@ def read_text_or_file(name: str, text: str | None, file: str | None, escapes: bo
     if (text is None) == (file is None):
         raise refuse(name, text, "a text, or --file PATH, and not both")
     if file is None:
-        return read_text(text or "", escapes)
+        return read_text(name, text or "", escapes)
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:

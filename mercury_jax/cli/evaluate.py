@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
     Decoding,
+    Escapes,
     Flag,
     Float,
     Group,
@@ -67,6 +68,8 @@ class Evaluate:
     """Test sets: ask in a conversation, or let a text be continued. Default: as the model has a chat template."""
     template: Annotated[str | None, option("TEXT")] = None
     """Test sets: the question's text, such as '{question}', in place of ours."""
+    escapes: Escapes = False
+    r"""Read \n, \t and \\ in --template as Python does."""
     run_code: Annotated[Literal["sandbox", "unsandboxed"] | None, option("sandbox|unsandboxed")] = None
     """humaneval, mbpp: run the programs that the model writes, in a sandbox (Linux, bubblewrap) or without one."""
     timeout: Float = 10.0
@@ -90,10 +93,13 @@ def run(argv: Sequence[str]) -> int:
         raise refuse("TASK", None, f"one or more of {', '.join(evaluate.TASKS)}")
     if args.file is not None and len(args.task) > 1:
         raise refuse("--file", args.file, f"with one task, not {len(args.task)}")
+    template = args.template
+    if template is not None:
+        template = arguments.read_text("--template", template, args.escapes)
     settings = evaluate.EvalSettings(
         None if args.file is None else Path(args.file), args.split, args.limit, args.decoding.sampler(parameters),
         args.decoding.plan(), args.batch, args.decoding.seed, args.max_tokens,
-        args.samples, None if args.examples is None else Path(args.examples), args.shots, args.prompts, args.template,
+        args.samples, None if args.examples is None else Path(args.examples), args.shots, args.prompts, template,
         args.run_code, args.timeout,
     )  # fmt: skip
     chosen = {name: evaluate.check(name, settings) for name in args.task}

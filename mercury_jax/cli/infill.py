@@ -195,11 +195,11 @@ def run_edit(argv: Sequence[str]) -> int:
         raise refuse("--chat", args.chat, "--chat or --prompt, and not both")
     prompt: Any = args.prompt if args.chat is None else args.chat
     if prompt is not None:
-        prompt = arguments.read_text(prompt, args.escapes)
+        prompt = arguments.read_text("--prompt" if args.chat is None else "--chat", prompt, args.escapes)
     if args.chat is not None:
         prompt = [{"role": "user", "content": prompt}]
     how: dict[str, Any] = dict(
-        prompt=prompt, spans=[arguments.read_text(s, args.escapes) for s in args.span] or None,
+        prompt=prompt, spans=[arguments.read_text("--span", s, args.escapes) for s in args.span] or None,
         seed=args.decoding.seed, sampler=args.decoding.sampler(parameters), plan=args.decoding.plan(),
         temperature=args.temperature,
     )  # fmt: skip

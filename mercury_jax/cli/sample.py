@@ -88,9 +88,7 @@ class Sample:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     args, parameters = arguments.read_with_rule(Sample, argv, "mercury sample")
-    texts = [arguments.read_text(word, args.escapes) for word in args.prompt]
-    if not args.escapes and any("\\n" in text for text in texts):
-        show.say(r"the prompt contains a backslash followed by n; --escapes reads \n as a line break")
+    texts = [arguments.read_text("PROMPT", word, args.escapes) for word in args.prompt]
     sampler, processors = args.decoding.sampler(parameters), args.processing.processors()
     _check(args, texts)
     how: dict[str, Any] = dict(
@@ -98,7 +96,10 @@ def run(argv: Sequence[str]) -> int:
         logit_bias=args.processing.logit_bias(),
     )  # fmt: skip
     # A lone "-" is no name of a file here.
-    stop = [word if word == "-" else arguments.read_text(word, args.escapes) for word in args.stop]
+    stop = [word if word == "-" else arguments.read_text("--stop", word, args.escapes) for word in args.stop]
+    negative = args.processing.negative
+    if negative is not None:
+        negative = arguments.read_text("--negative", negative, args.escapes)
     lm = args.loading.load()
     how["sampler"] = arguments.add_processors(sampler, processors, lm)
     if sampler is None and processors:  # the model's own sampler with more processors keeps its own plan
@@ -113,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
         _watch(lm, args, texts, prompts, how)
     else:
         guided = dict(
-            guidance=args.processing.guidance, negative=args.processing.negative, logprobs=args.logprobs, n=args.n,
+            guidance=args.processing.guidance, negative=negative, logprobs=args.logprobs, n=args.n,
             stop=stop, history=shared,
         )  # fmt: skip
         out = _timed(lm, prompts, args.decoding.seed, args.warm, how | guided)

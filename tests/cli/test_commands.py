@@ -85,18 +85,39 @@ def test_equal_answers_without_a_temperature_are_explained(at_hand, capsys):
     assert "are equal" not in capsys.readouterr().err
 
 
-def test_a_literal_backslash_n_gives_a_hint(at_hand, capsys):
-    assert main(["sample", r"a\nb", "--max-tokens", "8", "--model", at_hand]) == 0
-    assert "--escapes reads" in capsys.readouterr().err
-    assert main(["sample", r"a\nb", "--escapes", "--max-tokens", "8", "--model", at_hand]) == 0
-    assert "--escapes reads" not in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["sample", r"0000\n0301", "--chat"], "PROMPT"),
+        (["sample", r"a\tb"], "PROMPT"),
+        (["sample", "a", "--stop", r"\n\n"], "--stop"),
+        (["sample", "a", "--guidance", "2", "--negative", r"b\nc"], "--negative"),
+        (["infill", r"a\n[[2]]"], "TEMPLATE"),
+        (["edit", r"a\nb"], "TEXT"),
+        (["edit", "ab", "--chat", r"a\nb"], "--chat"),
+        (["edit", "ab", "--span", r"\n"], "--span"),
+        (["eval", "gsm8k", "--template", r"{question}\n"], "--template"),
+    ],
+)
+def test_a_typed_line_break_without_escapes_stops_the_command(words, name, capsys):
+    assert "-e (--escapes) reads" in (told := refused(capsys, *words))
+    assert told.startswith(f"mercury: {name} has \\")
+
+
+def test_a_typed_line_break_is_read_with_escapes_and_kept_on_standard_input(at_hand, monkeypatch, capsys):
+    call = ["--max-tokens", "8", "--model", at_hand, "--json"]
+    [typed] = objects(capsys, "sample", r"a\nb", "-e", *call)
+    texts = []
+    for given in ("a\nb", r"a\nb"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        texts.append(objects(capsys, "sample", "-", *call)[0]["text"])
+    assert typed["text"] == texts[0] != texts[1]
 
 
 def test_prompts_come_from_standard_input_and_escapes_are_read(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert arguments.read_text("-", escapes=False) == "two\nlines"
-    assert arguments.read_text(r"a\n\tb\\n", escapes=True) == "a\n\tb\\n"
-    assert arguments.read_text(r"a\n", escapes=False) == r"a\n"
+    assert arguments.read_text("PROMPT", "-", escapes=False) == "two\nlines"
+    assert arguments.read_text("PROMPT", r"a\n\tb\\n", escapes=True) == "a\n\tb\\n"
 
 
 def test_parameters_reach_the_rule():
