@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.bench.decode import SweepPoint, sweep
-from mercury_jax.bench.timing import alternate, compilations, endless, prompt_ids, quartiles, ratio, timed
+from mercury_jax.bench.timing import alternate, endless, prompt_ids, quartiles, ratio, timed
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Ints, Positional, option
+from mercury_jax.compilation import compilations
 from mercury_jax.config import at_least
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.inputs import check_seed

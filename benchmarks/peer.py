@@ -22,9 +22,10 @@ import jax
 import numpy as np
 
 from mercury_jax import install, models, noise
-from mercury_jax.bench.timing import compilations, quartiles, timed
+from mercury_jax.bench.timing import quartiles, timed
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
+from mercury_jax.compilation import compilations
 from mercury_jax.config import Experts, Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.sample import sample

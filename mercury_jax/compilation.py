@@ -117,3 +117,25 @@ def prepare() -> None:
             timers.pop(program).cancel()
 
     monitoring.register_event_duration_secs_listener(listen)
+
+
+# --- counting compilations
+
+
+@functools.cache
+def _compilation_counter() -> list[int]:
+    """Registers a counter of compiled programs. Cached, because JAX cannot remove a listener."""
+    from jax import monitoring
+
+    count = [0]
+
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
+        count[0] += event.endswith("backend_compile_duration")
+
+    monitoring.register_event_duration_secs_listener(listen)
+    return count
+
+
+def compilations() -> int:
+    """Returns the number of programs that were compiled since the first call of this function."""
+    return _compilation_counter()[0]

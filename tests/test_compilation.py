@@ -14,7 +14,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import compilation
-from mercury_jax.bench.timing import compilations
+from mercury_jax.compilation import compilations
 from tests.tiny import tiny
 
 FIRST_SAMPLE = """

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from mercury_jax.compilation import compilations
 from mercury_jax.types import LM
 
 T = TypeVar("T")
@@ -25,23 +26,6 @@ TRIES = 4  # calls after which one must have compiled nothing
 REPEATS = 5  # timed loops, of which the fastest counts
 PRODUCTS, COPIES = 4, 8  # matrix products and array updates per timed loop
 TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
-
-
-@functools.cache
-def _compilation_counter() -> list[int]:
-    """Registers a counter of compiled programs. Cached, because JAX cannot remove a listener."""
-    count = [0]
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        count[0] += event.endswith("backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return count
-
-
-def compilations() -> int:
-    """Returns the number of programs that were compiled since the first call of this function."""
-    return _compilation_counter()[0]
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:

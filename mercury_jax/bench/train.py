@@ -26,7 +26,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mercury_jax import checkpoint, models, noise, sharding
-from mercury_jax.bench.timing import compilations, matmul_loop, quartiles, ratio
+from mercury_jax.bench.timing import matmul_loop, quartiles, ratio
+from mercury_jax.compilation import compilations
 from mercury_jax.config import ModelConfig, at_least, refuse
 from mercury_jax.evaluate import card
 from mercury_jax.models import masks

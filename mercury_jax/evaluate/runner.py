@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mercury_jax import install, tasks
+from mercury_jax.compilation import compilations
 from mercury_jax.config import Plan, nearest, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.inputs import check_seed
@@ -151,7 +152,8 @@ def answer(
         stop: Texts that end an answer.
 
     Returns:
-        One row per prompt; (rows, tokens, seconds) of each batch; the settings, for a summary.
+        One row per prompt; (rows, tokens, seconds) of each batch that compiled no program; the settings, for a summary.
+        If every batch compiled one, the last batch is decoded again for its time.
     """
     sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
     # Sort the prompts by length, so that the rows of a batch have similar lengths and few shapes are compiled. The
@@ -163,10 +165,14 @@ def answer(
     for done in range(0, len(order), size):
         chosen = order[done : done + size]
         filled = chosen + chosen[-1:] * (size - len(chosen))
-        out = sampling.sample(
-            lm, [prompts[i] for i in filled], max_tokens=max_tokens, seed=(settings.seed + done) % 2**31,
-            sampler=sampler, plan=plan, stop=list(stop) or None,
+        before = compilations()
+        decode = functools.partial(
+            sampling.sample, lm, [prompts[i] for i in filled], max_tokens=max_tokens,
+            seed=(settings.seed + done) % 2**31, sampler=sampler, plan=plan, stop=list(stop) or None,
         )  # fmt: skip
+        out = decode()
+        if compilations() > before and not timed and done + size >= len(order):
+            before, out = compilations(), decode()
         graded = grade(chosen, out.texts[: len(chosen)])
         for at, i in enumerate(chosen):
             prompt = prompts[i]
@@ -179,7 +185,8 @@ def answer(
                 "tokens": out.lengths[at],
                 "finish": out.finish[at],
             }
-        timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
+        if compilations() == before:
+            timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
         settings.progress(done + len(chosen), len(prompts))
     about = {"seed": settings.seed, "batch": settings.batch, "rule": rule_name(lm, sampler)}
     return rows, timed, about | {"steps": plan.steps, "block": plan.block, "max_tokens": max_tokens}
@@ -478,20 +485,18 @@ def summarise(
 
     Args:
         rows: One record per answer, with `correct`, `forwards` and `tokens`.
-        timed: (rows, tokens, seconds) of each batch.
+        timed: (rows, tokens, seconds) of each batch that compiled no program.
         seconds: Total time.
         samples: Answers per question.
 
     Returns:
         Accuracy with its interval, and costs. `n` counts questions; the interval of several answers per question is as
         wide as that of one, which is never too narrow. `forwards` and `tokens` are means per answer; passes that encode
-        prompts do not count as forwards. `tokens_per_second` leaves out the first batch, which includes compilation, if
-        there are others.
+        prompts do not count as forwards. `tokens_per_second` is without compilation, `seconds` with it.
     """
     n, correct = len(rows), sum(row["correct"] for row in rows)
     forwards, tokens = (sum(row[name] for row in rows) for name in ("forwards", "tokens"))
     low, high = wilson(correct / samples, n // samples)
-    steady = timed[1:] or timed
     return {
         "n": n // samples,
         "correct": correct / samples if samples > 1 else correct,
@@ -501,7 +506,7 @@ def summarise(
         "forwards": forwards / n,
         "tokens": tokens / n,
         "tokens_per_forward": tokens / max(forwards, 1),
-        "tokens_per_second": sum(t for _, t, _ in steady) / max(sum(s for _, _, s in steady), 1e-9),
+        "tokens_per_second": sum(t for _, t, _ in timed) / max(sum(s for _, _, s in timed), 1e-9),
         "seconds": seconds,
     }
 
