@@ -78,7 +78,9 @@ def mesh(
         raise refuse(f"mesh.{rest[1]}", -1, f"a number: mesh.{rest[0]} already takes what is left")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(devices) % fixed or (not rest and fixed != len(devices)):
-        raise refuse("mesh", sizes, f"sizes whose product is the number of devices, {len(devices)}")
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "data=1"
+        product = f"a multiple of {fixed}" if rest else f"{fixed}, the product of the sizes"
+        raise ValueError(f"mesh is {given}: the number of devices must be {product}, and is {len(devices)}")
     sizes |= dict.fromkeys(rest, len(devices) // fixed)
     shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
     try:

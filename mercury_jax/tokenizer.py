@@ -293,7 +293,7 @@ class Tokenizer:
         try:
             proto = Path(path).read_bytes()
         except OSError as error:
-            raise ValueError(f"path: cannot read tokenizer {str(path)!r}: {error.strerror}") from error
+            raise ValueError(f"tokenizer is {str(path)!r}: it cannot be read: {error.strerror}") from error
         try:
             return cls(proto)
         except ValueError as error:

@@ -227,6 +227,8 @@ def _data(words: list[str]) -> int:
 
 def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[str], text: str | None) -> int:
     """Runs the function of the command that the first word names, or prints the help, which is a docstring."""
+    if not words and commands is not COMMANDS:
+        raise refuse("WHAT", None, f"one of {', '.join(commands)}; `mercury {kind} --help` describes them")
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, commands))
         lines = (f"  {name:{width}}  {about}" for name, (_, about) in commands.items())
@@ -259,8 +261,14 @@ def exit_code(error: BaseException) -> int:
 
 
 # Arguments of the library whose option has another name, and what a command calls those that may not be typed.
-OPTION_OF = {"source": "--model"}
-UNTYPED = {"source": "MODEL", "max_tokens": "--max-tokens", "file": "--file", "run_code": "--run-code"}
+OPTION_OF = {
+    "source": ("--model", "--init", "--tokenizer"), "logit_bias": ("--bias",), "spans": ("--span",),
+    "sampler": ("--rule",), "effort": ("--effort", "--default-effort"),
+}  # fmt: skip
+UNTYPED = {
+    "source": "MODEL", "chats": "--chats", "init": "--init", "max_tokens": "--max-tokens", "file": "--file",
+    "run_code": "--run-code",
+}  # fmt: skip
 # "FIELD is VALUE; allowed: ALLOWED" of `config.refuse`; FIELD is `p`, `p[0]`, or `threshold(p=)` of a rule.
 _REFUSAL = re.compile(r"(?P<name>[\w.]+)(\[\d+\]|\((?P<parameter>\w+)=\))? is (?P<rest>.*)", re.DOTALL)
 _ONLY_PYTHON = re.compile(r", or (None|an Effort)\b.*", re.DOTALL)  # what nobody can type
@@ -279,16 +287,16 @@ def as_typed(message: str, words: Sequence[str]) -> str:
     Returns:
         Such as "--quantise is 'int4'; allowed: int8, fp8".
     """
-    missing = lambda text: re.sub(
-        r"^(--[\w.-]+|[A-Z]+) is None; allowed: ", r"\1 is missing; allowed: ", text
-    )
+    nothing = r"^((?:--[\w.-]+|[A-Z]+) is None|--[\w.-]+ is ''); allowed: "
+    missing = lambda text: re.sub(nothing, lambda m: f"{m[1].split()[0]} is missing: ", text)
     message = missing(message)
     found = _REFUSAL.fullmatch(message)
     if found is None:
         return message
-    typed = {word.partition("=")[0] for word in words if word.startswith("--")}
+    typed = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     name, parameter, rest = found["name"], found["parameter"], found["rest"]
-    option = OPTION_OF.get(name, "--" + name.replace("_", "-"))
+    options = OPTION_OF.get(name, ("--" + name.replace("_", "-"),))
+    option = next((x for x in options if x in typed), options[0])
     if option not in typed and parameter is not None:
         name, option = parameter, "--" + parameter.replace("_", "-")
         rest = f"{rest} (of the rule {found['name']})"

@@ -198,9 +198,28 @@ def _one_line(box: str) -> str:
         else:
             words.append(text)
     text = " ".join(filter(None, words))
+    missing = re.match(r"Missing from mercury [\w .-]+: (.*)", text)
+    if missing:  # "OUT A new folder. (required)", for each of them
+        lacking = [
+            re.match(r"(\S+) (?:[A-Z]{2,} )?(.*)", x.strip()) for x in missing[1].split(" (required)") if x
+        ]
+        names = [x[1] for x in lacking if x]
+        about = f": {lacking[0][2].rstrip('.')}" if len(names) == 1 and lacking[0] else ""
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing{about}"
+    text = re.sub(r"^Missing value for argument '(\S+)'\..*", r"\1 needs a value behind it", text)
+    text = re.sub(r"^Unrecognized options: (.*)", r"\1: no option takes this value", text)
+    choice = re.match(r"invalid choice (.+) for argument '(\S+)'\. Expected one of \((.*)\)", text)
+    if choice:
+        names = [x.strip(" '") for x in choice[3].split(",")]
+        return f"{choice[2]} is {choice[1]}; allowed: {', '.join(x for x in names if x not in ('', 'None'))}"
     text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number", text)
     text = re.sub(r"could not convert string to float: (.*)", r"\1 is no number", text)
     # A check of a whole dataclass names its field itself.
+    text = re.sub(r"^Error parsing ([a-z]\w*): (\w+) is ", r"--\1.\2 is ", text)
+    text = re.sub(r"^Error parsing [a-z]\w*: (\w+\.\w+ is )", r"--\1", text)
+    text = re.sub(
+        r"^Error parsing (\S+): ('.*') is no (whole number|number)$", r"\1 is \2; allowed: a \3", text
+    )
     text = re.sub(r"^Error parsing [A-Z]\w*[a-z]\w*: ", "", text)
     return re.sub(r"^Error parsing (\S+): (is )?", lambda m: f"{m[1]} {m[2] or 'is wrong: '}", text)
 
@@ -212,7 +231,7 @@ def _refuse_rest(rest: Sequence[str], options: Sequence[str], prog: str) -> None
             allowed = nearest(name, options)
             raise refuse("option", name, allowed if len(allowed) < 200 else f"what `{prog} --help` lists")
     if rest:
-        raise refuse("argument", rest[0], f"no further arguments; `{prog} --help` shows the order")
+        raise ValueError(f"argument {rest[0]!r} is one too many; `{prog} --help` shows the order")
 
 
 def option_names(command: type) -> list[str]:

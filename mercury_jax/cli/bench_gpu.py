@@ -53,7 +53,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse instead of tyro, since this command must run from the source tree without tyro, rich and grain."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message.removeprefix('argument ')} (`{self.prog} --help` explains)")
+        lacking = message.removeprefix("the following arguments are required: ")
+        told = message.removeprefix("argument ") if lacking == message else f"{lacking} is missing"
+        raise ValueError(f"{told} (`{self.prog} --help` explains)")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

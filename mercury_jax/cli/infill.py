@@ -103,7 +103,11 @@ def split(template: str, mark: str = "[[N]]") -> list[str | int]:
         raise refuse("--mark", mark, "N with something on either side, such as [[N]]")
     found = re.split(re.escape(before) + r"(\d+|\?)" + re.escape(after), template)
     if len(found) == 1:
-        raise refuse("TEMPLATE", template, f"at least one hole, such as {before}24{after}")
+        wrong = re.search(f"{re.escape(before)}.*?{re.escape(after)}", template)
+        raise ValueError(
+            f"TEMPLATE has no hole{f'; {wrong[0]} is none' if wrong else ''}: write {before}24{after} for 24 tokens, "
+            f"{before}?{after} for as many as are likely"
+        )
     # re.split alternates text and the group of the pattern.
     if any(p != "?" and int(p) == 0 for p in found[1::2]):
         raise refuse("hole", 0, f"1 token or more; {before}?{after} for as many as are likely")

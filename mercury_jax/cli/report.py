@@ -8,6 +8,7 @@ from typing import Annotated
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Positional, option
+from mercury_jax.config import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ def run(argv: Sequence[str]) -> int:
         ValueError: A folder without metrics, or a file that cannot be written.
     """
     args = arguments.read(Report, argv, "mercury report")
+    if not args.runs:
+        raise refuse("RUN", None, "the folder of a run, such as runs/nano")
     from mercury_jax.train import curves
 
     found = curves.read_runs(args.runs)

@@ -23,7 +23,7 @@ from mercury_jax.cli.arguments import (
     Repeated,
     option,
 )
-from mercury_jax.config import refuse
+from mercury_jax.config import count, refuse
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -330,8 +330,11 @@ def mesh_of(text: str | None) -> Mesh | None:
 
     sizes = {**dict.fromkeys(AXES, 1), **mesh_sizes(text)}
     devices = jax.devices()
-    if min(sizes.values()) < 1 or math.prod(sizes.values()) > len(devices):
-        raise refuse("--mesh", text, f"1 to {len(devices)} devices in all")
+    if min(sizes.values()) < 1:
+        raise refuse("--mesh", text, "sizes of 1 or more")
+    if (product := math.prod(sizes.values())) > len(devices):
+        machine = f"this machine has {count(len(devices), 'device')}"
+        raise ValueError(f"--mesh {text} needs {count(product, 'device')}; {machine}")
     return mesh(**sizes, devices=devices[: math.prod(sizes.values())])
 
 

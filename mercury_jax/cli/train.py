@@ -86,7 +86,7 @@ def _load(path: str) -> TrainConfig:
     try:
         return recipe.load_recipe(path)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise error if path in str(error) else ValueError(f"{path}: {error}") from error
     except Exception as error:
         text = str(error.msg if isinstance(error, SyntaxError) else error) + _suggestion(error)
         allowed = f"a file that runs; this one fails{_line(error, path)}: {type(error).__name__}: {text}"

@@ -193,7 +193,8 @@ def _span_range(text: str, span: Any) -> tuple[int, int]:
     if isinstance(span, str) and is_text:
         count = text.count(span)
         if not span or count != 1:
-            raise refuse("spans", span, f"a piece that the text holds once; it holds it {count} times")
+            found = f"the text holds it {count} times" if span else "it is empty"
+            raise ValueError(f"spans is {span!r}: {found}; a span must be a piece that it holds once")
         return text.index(span), text.index(span) + len(span)
     pair = isinstance(span, Sequence) and len(span) == 2 and not isinstance(span, str)
     if not pair or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in span):

@@ -359,7 +359,7 @@ def check(task: str, settings: EvalSettings) -> Evaluation:
     for name in found.unused:
         default = EvalSettings._field_defaults[name]
         if getattr(settings, name) not in (default, Plan()):
-            raise refuse(name, str(getattr(settings, name)), f"{default}: {task} has no use for it")
+            raise ValueError(f"{name} is {getattr(settings, name)}: {task} has no use for it; leave it out")
     found.check(settings)
     return found
 

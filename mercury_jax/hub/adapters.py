@@ -469,6 +469,8 @@ def open_adapter(folder: str | Path) -> Adapter:
         ValueError: The adapter has features that cannot be merged here (DoRA, biases, saved modules).
     """
     path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"adapter is {str(folder)!r}: this folder does not exist")
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing: the folder holds no adapter in PEFT's format")

@@ -70,6 +70,16 @@ class Folder(NamedTuple):
         return tensors.read(self.files[name], self.tensors[name], rows)
 
 
+# Errors of `huggingface_hub` by class -> what they mean.
+_REFUSALS = {
+    "GatedRepoError": "the model is gated; accept its terms on the hub, then `hf auth login`",
+    "RepositoryNotFoundError": "the hub has no model of this name, or shows it only to its owner (`hf auth login`)",
+    "RevisionNotFoundError": "the model has no such revision",
+    "LocalEntryNotFoundError": "the hub could not be reached",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set",
+}
+
+
 def download(source: str) -> Path:
     """Downloads a checkpoint from the Hugging Face hub, or finds it in the cache of `huggingface_hub`.
 
@@ -92,10 +102,16 @@ def download(source: str) -> Path:
     try:
         found = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=_DOWNLOADED)
     except Exception as error:  # the library raises errors of whatever HTTP client it uses
-        words = str(error).strip().split("\n")[0][:300]
+        words = (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+            if str(error)
+            else repr(error)
+        )
+        names = (kind.__name__ for kind in type(error).__mro__)
+        reason = next((_REFUSALS[name] for name in names if name in _REFUSALS), words)
         raise CheckpointError(
-            f"source is {source!r}, and it could not be fetched ({type(error).__name__}: {words}); allowed: a folder "
-            "of a saved model, or an id that the hub has, with a network"
+            f"source is {source!r}: there is no such folder, and from the Hugging Face hub it could not be fetched: "
+            f"{reason}"
         ) from None
     return Path(found)
 

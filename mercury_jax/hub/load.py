@@ -236,8 +236,8 @@ def folder_of(source: str | Path) -> Path:
     if isinstance(source, str) and HUB_ID.fullmatch(source) and not path.exists():
         return download(source)
     raise CheckpointError(
-        f"source is {str(source)!r}; allowed: a folder of a saved model, an id such as 'org/name', or nano; "
-        "this one does not exist"
+        f"source is {str(source)!r}: a folder of this name does not exist. It must be a folder, an id of the "
+        "Hugging Face hub such as org/name, or nano"
     )
 
 

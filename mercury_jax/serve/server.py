@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import signal
 import socket
@@ -50,7 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
         The socket, which does not listen yet.
 
     Raises:
-        ValueError: The port is out of range, or the address is not available.
+        ValueError: The port is out of range or in use, or the address is not one of this machine.
     """
     if not 0 <= port <= 65535:
         raise refuse("port", port, "0 to 65535; 0 finds a free one")
@@ -62,8 +63,13 @@ def listen(host: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
-        allowed = f"an address that is free on this machine ({error.strerror})"
-        raise refuse("host and port", f"{host}:{port}", allowed) from None
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port is {port}: it is in use on {host}. --port 0 finds a free one") from None
+        if error.errno == errno.EACCES:
+            raise ValueError(
+                f"port is {port}: this account may not open it. --port 0 finds a free one"
+            ) from None
+        raise refuse("host", host, "an address or a name of this machine") from None
     return made
 
 

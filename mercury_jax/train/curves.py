@@ -70,6 +70,10 @@ def _read(folder: Path, name: str) -> RunCurves:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         allowed = f"the folder of a run, with config.json and {METRICS} ({error})"
+        if isinstance(error, OSError):
+            raise ValueError(
+                f"there is no run in {folder}: `mercury train` writes config.json and {METRICS} there"
+            ) from None
         raise refuse("run", str(folder), allowed) from None
     for row in rows:
         for metric, value in row.items():

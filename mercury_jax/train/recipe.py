@@ -266,7 +266,9 @@ class TrainConfig:
             raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
         if not isinstance(self.data, Mixture):
             raise refuse(
-                "chats", self.chats, "a glob of JSONL files with conversations: this recipe has no other data"
+                "chats",
+                self.chats,
+                "a glob of JSONL files with conversations, since this recipe has no other data",
             )
         return self.data
 
@@ -278,7 +280,7 @@ class TrainConfig:
             ValueError: `model` is still an `InitModel`: the checkpoint in `init` was not read.
         """
         if isinstance(self.model, InitModel):
-            allowed = "a checkpoint: this recipe takes its model from it (--init FOLDER)"
+            allowed = "a checkpoint, since this recipe takes its model from it (--init FOLDER)"
             raise refuse("init", self.init, allowed)
         return self.model
 
@@ -303,8 +305,9 @@ def load_recipe(recipe: str | Path) -> TrainConfig:
     path = find_recipe(recipe)
     make = runpy.run_path(str(path)).get("config")
     if not callable(make):
-        allowed = "a Python file that defines config() -> TrainConfig; this one has no config"
-        raise refuse("recipe", str(path), allowed)
+        raise ValueError(
+            f"recipe {path} has no config(): a recipe is a Python file that defines config() -> TrainConfig"
+        )
     try:
         config = make()
     except TypeError as error:

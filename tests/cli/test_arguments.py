@@ -1,6 +1,7 @@
 """Bad input is refused in one line that names it, before anything is computed."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ from tests.marks import slow_except
         (["sample", "x", "--rule", "threshold", "--p", "high"], ["--p is 'high'", "a number"]),
         (["sample", "x", "--rule", "threshold", "--p", "nan"], ["--p is nan", "a number"]),
         (["sample", "x", "--max-token", "3"], ["'--max-token'", "--max-tokens is the nearest"]),
-        (["infill", "no hole"], ["TEMPLATE", "'no hole'", "[[24]]"]),
+        (["infill", "no hole"], ["TEMPLATE has no hole", "[[24]]"]),
         (["infill", "a [[0]] b"], ["hole", "0", "1 token or more"]),
         (["infill", "a [[999]] b"], ["hole", "999", "1..128"]),
         (["infill", "a [[999999999999]] b"], ["hole", "1..128"]),
@@ -140,24 +141,84 @@ def test_a_number_out_of_range_is_refused_before_a_model_is_loaded(words, said, 
             assert said in refused(capsys, *command, "--model", "/no/such/model", *words)
 
 
+def test_a_port_in_use_is_named_with_what_finds_a_free_one(capsys):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        told = refused(capsys, "serve", "--port", str(port))
+    assert told == f"mercury: --port is {port}: it is in use on 127.0.0.1. --port 0 finds a free one\n"
+
+
+def test_a_hub_that_cannot_be_reached_is_told_without_the_client_s_words(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    told = refused(capsys, "sample", "x", "--model", "runs/nothing")
+    assert told.startswith(
+        "mercury: --model is 'runs/nothing': there is no such folder, and from the Hugging Face hub"
+    )
+    assert "Errno" not in told and "Error" not in told
+
+
 @pytest.mark.parametrize(
     "command, words, said",
     [
-        ("sample x", "--model nosuch/a/b", "--model is 'nosuch/a/b'; allowed: a folder"),
-        ("info", "nosuch/a/b", "MODEL is 'nosuch/a/b'; allowed: a folder"),
+        ("sample x", "--model nosuch/a/b", "--model is 'nosuch/a/b': a folder of this name does not exist"),
+        ("info", "nosuch/a/b", "MODEL is 'nosuch/a/b': a folder of this name does not exist"),
         ("sample x", "--quantise int4", "--quantise is 'int4'; allowed: int8, fp8\n"),
         ("sample x", "--kv=5bit", "--kv is '5bit'; allowed: int8, fp8, 4bit, 3bit\n"),
         ("sample x", "--dtype f", "--dtype is 'f'; allowed: float32"),
         ("sample x", "--effort hgh", "--effort is 'hgh'; allowed: instant, low, medium, high\n"),
         ("sample x", "--logprobs 300 --json", "--logprobs is 300; allowed: 0..100 alternatives\n"),
         ("sample x", "--seed -1", "--seed is -1; allowed: a whole number"),
-        ("edit", "", "TEXT is missing; allowed: a text"),
-        ("eval exact", "", "--file is missing; allowed: a JSON Lines file"),
+        ("edit", "", "TEXT is missing: a text"),
+        ("eval exact", "", "--file is missing: a JSON Lines file"),
         ("chat", "--temperature -1", "--temperature is -1.0; allowed: a number, 0 or more"),
         ("train first", "--steps 0", "--steps is 0; allowed: 1 or more"),
+        ("train first", "--steps 1e3", "--steps is '1e3'; allowed: a whole number"),
+        ("train first", "--optim.lr -1", "--optim.lr is -1.0; allowed: 0 or more"),
+        ("train first", "--mesh.data 0", "--mesh.data is 0; allowed: 1 or more"),
+        ("train first", "--eval_every -1", "--eval-every is -1; allowed: 0 or more"),
+        (
+            "train first",
+            "--noise.schedule foo",
+            "--noise.schedule is 'foo'; allowed: linear, cosine, polynomial",
+        ),
+        ("train first", "extra", "extra: no option takes this value"),
+        ("train first", "--init runs/none", "--init is 'runs/none': there is no such folder"),
+        ("train", "", "RECIPE is missing: A Python file"),
+        ("train sft_nano", "", "--chats is missing: a glob of JSONL files"),
+        ("train sft_llada", "--chats x", "--init is missing: a checkpoint"),
+        (
+            "data pack x",
+            "--out y --tokenizer runs/none",
+            "--tokenizer is 'runs/none': there is no such folder",
+        ),
+        ("data pack x", "", "--tokenizer and --out are missing"),
+        ("convert nano", "", "OUT is missing: A new folder"),
+        ("convert", "", "MODEL and OUT are missing"),
+        ("report", "", "RUN is missing: the folder of a run"),
+        ("report runs/none", "", "there is no run in runs/none: `mercury train`"),
+        ("bench", "", "WHAT is missing: one of decode, compile"),
+        ("data", "", "WHAT is missing: one of pack, info"),
+        ("bench gpu", "", "WHAT is missing"),
+        ("sample", "", "PROMPT is missing: a text"),
+        ("sample x", "--rule", "--rule needs a value"),
+        ("sample x", "--chat yes", "argument 'yes' is one too many"),
+        ("sample x", "--adapter runs/none", "--adapter is 'runs/none': this folder does not exist"),
+        ("sample x", "--bias 9999=1", "--bias is 9999; allowed: ids in 0..1023"),
+        ("eval add3", "--prompts foo", "--prompts is 'foo'; allowed: "),
+        ("eval add3", "--shots 3", "--shots is 3: add3 has no use for it"),
+        ("infill", "[[abc]]", "TEMPLATE has no hole; [[abc]] is none: write [[24]] for 24 tokens, [[?]]"),
+        ("infill", "[[-3]]", "TEMPLATE has no hole; [[-3]] is none"),
+        ("edit abc", "--span z", "--span is 'z': the text holds it 0 times"),
+        ("serve", "--default-effort foo", "--default-effort is 'foo'; allowed: instant"),
+        ("serve", "--mesh tensor=8", "--mesh tensor=8 needs 8 devices; this machine has 4 devices"),
+        ("serve", "--mesh tensor=0", "--mesh is 'tensor=0'; allowed: sizes of 1 or more"),
     ],
 )
-def test_an_error_names_the_option_and_what_can_be_typed(command, words, said, capsys):
+def test_an_error_names_the_option_and_what_can_be_typed(command, words, said, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     told = refused(capsys, *command.split(), *words.split())
     assert told.startswith(f"mercury: {said}")
 

@@ -89,7 +89,7 @@ def test_a_loss_that_spans_decades_has_a_logarithmic_axis(tmp_path, metric, valu
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["none"], "run is 'none'; allowed: the folder of a run"),
+        (["none"], "there is no run in none"),
         (["a", "--out", "x.txt"], "out is 'x.txt'; allowed: a file that ends in .html"),
         (["a", "--out", "no/x.png"], "a file in a folder that exists"),
         (["a", "--metrics", "lost"], "metrics is 'lost'; allowed: loss, masked_accuracy"),
