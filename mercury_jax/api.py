@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -21,16 +22,19 @@ from mercury_jax.checkpoint import manifest
 from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
+from mercury_jax.hub.family import plain_build, writers
 from mercury_jax.hub.tokenizer import unpack
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, distributed, loop, lora, report
 from mercury_jax.train.data.corpus import Shards
+from mercury_jax.train.data.pipeline import PackedIterator
 from mercury_jax.train.data.sources import find_paths
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
+_LOG = logging.getLogger("mercury_jax")
 TOKENIZER, MODEL, ADAPTER = "tokenizer.model", "model", "adapter"  # names in the run's folder
 TOKENIZER_BYTES = 3_000_000  # bytes of text that a new tokenizer is trained on
 
@@ -68,8 +72,15 @@ def train(config: TrainConfig) -> loop.TrainResult:
 
 def _train(config: TrainConfig) -> loop.TrainResult:
     """Trains; every process of the job calls it."""
-    partial, config = bool(config.lora.rank or config.freeze), _with_model(config)
+    partial, adapted = bool(config.lora.rank or config.freeze), isinstance(config.model, InitModel)
+    config = _with_model(config)
     _check_evaluation(config)
+    if adapted and not jax.process_index() and not writers(plain_build(config.model_config)):
+        c = config.model_config
+        _LOG.warning(
+            "no family of Hugging Face's layout holds this model (%s, alignment %s, predicts_next %s): mercury_jax "
+            "loads the result, and `mercury convert --to hf` will refuse it", c.pattern, c.alignment, c.predicts_next,
+        )  # fmt: skip
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
     model = models.build(c)
@@ -111,7 +122,8 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     params = None if first is None or (at is not None and not partial) else first.params
     first = None if first is None else dataclasses.replace(first, params={})
     result = loop.run(
-        config, models.build(c, config.remat), corruption, batches,
+        config, models.build(c, config.remat), corruption,
+        batches,  # pyright: ignore[reportArgumentType]  `distributed.DataState` has the keys that processes share
         evaluate=evaluate if config.eval_every and config.eval_batches else None,
         preview=_preview(config, model, corruption, tokenizer),
         params=params,
@@ -175,7 +187,7 @@ def _with_model(config: TrainConfig) -> TrainConfig:
     if not isinstance(config.model, InitModel):
         return config
     if not config.init:
-        allowed = "a checkpoint: this recipe takes its model from it (--init FOLDER)"
+        allowed = "a checkpoint, since this recipe takes its model from it (--init FOLDER)"
         raise refuse("init", config.init, allowed)
     changes = config.model.changes
     found = hub.config_of(config.init, **changes)
@@ -282,6 +294,12 @@ def _evaluator(
         index=index, count=count, prefetch=0,
     )  # fmt: skip
     batches = list(itertools.islice(held_out, config.eval_batches))
+    times = int(count * held_out.epochs()) if isinstance(held_out, PackedIterator) else 0
+    if times > 1 and not jax.process_index():
+        _LOG.warning(
+            "the held-out data are small: the %d batches of an evaluation read them about %d times; --eval-batches %d "
+            "reads them once", config.eval_batches, times, max(1, config.eval_batches // times),
+        )  # fmt: skip
     run = make_evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 

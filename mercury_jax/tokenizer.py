@@ -271,7 +271,10 @@ class Tokenizer:
                     "More or more varied text allows more"
                 )
             elif least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-                allowed = f"at least {least[1]}, the number of different characters in these texts"
+                allowed = (
+                    f"at least {least[1]}: {fixed} fixed pieces (specials, whitespace, bytes), and one for each "
+                    "different character of these texts"
+                )
             else:
                 allowed = f"a size that sentencepiece can make of these texts; it says: {error}"
             raise refuse("vocab_size", vocab_size, allowed) from error

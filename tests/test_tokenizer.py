@@ -1,6 +1,7 @@
 """The tokenizer: text round-trips, and no text is encoded as a special token."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -160,3 +161,14 @@ def test_an_example_splits_into_thinking_and_answer(tok: Tokenizer, thinking: st
 def test_malformed_messages_are_refused_by_name(tok: Tokenizer, messages, words: str):
     with pytest.raises(ValueError, match=words):
         tok.render(messages)
+
+
+def test_a_vocabulary_too_small_for_the_characters_says_what_it_counts():
+    letters = "abcdefghij\n"
+    with pytest.raises(
+        ValueError, match=r"at least (\d+): (\d+) fixed pieces .*one for each different character"
+    ) as told:
+        Tokenizer.train([letters] * 20, 290)
+    least, fixed = map(int, re.findall(r"at least (\d+): (\d+)", str(told.value))[0])
+    assert Tokenizer.train([letters] * 20, least).vocab_size == least
+    assert least - fixed <= len(set(letters)) + 1

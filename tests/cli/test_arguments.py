@@ -290,7 +290,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", slow_except(MISTAKES, *MISTAKES.keys() - {"a vocabulary too large"}))
-def test_a_mistake_in_a_first_recipe_is_explained(mistake, tmp_path, capsys):
+def test_a_mistake_in_a_first_recipe_is_explained(mistake, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(api, "TOKENIZER_BYTES", 30_000)  # drawing 3 MB of sums takes half a minute
     (before, after), words = MISTAKES[mistake]
     path = tmp_path / "mine.py"
     assert before in RECIPE

@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -211,3 +212,45 @@ def test_the_loaders_copy_is_freed_and_the_base_is_there_once(base, tmp_path, ra
     expected = held(params) + 2 * held(trained)  # two moments
     # A batch takes a seventh of a copy; the next one may be on its way to the devices already.
     assert expected <= found[-1] - before < expected + 0.5 * held(params)
+
+
+class Stopped(Exception):
+    """Raised in the place of the first step."""
+
+
+@pytest.fixture
+def told(monkeypatch, caplog):
+    """told(config) -> what training says before its first step."""
+
+    def stop(*args, **more):
+        raise Stopped
+
+    def run(config):
+        caplog.clear()
+        with monkeypatch.context() as patch, caplog.at_level("WARNING", "mercury_jax"):
+            patch.setattr(api.loop, "run", stop)
+            with pytest.raises(Stopped):
+                mj.train(config)
+        return caplog.text
+
+    return run
+
+
+def test_a_model_that_no_family_can_hold_is_said_before_the_first_step(base, tmp_path, told):
+    folder, lines = base("Qwen3")
+    config = recipe("Qwen3", folder, lines, tmp_path)
+    assert "Hugging Face" not in told(config)
+    shifted = dataclasses.replace(config, model=dataclasses.replace(config.model, alignment="shifted"))
+    assert "`mercury convert --to hf` will refuse it" in told(shifted)
+
+
+def test_an_evaluation_that_reads_a_small_held_out_side_often_says_so(base, tmp_path, told):
+    folder, lines = base("LLaDA")
+    source = data.chat(str(lines), held_out=0.2)
+    config = dataclasses.replace(
+        recipe("LLaDA", folder, lines, tmp_path), chats="", data=source, eval_every=1, eval_batches=8
+    )
+    assert re.search(
+        r"the 8 batches of an evaluation read them about \d+ times; --eval-batches", told(config)
+    )
+    assert "held-out data are small" not in told(dataclasses.replace(config, eval_every=0))

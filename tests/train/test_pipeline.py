@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import subprocess
 import sys
 import types
 
@@ -329,3 +330,18 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
 def test_a_mixture_is_plain_data(mixed):
     assert hash(mixed) == hash(dataclasses.replace(mixed))
     assert json.loads(json.dumps(dataclasses.asdict(mixed)))["sources"][2][0]["name"] == "add3"
+
+
+def test_a_script_that_keeps_an_iterator_ends_without_an_exception(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("def f(x):\n    return x\n" * 300)
+    script = f"""
+import mercury_jax as mj
+from mercury_jax.train import data
+lm = mj.load()
+mixture = data.mixture((data.text({str(path)!r}), 1.0))
+batches = data.build(mixture, lm.tokenizer, lm.model.layout, rows=2, row=64, seed=0)
+print(next(batches).tokens.shape)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("(2, 64)\n", "")

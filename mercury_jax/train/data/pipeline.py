@@ -12,9 +12,11 @@ Only this module imports grain, for the thread that prepares batches in advance.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypedDict
 
@@ -213,6 +215,12 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         arrays = (np.concatenate(arrays)[numbers] for arrays in zip(*(part for _, part in parts)))
         return Batch(*arrays)  # pyright: ignore[reportArgumentType]
 
+    def epochs(self) -> float:
+        """How often the rows so far have read the source that they read most often; 0 if no source repeats."""
+        taken = [packer.get_state()["next"] for packer in self._packers.values()]
+        sizes = [stream.size for stream in self._streams]
+        return max((sum(n[s] for n in taken) / size for s, size in enumerate(sizes) if size), default=0.0)
+
     def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the position of each row of this process."""
         rows = {str(number): packer.get_state() for number, packer in self._packers.items()}
@@ -259,6 +267,35 @@ class PackedDataset(grain.IterDataset[Batch]):
         return self._new_iterator()
 
 
+class PrefetchedIterator(Iterator[Batch]):
+    """An iterator whose batches a thread of grain prepares in advance.
+
+    grain ends the thread when its iterator is collected, which raises where that happens at the exit of Python, after
+    grain's own modules are gone. This one lets it go before.
+    """
+
+    def __init__(self, prefetched: grain.DatasetIterator[Batch]) -> None:
+        """Starts at the next batch of grain's iterator, to which nobody else may refer."""
+        self._prefetched = prefetched
+        atexit.register(PrefetchedIterator._close, weakref.ref(self))
+
+    @staticmethod
+    def _close(kept: weakref.ref[PrefetchedIterator]) -> None:
+        if (one := kept()) is not None:
+            del one._prefetched
+
+    def __next__(self) -> Batch:
+        return next(self._prefetched)
+
+    def get_state(self) -> DataState:
+        """Returns the position of each row of this process."""
+        return self._prefetched.get_state()  # pyright: ignore[reportReturnType]
+
+    def set_state(self, state: DataState) -> None:
+        """Continues from a saved position; see `PackedIterator.set_state`."""
+        self._prefetched.set_state(state)  # pyright: ignore[reportArgumentType]
+
+
 def build(
     mixture: Mixture,
     tokenizer: AnyTokenizer,
@@ -271,7 +308,7 @@ def build(
     index: int = 0,
     count: int = 1,
     prefetch: int = 2,
-) -> grain.DatasetIterator[Batch]:
+) -> PackedIterator | PrefetchedIterator:
     """Opens a mixture and packs it into an endless iterator of batches, which can be resumed exactly.
 
     Args:
@@ -346,7 +383,9 @@ def build(
     )
     if not prefetch:
         return iter(data)
-    return iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))
+    return PrefetchedIterator(
+        iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))
+    )
 
 
 def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream | RowStream]:
