@@ -264,6 +264,7 @@ def exit_code(error: BaseException) -> int:
 OPTION_OF = {
     "source": ("--model", "--init", "--tokenizer"), "logit_bias": ("--bias",), "spans": ("--span",),
     "sampler": ("--rule",), "effort": ("--effort", "--default-effort"),
+    "task": ("--generated", "--tasks"),
 }  # fmt: skip
 UNTYPED = {
     "source": "MODEL", "chats": "--chats", "init": "--init", "max_tokens": "--max-tokens", "file": "--file",

@@ -75,7 +75,7 @@ def test_what_cannot_be_asked_for_is_refused_in_one_line(tmp_path, model, packed
         (["a.txt", "--part", "train"], "--part is 'train'; allowed: with --hf only"),
         (["--chats", "a.jsonl", "--field", "x"], "--field is 'x'; allowed: with SOURCE and --hf only"),
         (["--generated", "add2"], "--count is missing"),
-        (["--generated", "add99", "--count", "3"], "generated is 'add99'"),
+        (["--generated", "add99", "--count", "3"], "--generated is 'add99'"),
         (["none/*.txt"], "finds at least one file"),
         (["--hf", "org/set", "--workers", "1"], "once the package `datasets` is installed"),
     ):
