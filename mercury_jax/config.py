@@ -517,7 +517,9 @@ class NoiseConfig:
         if isinstance(self.schedule, tuple):
             _check_alpha(self.schedule)
         elif callable(self.schedule):
-            schedule_values(self.schedule)
+            _check_traceable(
+                self.schedule
+            )  # its values wait for a device: `jax.distributed` may start after this
         elif self.schedule not in get_args(ScheduleName):
             raise refuse(
                 "schedule", self.schedule, f"{', '.join(get_args(ScheduleName))}, or a function alpha(t)"
@@ -529,6 +531,7 @@ class NoiseConfig:
             raise refuse("uniform", self.uniform, "0 <= uniform < 1")
 
 
+@functools.lru_cache(64)
 def schedule_values(alpha: Callable[[Any], Any]) -> tuple[float, ...]:
     """Computes a schedule at 1025 evenly spaced times, the form in which a checkpoint holds a function.
 
@@ -539,8 +542,19 @@ def schedule_values(alpha: Callable[[Any], Any]) -> tuple[float, ...]:
         alpha(0), alpha(1 / 1024), ..., alpha(1).
 
     Raises:
-        ValueError: The function cannot be traced by JAX, is not elementwise, or does not fall from 1 to 0.
+        ValueError: The function does not fall from 1 to 0.
     """
+    import jax
+    import jax.numpy as jnp
+
+    with jax.ensure_compile_time_eval():
+        values = tuple(float(x) for x in alpha(jnp.linspace(0.0, 1.0, 1025)))
+    _check_alpha(values)
+    return values
+
+
+def _check_traceable(alpha: Callable[[Any], Any]) -> None:
+    """Refuses a schedule that JAX cannot trace and differentiate, or that is not elementwise."""
     import jax  # the other configs need no JAX
     import jax.numpy as jnp
 
@@ -559,9 +573,6 @@ def schedule_values(alpha: Callable[[Any], Any]) -> tuple[float, ...]:
                 f"schedule is not elementwise: for times of shape {shape} alpha(t) returned {found}. It must return "
                 "one floating-point number for each time"
             )
-    values = tuple(float(x) for x in alpha(jnp.linspace(0.0, 1.0, 1025)))
-    _check_alpha(values)
-    return values
 
 
 def _check_alpha(values: tuple[float, ...]) -> None:
@@ -575,7 +586,7 @@ def _check_alpha(values: tuple[float, ...]) -> None:
         if not after <= before + 1e-6:
             at = i / (len(values) - 1)
             raise ValueError(
-                f"schedule: alpha rises from {before:g} to {after:g} behind t = {at:.4g}; it must fall"
+                f"schedule: alpha rises from {before:g} to {after:g} after t = {at:.4g}; it must fall"
             )
 
 

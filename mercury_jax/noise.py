@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import NoiseConfig, refuse
+from mercury_jax.config import NoiseConfig, refuse, schedule_values
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import Key
 
@@ -392,10 +392,14 @@ def schedule(config: NoiseConfig) -> Schedule:
 
     Returns:
         alpha(t).
+
+    Raises:
+        ValueError: A function does not fall from alpha(0) = 1 to alpha(1) = 0.
     """
     if isinstance(config.schedule, tuple):
         return interpolated(config.schedule)
     if callable(config.schedule):
+        schedule_values(config.schedule)  # refuses one that does not fall from 1 to 0
         return config.schedule
     return polynomial(config.power) if config.schedule == "polynomial" else SCHEDULES[config.schedule]()
 

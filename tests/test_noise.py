@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +118,7 @@ def test_configs_build_the_noise_that_they_name():
     [
         (lambda t: t, r"alpha\(0\) is 0 and must be 1"),
         (lambda t: 1.0 - 0.5 * t, r"alpha\(1\) is 0.5 and must be 0"),
-        (lambda t: (1.0 - t) * (1.0 + 2.0 * t), "alpha rises from 1 to .* behind t = 0;"),
+        (lambda t: (1.0 - t) * (1.0 + 2.0 * t), "alpha rises from 1 to .* after t = 0;"),
         (lambda t: 1.0 - float(t), "Write it with operators and jax.numpy"),
         (lambda t: jnp.sum(1.0 - t), "schedule is not elementwise"),
         (lambda: 1.0, "schedule is no function"),
@@ -125,7 +128,19 @@ def test_configs_build_the_noise_that_they_name():
 )
 def test_a_function_that_is_no_schedule_is_refused(schedule, words):
     with pytest.raises(ValueError, match=words):
-        NoiseConfig(schedule=schedule)
+        noise.build(NoiseConfig(schedule=schedule), VOCAB, MASK, (0,))
+
+
+def test_a_function_leaves_the_devices_alone_until_a_job_of_several_processes_has_started():
+    code = """if True:
+    import jax, jax.numpy as jnp
+    from mercury_jax.config import NoiseConfig
+    NoiseConfig(schedule=lambda t: jnp.cos(0.5 * jnp.pi * t))
+    jax.config.update("jax_num_cpu_devices", 3)  # refused once a device is in use
+    assert jax.device_count() == 3
+    """
+    flags = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", code], env=flags, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("alpha", [lambda t: 1 - t**2, lambda t: jnp.cos(0.5 * jnp.pi * t)])
