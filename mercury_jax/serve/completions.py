@@ -124,10 +124,10 @@ def _prepare_texts(
     suffix = "" if body.suffix == END_OF_TEXT else body.suffix or ""
     logprobs = body.logprobs if isinstance(body, protocol.CompletionsRequest) else None
     made: list[EngineRequest] = []
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         service.check_size(len(prompt) + len(suffix), "prompt")
         code = code_prompts.fim_prompt(lm, prompt, suffix or None)
-        made += with_seeds(_code_request(service, body, code, "prompt", logprobs=logprobs), n)
+        made += with_seeds(_code_request(service, body, code, "prompt", logprobs=logprobs), n, i)
     plan = ResponsePlan(
         kind=responses.TEXT,
         request=body,

@@ -160,17 +160,19 @@ def make_request(
     )
 
 
-def with_seeds(request: EngineRequest, n: int) -> list[EngineRequest]:
+def with_seeds(request: EngineRequest, n: int, prompt: int = 0) -> list[EngineRequest]:
     """Copies a request for several answers to one prompt.
 
     Args:
         request: The request.
         n: Number of copies.
+        prompt: Index of the prompt among those of the API request.
 
     Returns:
-        The copies; copy i samples with seed + i, modulo 2^31.
+        The copies; copy j of prompt i samples with seed + i n + j, modulo 2^31, as in `mj.sample`.
     """
-    return [dataclasses.replace(request, seed=(request.seed + i) % (1 << 31)) for i in range(n)]
+    first = request.seed + prompt * n
+    return [dataclasses.replace(request, seed=(first + j) % (1 << 31)) for j in range(n)]
 
 
 def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:

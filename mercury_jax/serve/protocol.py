@@ -342,7 +342,7 @@ class SampledRequest(ApiRequest):
     logit_bias: dict[TokenId, LogitBias] | None = Field(None, max_length=512)
     """What to add to the logits of tokens, by their ids."""
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    """Number of answers; answer i samples with seed + i."""
+    """Number of answers; answer j to prompt i samples with seed + i n + j."""
 
 
 class ChatCompletionsRequest(SampledRequest):

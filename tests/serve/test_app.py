@@ -312,6 +312,20 @@ def test_sampling_parameters_change_the_answer(client):
     ]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_equal_prompts_draw_from_seeds_of_their_own(client, n):
+    """As in `mj.sample`: answer j to prompt i is the text of seed + i n + j."""
+    body = {"model": "nano", "prompt": "x = ", "max_tokens": 8, "temperature": 1.0}
+    path = "/v1/completions"
+    texts = lambda more: [c["text"] for c in post(client, {**body, **more}, path)["choices"]]
+    alone = [texts({"seed": 40 + k})[0] for k in range(3 * n)]
+    several = {"prompt": ["x = "] * 3, "n": n, "seed": 40}
+    assert texts(several) == alone and len(set(alone)) > 1
+    chunks = stream(client, {**body, **several}, path)
+    parts = [(c["index"], c["text"]) for chunk in chunks for c in chunk["choices"]]
+    assert ["".join(text for i, text in parts if i == k) for k in range(3 * n)] == alone
+
+
 @pytest.mark.slow
 def test_fim_fills_the_gap(client):
     """An answer that used all of its tokens has the finish reason length."""
