@@ -96,9 +96,13 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     policy = tool_policy(body, tools) if tools or body.tool_choice else ToolPolicy()
     effort = body.reasoning_effort or ("instant" if body.realtime else None)
     decoding = engine_requests.decoding_params(service, effort)
+    begun = continued_text(body, messages)
+    if begun is not None:
+        decoding, messages = decoding._replace(thinking=0), messages[:-1]
     context, max_tokens = service.engine.context, body.max_completion_tokens or body.max_tokens
     called = policy.tools or None
     prompt = conversation.render_prompt(lm, messages, called, thinking=decoding.thinking > 0)
+    prompt += tuple(lm.tokenizer.encode(begun or ""))
     budget = engine_requests.token_budget(context, len(prompt), max_tokens, decoding.thinking)
     # If there is no room for thinking, render again: the prompt must not start a thinking section.
     if decoding.thinking and not budget.thinking:
@@ -128,7 +132,9 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         kind=responses.CHAT,
         request=body,
         prompt_tokens=len(prompt),
-        parser=lambda: OutputParser(lm, chat=True, tools=bool(policy.tools), stop=stops, thinking=thinks),
+        parser=lambda: OutputParser(
+            lm, chat=True, tools=bool(policy.tools), stop=stops, thinking=thinks, begun=begun is not None
+        ),
         answers_per_prompt=body.n,
         diffusing=body.diffusing and body.stream,
         reasoning_summary=body.reasoning_summary,
@@ -136,9 +142,50 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         warning=warning,
         check=constraint.check,
         logprobs=lambda snapshot, message: responses.chat_logprobs(lm, snapshot, message, top or 0),
-        continuation=functools.partial(engine_requests.continuation_of, lm, context, thinks),
+        # A message that is complete may be continued by nothing.
+        continuation=None
+        if begun is not None
+        else functools.partial(engine_requests.continuation_of, lm, context, thinks),
     )
     return plan, engine_requests.with_seeds(first, body.n)
+
+
+def continued_text(request: ChatCompletionsRequest, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the text that the answer continues: that of the last message, if a field of the request asks for it.
+
+    Args:
+        request: The request.
+        messages: Its messages, from `chat.messages.plain_messages`.
+
+    Returns:
+        The text; None for an answer that is a message of its own.
+
+    Raises:
+        ApiError: 400 if the last message is not a text of the assistant, or a field contradicts another one.
+    """
+    fields: dict[str, object] = {}
+    if request.continue_final_message:
+        fields["continue_final_message"] = True
+        if request.add_generation_prompt and "add_generation_prompt" in request.model_fields_set:
+            raise errors.invalid_value("add_generation_prompt", True, "false with continue_final_message")
+    if not request.add_generation_prompt:
+        fields["add_generation_prompt"] = False
+    for i, message in enumerate(request.messages):
+        if isinstance(message, protocol.AssistantMessage) and message.prefix:
+            fields[f"messages[{i}].prefix"] = True
+            if i < len(messages) - 1:
+                raise errors.invalid_value(
+                    f"messages[{i}].prefix", True, "false in all messages but the last"
+                )
+    if not fields:
+        return None
+    (name, value), last = next(iter(fields.items())), messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        allowed = f"{str(not value).lower()} where the last message is not a text of the assistant"
+        raise errors.invalid_value(name, value, allowed)
+    if request.response_format is not None and request.response_format.type != "text":
+        raise errors.invalid_value("response_format.type", request.response_format.type, f"text with {name}")
+    return last["content"]
 
 
 def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
@@ -200,6 +247,9 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     param = "response_format"
     if isinstance(wanted, protocol.JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
         schema, param = wanted.json_schema.schema_, "response_format.json_schema.schema"
+        content = grammars.JSONSchema(schema)
+    elif isinstance(wanted, protocol.JsonObjectFormat) and wanted.schema_ is not None:
+        schema, param = {"type": "object", **wanted.schema_}, "response_format.schema"
         content = grammars.JSONSchema(schema)
     elif isinstance(wanted, protocol.JsonSchemaFormat | protocol.JsonObjectFormat):
         schema, content = {"type": "object"}, grammars.JSONObject()

@@ -5,6 +5,7 @@ Handlers raise `ApiError`; `http.RequestMiddleware` turns it into the response.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,9 @@ def invalid_value(param: str, value: object, allowed: str, field: str | None = N
         The error, to be raised.
     """
     kind = {dict: "an object", list: "a list"}.get(type(value))
+    constant = value is None or isinstance(value, bool)
     text = repr(value) if kind is None else f"{kind} of {len(value)} entries"  # type: ignore[arg-type]
+    text = json.dumps(value) if constant else text
     text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "\N{HORIZONTAL ELLIPSIS}"
     return invalid_request(param, f"{field or param} is {text}; allowed: {allowed}")
 

@@ -160,6 +160,8 @@ class AssistantMessage(_Message):
     """The tool calls of this turn."""
     function_call: CalledFunction | None = None
     """A call in OpenAI's older form."""
+    prefix: bool = False
+    """In the last message: the answer continues this message, instead of beginning a new one."""
 
 
 class ToolMessage(_Message):
@@ -260,9 +262,11 @@ class TextFormat(RequestModel):
 
 
 class JsonObjectFormat(RequestModel):
-    """Any JSON object."""
+    """Any JSON object, or one that obeys a schema."""
 
     type: Literal["json_object"]
+    schema_: JsonObject | None = Field(None, alias="schema")
+    """The JSON Schema (none: any object)."""
 
 
 class NamedSchema(RequestModel):
@@ -361,6 +365,10 @@ class ChatCompletionsRequest(SampledRequest):
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """Whether a tool is called: as the model decides, always, never, this one, or one of these."""
+    continue_final_message: bool = False
+    """Continue the last message, the assistant's, instead of beginning a new one; the answer is the new text only."""
+    add_generation_prompt: bool = True
+    """False: as `continue_final_message`."""
     parallel_tool_calls: bool = True
     """Whether one answer may hold several tool calls."""
     response_format: AnswerFormat | None = None

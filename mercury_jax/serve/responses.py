@@ -65,8 +65,9 @@ class AnswerText(TypedDict):
 
 
 class AnswerMessage(AnswerText):
-    """A message, which may call tools."""
+    """A message, which may call tools. `refusal` is always null: a refusal is content."""
 
+    refusal: None
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -98,9 +99,10 @@ class TokenLogprobs(TokenLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """Logprobs of a chat answer."""
+    """Logprobs of a chat answer. The content is null if the answer has none, as one that only calls tools."""
 
-    content: list[TokenLogprobs]
+    content: list[TokenLogprobs] | None
+    refusal: None
 
 
 class TextLogprobs(TypedDict):
@@ -121,21 +123,21 @@ class ChatChoice(_Choice):
     """One answer of a chat."""
 
     message: AnswerMessage
-    logprobs: NotRequired[ChatLogprobs]
+    logprobs: ChatLogprobs | None
 
 
 class ChatChunkChoice(_Choice):
     """What is new of one answer of a chat."""
 
     delta: AnswerMessageDelta
-    logprobs: NotRequired[ChatLogprobs]
+    logprobs: ChatLogprobs | None
 
 
 class TextChoice(_Choice):
     """One text, or what is new of it."""
 
     text: str
-    logprobs: NotRequired[TextLogprobs]
+    logprobs: TextLogprobs | None
 
 
 class EditChoice(_Choice):
@@ -200,7 +202,7 @@ class _Completion(_Response):
 
 
 class _Chunk(_Response):
-    usage: NotRequired[Usage]
+    usage: NotRequired[Usage | None]
     diffusion_meta: NotRequired[DiffusionMeta]
 
 
@@ -306,17 +308,26 @@ JsonDict = dict[str, Any]
 
 
 class ResponseKind(NamedTuple):
-    """The differences between endpoints: names of the objects, prefix of the ids, and messages or plain text."""
+    """The differences between endpoints.
+
+    Attributes:
+        completion: `object` of a response.
+        chunk: `object` of an event.
+        prefix: Start of the ids.
+        message: Whether a choice has a message instead of a text.
+        logprobs: Whether a choice has logprobs, and a message a refusal; null where there are none.
+    """
 
     completion: str
     chunk: str
     prefix: str
     message: bool
+    logprobs: bool
 
 
-CHAT = ResponseKind("chat.completion", "chat.completion.chunk", "chatcmpl-", True)
-TEXT = ResponseKind("text_completion", "text_completion", "cmpl-", False)
-EDIT = ResponseKind("edit.completion", "edit.completion.chunk", "cmpl-", True)
+CHAT = ResponseKind("chat.completion", "chat.completion.chunk", "chatcmpl-", True, True)
+TEXT = ResponseKind("text_completion", "text_completion", "cmpl-", False, True)
+EDIT = ResponseKind("edit.completion", "edit.completion.chunk", "cmpl-", True, False)
 
 
 class ResponseWriter:
@@ -380,8 +391,9 @@ class ResponseWriter:
                     {"index": i, **_tool_call(call.id, call.name, call.arguments)}
                     for i, call in enumerate(calls)
                 ]
-        choice = {"index": index, "finish_reason": finish, **body}
-        return choice if logprobs is None else {**choice, "logprobs": logprobs}
+            if self.kind.logprobs:
+                body["message"]["refusal"] = None
+        return {"index": index, "finish_reason": finish, **body, **self._logprobs(logprobs)}
 
     def chunk_choice(
         self,
@@ -416,7 +428,10 @@ class ResponseWriter:
                     {"index": call.index, **_tool_call(call.id, call.name, call.arguments)} for call in calls
                 ]
             choice = {"index": index, "delta": delta, "finish_reason": finish}
-        return choice if logprobs is None else {**choice, "logprobs": logprobs}
+        return {**choice, **self._logprobs(logprobs)}
+
+    def _logprobs(self, logprobs: JsonDict | None) -> JsonDict:
+        return {"logprobs": logprobs} if self.kind.logprobs else {}
 
 
 def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
@@ -427,26 +442,30 @@ def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
 
 
 def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> ChatLogprobs:
-    """Builds the logprobs of a chat answer; tokens of thinking are omitted.
+    """Builds the logprobs of a chat answer.
 
     Args:
         lm: The model, whose tokenizer has the text of each token.
         snapshot: The last snapshot, which has `logprobs`.
-        message: The parsed answer, which has the number of reasoning tokens.
+        message: The parsed answer, which says which tokens wrote the content.
         top: Number of alternatives per token.
 
     Returns:
-        One entry per token of the content.
+        One entry per token of the content: tokens of thinking, calls and stop sequences are omitted.
     """
-    logprobs, answer = snapshot.logprobs, slice(message.reasoning_tokens, message.completion_tokens)
+    return {"content": _content_logprobs(lm, snapshot, message, top) or None, "refusal": None}
+
+
+def _content_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> list[TokenLogprobs]:
+    logprobs, at = snapshot.logprobs, [i for i, _ in message.content_offsets]
     assert logprobs is not None
     # For each token: its id, its log-probability, ids of the alternatives [K] and their log-probabilities [K].
     rows = (snapshot.tokens, logprobs.tokens, logprobs.top_ids, logprobs.top)
     content: list[TokenLogprobs] = []
-    for token, value, ids, values in zip(*(row[answer] for row in rows), strict=True):
+    for token, value, ids, values in zip(*(row[at] for row in rows), strict=True):
         alternatives = [_token_logprob(lm, i, v) for i, v in zip(ids[:top], values[:top])]
         content.append({**_token_logprob(lm, token, value), "top_logprobs": alternatives})
-    return {"content": content}
+    return content
 
 
 def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> TextLogprobs:
@@ -462,13 +481,14 @@ def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) 
         Parallel lists with one entry per token. Text offsets are in characters.
     """
     made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
-    for entry in chat_logprobs(lm, snapshot, message, top)["content"]:
+    entries = _content_logprobs(lm, snapshot, message, top)
+    for entry, (_, offset) in zip(entries, message.content_offsets, strict=True):
         made["tokens"].append(entry["token"])
         made["token_logprobs"].append(entry["logprob"])
-        made["top_logprobs"].append({other["token"]: other["logprob"] for other in entry["top_logprobs"]})
+        # Tokens with the same text share a key: the likeliest, which comes first, is kept.
+        ordered = reversed(entry["top_logprobs"])
+        made["top_logprobs"].append({other["token"]: other["logprob"] for other in ordered})
         made["text_offset"].append(offset)
-        offset += len(entry["token"])
     return made
 
 

@@ -184,15 +184,17 @@ class Responder:
             choice ending with a chunk that has a finish reason; the usage, if requested; and [DONE].
         """
         writer, options = self.writer, self.plan.request.stream_options
+        with_usage = options is not None and options.include_usage
+        unknown: JsonDict = {"usage": None} if with_usage else {}  # in all chunks but the last
         answers: dict[int, FinishedAnswer] = {}
         try:
             for i in range(len(jobs.handles) if self.plan.kind.message else 0):
-                yield sse_event(writer.chunk([writer.chunk_choice(i, first=True)]))
+                yield sse_event(writer.chunk([writer.chunk_choice(i, first=True)], unknown))
             streams = [self._choice_chunks(i, handle, answers) for i, handle in enumerate(jobs.handles)]
             async with contextlib.aclosing(interleave(streams)) as chunks:
                 async for chunk in chunks:
-                    yield sse_event(chunk)
-            if options is not None and options.include_usage:
+                    yield sse_event(chunk | unknown)
+            if with_usage:
                 usage = self._usage([answers[i] for i in sorted(answers)])
                 yield sse_event(writer.chunk([], {"usage": usage}))
         except Exception as error:

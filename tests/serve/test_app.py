@@ -299,6 +299,17 @@ def test_logprobs_belong_to_the_tokens_of_the_answer(client, nano):
     )
 
 
+def test_a_json_object_obeys_the_schema_beside_it(client):
+    """The form of llama.cpp and Together."""
+    held = {"type": "json_object", "schema": VERDICT}
+    for made in (post(client, {**PAYLOAD, "response_format": held})["choices"][0]["message"]["content"],
+                 text_of(stream(client, {**PAYLOAD, "response_format": held}))):  # fmt: skip
+        Draft202012Validator(VERDICT).validate(json.loads(made))
+    held = {"type": "json_object", "schema": {"required": ["a"], "properties": {"a": {"type": "strin"}}}}
+    refused = client.post(CHAT, json={**PAYLOAD, "response_format": held}).json()["error"]
+    assert refused["param"] == "response_format.schema"
+
+
 def test_sampling_parameters_change_the_answer(client):
     payload = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "temperature": 1.2, "seed": 1}
     texts = lambda **more: [

@@ -148,7 +148,7 @@ def test_a_number_is_a_finite_number_and_nothing_else(bad):
     "field, allowed, message",
     [
         ("best_of", 1, "best_of is 3; allowed: 1 (every answer that is generated is returned)"),
-        ("echo", False, "echo is True; allowed: false (there are no logprobs of a prompt)"),
+        ("echo", False, "echo is true; allowed: false (there are no logprobs of a prompt)"),
     ],
 )
 def test_one_allowed_value_is_the_same_value_in_json(field, allowed, message):
@@ -174,7 +174,7 @@ CASES = {
                                "tools[0].function.name", "5; allowed: a string of 1 to 64"),
     "missing": ({"tools": [{"type": "function"}]}, "tools[0].function", "function is missing; allowed: an object"),
     "missing at the top": ({"messages": ...}, "messages", "^messages is missing; allowed: a list of 1 to"),
-    "null": ({"model": None}, "model", "None; allowed: a string of 1 to 256 characters .it has no default"),
+    "null": ({"model": None}, "model", "null; allowed: a string of 1 to 256 characters .it has no default"),
     "no member of a union": ({"stop": 5}, "stop", "5; allowed: a string .*, or a list of 0 to 32"),
     "member of a union": ({"stop": ["x" * 257]}, "stop[0]", "allowed: a string of 1 to 256"),
     "tag that is a field": ({"messages": [{"role": "function", "name": 5, "function": {"name": "x"}}]},

@@ -1,12 +1,17 @@
 """Responses and streams of all endpoints, from scripted snapshots."""
 
+import dataclasses
+import functools
 import json
 import re
 
+import numpy as np
 import pytest
 
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api_client import PAYLOAD, TEXT, choices, client_of, content_of, events, post
+from tests.serve.chat.checkpoint_tokenizers import without_tools
 from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -22,12 +27,14 @@ def test_a_chat_completion(answering):
     body = post(answering, PAYLOAD)
     assert body["model"] == "nano" and body["id"].startswith("chatcmpl-")
     [choice] = body["choices"]
-    assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": TEXT}}
+    message = {"role": "assistant", "content": TEXT, "refusal": None}
+    assert choice == {"index": 0, "finish_reason": "stop", "message": message, "logprobs": None}
 
 
 def test_a_stream_has_the_same_content(answering):
     chunks = events(answering, PAYLOAD)
-    assert chunks[0]["choices"] == [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]
+    first = {"index": 0, "delta": {"role": "assistant"}, "finish_reason": None, "logprobs": None}
+    assert chunks[0]["choices"] == [first]
     assert content_of(chunks) == TEXT and "usage" not in chunks[-1]
     assert [c["finish_reason"] for c in choices(chunks)] == [None] * (len(chunks) - 1) + ["stop"]
     assert chunks[-1]["choices"][0]["delta"] == {} and len({(c["id"], c["created"]) for c in chunks}) == 1
@@ -39,8 +46,10 @@ def test_usage_is_flat_and_nested_and_streamed_on_request(answering, nano):
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": usage["cached_input_tokens"]}
     assert usage["completion_tokens_details"] == {"reasoning_tokens": usage["reasoning_tokens"]}
-    last = events(answering, {**PAYLOAD, "stream_options": {"include_usage": True}})[-1]
+    *before, last = events(answering, {**PAYLOAD, "stream_options": {"include_usage": True}})
     assert last["choices"] == [] and last["usage"] == usage
+    assert all(chunk["usage"] is None and chunk["choices"][0]["logprobs"] is None for chunk in before)
+    assert not any("usage" in chunk for chunk in events(answering, PAYLOAD))
 
 
 def test_diffusing_chunks_hold_the_whole_text(nano):
@@ -94,6 +103,126 @@ def test_a_streamed_tool_call_has_its_id_once(nano):
         ] * (len(mine) - 1)
         assert "".join(d["function"]["arguments"] for d in mine) == call["function"]["arguments"]
     assert choices(chunks)[-1]["finish_reason"] == "tool_calls"
+
+
+def with_logprobs(shown):
+    """The last of some snapshots, with logprobs that tell its tokens apart: -1 for the first, then -2, ..."""
+    n = len(shown[-1].tokens)
+    values = -np.arange(1.0, n + 1)
+    nats = LogProbs(values, shown[-1].tokens[:, None], values[:, None])
+    return [*shown[:-1], shown[-1]._replace(logprobs=nats)]
+
+
+def logprob_cases(tok):
+    """Ids of answers, fields of the request, and which of the ids wrote the content."""
+    text = tok.encode("347+585 is 932.\nYes and no")
+    until = next(n for n in range(len(text)) if "\nY" in tok.decode(text[:n]))
+    cut = [i for i in range(until) if len(tok.decode(text[:i])) < len("347+585 is 932.")]
+    call = [SPECIAL.tool_call, *tok.encode('{"name": "add", "arguments": {}}'), SPECIAL.end_tool_call]
+    thought = [SPECIAL.think, *tok.encode("carry"), SPECIAL.end_think]
+    bad = [SPECIAL.tool_call, *tok.encode("no call"), SPECIAL.end_tool_call]
+    hi, tools = tok.encode("é: hi"), {"tools": [TOOL]}
+    whole = lambda before: [*range(len(before), len(before) + len(hi))]
+    return [
+        (text, {"stop": "\nY"}, cut),
+        ([*hi, *call], tools, whole([])),
+        ([*call, *call], tools, []),
+        ([*thought, *hi], {}, whole(thought)),
+        ([*thought, *call, *hi, *call], tools, whole(thought + call)),
+        ([*hi, *bad], tools, [*range(len(hi)), *range(len(hi) + 1, len(hi + bad) - 1)]),
+        ([*thought, SPECIAL.eos], {"stop": ["x"]}, []),
+    ]
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_logprobs_are_those_of_the_content(nano, case):
+    """Neither of thinking, calls and stop sequences; null where there is no content."""
+    ids, fields, content = logprob_cases(nano.tokenizer)[case]
+    engine = ScriptedEngine(nano, with_logprobs([snapshot(ids[:3]), snapshot(ids, finish="stop")]))
+    engine.submit = functools.partial(submit_once, engine, engine.submit)
+    payload = {**PAYLOAD, "max_tokens": 400, "logprobs": True, **fields}
+    [choice] = post(engine, payload)["choices"]
+    found = choice["logprobs"]
+    assert found["refusal"] is None
+    if not content:
+        assert found["content"] is None
+    else:
+        assert [-1 - entry["logprob"] for entry in found["content"]] == content
+        written = b"".join(bytes(entry["bytes"]) for entry in found["content"]).decode()
+        assert written.startswith(choice["message"]["content"]) or "no call" in written
+    engine.closing = False
+    assert choices(events(engine, payload))[-1]["logprobs"] == found
+
+
+def submit_once(engine, submit, job):
+    """Refuses the job that would continue an answer without content."""
+    handle = submit(job)
+    engine.closing = True
+    return handle
+
+
+def test_text_offsets_are_positions_in_the_text(nano):
+    ids = nano.tokenizer.encode("aé日b\nYes")
+    engine = ScriptedEngine(nano, with_logprobs([snapshot(ids, finish="stop")]))
+    body = post(engine, {"model": "nano", "prompt": "a", "logprobs": 1, "stop": "\nY"}, "/v1/completions",
+                "TextCompletion")  # fmt: skip
+    [choice] = body["choices"]
+    found = choice["logprobs"]
+    assert choice["text"] == "aé日b" and len({len(values) for values in found.values()}) == 1
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert "\ufffd" in token or choice["text"].startswith(token, offset)
+    assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][-1] == 3
+
+
+@pytest.mark.parametrize(
+    "fields, last",
+    [
+        ({"continue_final_message": True, "add_generation_prompt": False}, {}),
+        ({"continue_final_message": True}, {}),
+        ({"add_generation_prompt": False}, {}),
+        ({}, {"prefix": True}),
+    ],
+)
+def test_the_last_message_is_continued(nano, fields, last):
+    """As vLLM, Mistral and DeepSeek do; the answer is the new text alone, with its first space, or nothing."""
+    asked, tok = PAYLOAD["messages"], nano.tokenizer
+    payload = {**PAYLOAD, "messages": [*asked, {"role": "assistant", "content": "It is", **last}], **fields}
+    prompt = (*tok.render(asked), *tok.encode("It is"))
+    for text in (" 932", ""):
+        engine = ScriptedEngine(nano, text_snapshots(nano, text))
+        assert post(engine, payload)["choices"][0]["message"]["content"] == text
+        assert content_of(events(engine, payload)) == text
+        assert [ticket.request.prompt for ticket in engine.tickets] == [prompt] * 2
+        assert engine.tickets[0].request.thinking == 0
+    spaced = without_tools(
+        "llama"
+    )  # drops the space of a first token, which belongs to a text that is continued
+    engine = ScriptedEngine(nano, [snapshot(spaced.encode("nine"), finish="stop")])
+    engine.lm = dataclasses.replace(nano, tokenizer=spaced)
+    assert post(engine, payload)["choices"][0]["message"]["content"] == " nine"
+    assert post(engine, PAYLOAD)["choices"][0]["message"]["content"] == "nine"
+
+
+@pytest.mark.parametrize(
+    "fields, last, message",
+    [
+        ({"continue_final_message": True}, {"role": "user", "content": "a"},
+         "continue_final_message is true; allowed: false where the last message is not a text of the assistant"),
+        ({"add_generation_prompt": False}, {"role": "user", "content": "a"},
+         "add_generation_prompt is false; allowed: true"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, {"role": "assistant", "content": "a"},
+         "add_generation_prompt is true; allowed: false with continue_final_message"),
+        ({"response_format": {"type": "json_object"}}, {"role": "assistant", "content": "a", "prefix": True},
+         r"response_format.type is 'json_object'; allowed: text with messages\[2\].prefix"),
+        ({}, {"role": "assistant", "prefix": True, "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+         "prefix is true"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_continued_is_refused(scripted_app, fields, last, message):
+    messages = [*PAYLOAD["messages"], {"role": "assistant", "content": "b"}, last]
+    assert re.search(message, scripted_app.refuses({**PAYLOAD, "messages": messages, **fields})["message"])
+    early = [{"role": "assistant", "content": "b", "prefix": True}, *PAYLOAD["messages"]]
+    assert scripted_app.refuses({**PAYLOAD, "messages": early})["param"] == "messages[0].prefix"
 
 
 @pytest.mark.parametrize("content", [None, "", "I add."])
@@ -189,7 +318,7 @@ def test_thinking_is_reported_on_request_and_always_counted(nano):
 def test_a_fim_completion(nano):
     engine = ScriptedEngine(nano, text_snapshots(nano, "a, ", "a, b"))
     body = post(engine, FIM, "/v1/fim/completions", "TextCompletion")
-    assert body["choices"] == [{"index": 0, "finish_reason": "stop", "text": "a, b"}]
+    assert body["choices"] == [{"index": 0, "finish_reason": "stop", "text": "a, b", "logprobs": None}]
     assert body["id"].startswith("cmpl-") and engine.tickets[0].request.presence_penalty == 1.5
     chunks = events(engine, FIM, "/v1/fim/completions", "TextChunk")
     assert (

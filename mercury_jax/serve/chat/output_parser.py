@@ -54,13 +54,24 @@ class OutputDelta(NamedTuple):
 
 
 class ParsedMessage(NamedTuple):
-    """A complete answer. `completion_tokens` counts all of its tokens, `reasoning_tokens` the tokens of reasoning."""
+    """A complete answer.
+
+    Attributes:
+        content: Text of the answer.
+        reasoning: Text of the thinking.
+        tool_calls: The calls.
+        reasoning_tokens: Number of tokens of the thinking.
+        completion_tokens: Number of all tokens.
+        content_offsets: For each token that wrote a character of the content, in order: its index in the answer, and
+            the position of that character in the content.
+    """
 
     content: str
     reasoning: str
     tool_calls: tuple[ParsedCall, ...]
     reasoning_tokens: int
     completion_tokens: int
+    content_offsets: tuple[tuple[int, int], ...] = ()
 
 
 class ThinkingMarks(NamedTuple):
@@ -149,10 +160,18 @@ class OutputParser:
         tools: Whether tool calls are parsed.
         stop: Stop sequences.
         thinking: Whether the prompt starts a thinking section (`messages.opens_thinking`).
+        begun: Whether the answer continues a text, so that its first space belongs to it.
     """
 
     def __init__(
-        self, lm: LM, *, chat: bool, tools: bool = False, stop: Iterable[str] = (), thinking: bool = False
+        self,
+        lm: LM,
+        *,
+        chat: bool,
+        tools: bool = False,
+        stop: Iterable[str] = (),
+        thinking: bool = False,
+        begun: bool = False,
     ):
         self._format = output_format(lm.tokenizer, chat, tools)
         form, marks = self._format.tools, self._format.thinking
@@ -165,8 +184,16 @@ class OutputParser:
         self._deltas: dict[int, ParsedCallDelta] = {}  # by call, not yet returned by `feed`
         self._calls: list[ParsedCall] = []
         self._utf8 = _Utf8Decoder("replace")
+        # Which tokens wrote each character: tokens whose bytes are not a character yet; characters that are neither
+        # content nor dropped yet; those of them that `_stop` holds back; and the content's tokens with their offsets.
+        self._undecoded: list[int] = []
+        self._origins: list[list[int]] = []
+        self._held_origins: list[list[int]] = []
+        self._content_offsets: dict[int, int] = {}
+        self._content_size = 0
+        self._call_size = 0  # characters of the open call, with its opening mark
         self._trimmer = ReasoningTrimmer(marks) if thinking and chat and marks else None  # None: not thinking
-        self._strip_space = self._format.strips_space
+        self._strip_space = self._format.strips_space and not begun
         self._call_marks = StopMatcher([form.open] if form and isinstance(form.open, str) else [])
         self._stop = StopMatcher(stop)
         self._state = "content"  # or "call": inside its JSON; "after": between the JSON and the closing mark
@@ -221,6 +248,7 @@ class OutputParser:
         draft = copy.copy(self)
         draft._draft, draft._call = True, None
         draft._content, draft._reasoning = list(self._content), []
+        draft._origins, draft._held_origins, draft._undecoded, draft._content_offsets = [], [], [], {}
         draft._trimmer, draft._stop = copy.copy(self._trimmer), copy.copy(self._stop)
         draft._call_marks = copy.copy(self._call_marks)
         draft._utf8 = _Utf8Decoder("ignore")
@@ -234,7 +262,8 @@ class OutputParser:
     def message(self) -> ParsedMessage:
         """Returns the complete answer, after the last snapshot."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        return ParsedMessage(content, reasoning, tuple(self._calls), self._reasoning_tokens, self._tokens)
+        counts, offsets = (self._reasoning_tokens, self._tokens), tuple(self._content_offsets.items())
+        return ParsedMessage(content, reasoning, tuple(self._calls), *counts, offsets)
 
     def _advance(self, snapshot: Snapshot) -> None:
         """Reads the token ids that became final since the previous snapshot."""
@@ -256,6 +285,7 @@ class OutputParser:
         self._tokens += 1
         thinking = self._trimmer is not None
         if not self._take_mark(i):
+            self._undecoded.append(self._tokens - 1)
             self._take_text(self._utf8.decode(self._format.piece(i)))
         # The tokens that open and close thinking count as reasoning: one of the two states is inside.
         self._reasoning_tokens += thinking or self._trimmer is not None
@@ -285,15 +315,18 @@ class OutputParser:
         if i == tools.open:
             self._flush_bytes()
             self._leave_call()
+            self._add_origins(self._format.shown(i))
             self._begin_call()
         elif i == tools.close and self._state != "content":
             self._flush_bytes()
             if self._call is not None:
+                self._add_origins(self._format.shown(i))
                 self._abandon_call(self._format.shown(i))
             else:
                 self._state, self._skip = "content", SPACE
         elif i == tools.quote and self._state == "call":
             self._flush_bytes()
+            self._add_origins(self._format.shown(i) or '"')
             self._push_call(self._format.shown(i) or '"', quote=True)
         else:
             return False
@@ -301,8 +334,16 @@ class OutputParser:
 
     def _take_text(self, text: str) -> None:
         """Adds decoded text to the reasoning, the content or the open call, by the current state."""
+        # The first character may have begun in earlier tokens; the last token may begin one that is not complete.
+        origins = [self._undecoded, *[self._undecoded[-1:]] * (len(text) - 1)] if text else []
+        if not self._utf8.getstate()[0]:
+            self._undecoded = []
+        elif text:
+            self._undecoded = self._undecoded[-1:]
         if text and self._strip_space:
             text, self._strip_space = text.removeprefix(" "), False
+        if self._trimmer is None:
+            self._origins += origins[len(origins) - len(text) :]
         if self._trimmer is not None:
             if text:
                 self._reasoning.append(self._trimmer.push(text))
@@ -314,7 +355,9 @@ class OutputParser:
                 if mark is not None:
                     self._begin_call()
             elif self._state == "after":
+                size = len(text) + len(self._tail)
                 text = self._take_after_call(text)
+                self._drop(size - len(text) - len(self._tail) * (self._state == "after"))
             elif self._call is None:  # a draft skips the text of calls
                 return
             else:
@@ -343,22 +386,44 @@ class OutputParser:
     def _say(self, text: str) -> None:
         """Adds content up to the first stop sequence."""
         if self._skip and text:
-            text = text.lstrip(self._skip)
-            self._skip = "" if text else self._skip
+            kept = text.lstrip(self._skip)
+            self._drop(len(text) - len(kept))
+            text, self._skip = kept, "" if kept else self._skip
+        self._held_origins += self._drop(len(text))
         before, found, _ = self._stop.push(text)
-        self._content.append(before)
+        self._add_content(before)
         self._stop_met = self._stop_met or found is not None
+
+    def _add_content(self, text: str) -> None:
+        """Adds text that no stop sequence can cut any more, and notes which tokens wrote it."""
+        self._content.append(text)
+        for offset, tokens in enumerate(self._held_origins[: len(text)], self._content_size):
+            for token in tokens:
+                self._content_offsets.setdefault(token, offset)
+        del self._held_origins[: len(text)]
+        self._content_size += len(text)
+
+    def _add_origins(self, mark: str) -> None:
+        """Notes that the current token, a mark, wrote this text, which becomes content if its call is malformed."""
+        self._origins += [[self._tokens - 1]] * len(mark)
+
+    def _drop(self, size: int) -> list[list[int]]:
+        """Removes the origins of the next characters, and returns them."""
+        dropped, self._origins = self._origins[:size], self._origins[size:]
+        return dropped
 
     def _begin_call(self) -> None:
         """Starts a call after its opening mark."""
         gemma = self._format.tools is not None and self._format.tools.quote is not None
         self._call = None if self._draft else CallParser(gemma)
         self._state, self._call_id, self._tail = "call", "", ""
+        self._call_size = len(self._format.shown(self._format.tools.open)) if self._format.tools else 0
 
     def _push_call(self, text: str, quote: bool = False) -> None:
         """Adds one character, or the string mark of Gemma's form, to the open call."""
         if self._call is None:
             return
+        self._call_size += len(text)
         try:
             self._call.push(text, quote)
         except MalformedCall:
@@ -368,6 +433,7 @@ class OutputParser:
             self._stream_call()
             call = ParsedCall(self._call_id, self._call.name or "", "".join(self._call.arguments))
             self._calls.append(call)
+            self._drop(self._call_size)
             self._call, self._state = None, "after"
 
     def _stream_call(self) -> None:
@@ -399,7 +465,8 @@ class OutputParser:
         self._abandon_call()
         self._say(self._call_marks.flush())
         if self._state != "content":
-            self._state, self._skip = "content", SPACE
+            self._drop(len(self._tail))
+            self._state, self._skip, self._tail = "content", SPACE, ""
 
     def _flush_bytes(self) -> None:
         """Emits the bytes of an incomplete character as a replacement character; no later token completes it."""
@@ -415,7 +482,7 @@ class OutputParser:
             self._reasoning.append(self._trimmer.push("", end=True))
         self._leave_call()
         if not self._stop_met:
-            self._content.append(self._stop.flush())
+            self._add_content(self._stop.flush())
 
 
 def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:

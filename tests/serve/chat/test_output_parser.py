@@ -43,6 +43,20 @@ def test_deltas_add_up_to_the_answer_however_snapshots_come():
             ids = meant.ids
             close = ids.index(SPECIAL.end_think) + 1 if SPECIAL.end_think in ids else 0
             assert whole.reasoning_tokens == close
+        check_content_offsets(whole, meant.ids)
+
+
+def check_content_offsets(message, ids):
+    """The tokens of the content are those that wrote it; a stop text or a call may begin within the last of them."""
+    written = b"".join(TOK.pieces[ids[i]] for i, _ in message.content_offsets).decode(errors="replace")
+    end = len(message.content_offsets) - 1
+    for k, (i, offset) in enumerate(message.content_offsets):
+        text = TOK.pieces[ids[i]].decode(errors="replace")
+        behind = message.content[offset:]
+        assert (
+            "\ufffd" in text + behind[:1] or behind.startswith(text) or (k == end and text.startswith(behind))
+        )
+    assert written.startswith(message.content) or "\ufffd" in message.content
 
 
 def test_any_ids_are_parsed_alike_however_they_are_cut():
@@ -66,6 +80,7 @@ def test_any_ids_are_parsed_alike_however_they_are_cut():
         assert strip(first) == strip(second)
         assert (first.reasoning, first.content) == at_once[:2]
         assert not any(s in first.content for s in stop)
+        check_content_offsets(first, ids)
         for c in first.tool_calls:
             assert isinstance(json.loads(c.arguments), dict)
 
@@ -183,7 +198,7 @@ def test_marks_have_no_meaning_without_tools_or_outside_of_chat():
     assert (made.message().reasoning, made.message().content) == ("a", "b")
     made = OutputParser(LM, chat=False, tools=True, thinking=True)
     made.feed(answers.snapshot([*ids, SPECIAL.end_turn, *TOK.encode("c")], finish="stop"))
-    assert made.message() == ("abc", "", (), 0, len(ids) + 2)
+    assert made.message() == ("abc", "", (), 0, len(ids) + 2, ((1, 0), (4, 1), (6, 2)))
 
 
 def test_tokens_behind_an_end_are_ignored():
