@@ -83,7 +83,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         ApiError: 400 if a parameter cannot be honoured.
     """
     lm, options, top = service.engine.lm, service.options, body.top_logprobs
-    if top is not None and not body.logprobs:
+    if top and not body.logprobs:
         raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
     tools = conversation.plain_tools(body.tools)
     messages = conversation.plain_messages(body.messages)

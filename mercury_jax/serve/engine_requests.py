@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mercury_jax.decode import thinking as thinking_text
+from mercury_jax.config import nearest
+from mercury_jax.decode import rules, thinking as thinking_text
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve import errors
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
@@ -155,9 +156,36 @@ def make_request(
         if token >= vocab:
             allowed = f"a token id, 0 to {vocab - 1}"
             raise errors.invalid_value("logit_bias", token, allowed, field="key of logit_bias")
-    return EngineRequest(
-        **{**sampling, "rule": decoding.rule, "p": decoding.p, "steps": decoding.steps, **fields}
-    )
+    rule = {"rule": decoding.rule, "p": decoding.p}
+    if body.rule is not None or body.rule_params:
+        rule = check_rule(service, body.rule, body.rule_params or {})
+    return EngineRequest(**{**sampling, **rule, "steps": decoding.steps, **fields})
+
+
+def check_rule(service: Service, name: str | None, params: Mapping[str, float]) -> dict[str, Any]:
+    """Checks the decoding rule of a request.
+
+    Args:
+        service: The service, whose engine has the rules.
+        name: `rule` of the request.
+        params: `rule_params` of the request.
+
+    Returns:
+        The fields of `EngineRequest`.
+
+    Raises:
+        ApiError: 400 for a rule that the engine does not offer, or parameters that `mj.rules` refuses.
+    """
+    names = service.engine.rules.names
+    if name is None:
+        raise errors.invalid_request("rule_params", "rule_params needs rule, the name of the decoding rule")
+    if name not in names:
+        raise errors.invalid_value("rule", name, nearest(name, names))
+    try:
+        rules.ALL[name](**params)
+    except ValueError as error:
+        raise errors.invalid_request("rule_params", str(error)) from None
+    return {"rule": name, "rule_params": params}
 
 
 def with_seeds(request: EngineRequest, n: int, prompt: int = 0) -> list[EngineRequest]:

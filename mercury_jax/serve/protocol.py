@@ -12,6 +12,7 @@ To add a field: declare it here with its description as a docstring, and use it 
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -27,7 +28,7 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from mercury_jax.serve.errors import invalid_value, validation_error
+from mercury_jax.serve.errors import ApiError, invalid_value, validation_error
 
 MAX_TOKENS = 1 << 20  # larger values are refused; values up to this are reduced to the context
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_TOP_LOGPROBS = 2048, 1024, 128, 16, 20
@@ -56,6 +57,10 @@ CONSTRAINT_FIELDS = {
 }  # fmt: skip
 
 
+# Fields of other servers that look like a misspelt field of this one, and are ignored like all unknown fields.
+NOT_MISSPELT = ("context", "models", "parse_tool_calls", "reasoning_format", "top_logprobs_num")
+SIMILARITY = 0.85  # of `difflib`, from which on an unknown field is taken for a misspelt one
+
 # Efforts of OpenAI's API, mapped to the efforts of this server.
 EFFORT_ALIASES = {"none": "instant", "minimal": "instant", "xhigh": "high"}
 
@@ -65,8 +70,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 ShortText = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
-StopSequence = Annotated[str, Field(min_length=1, max_length=256)]
-StopSequences = ShortText | Annotated[list[StopSequence], Field(max_length=32, fail_fast=True)]
+StopSequences = ShortText | Annotated[list[ShortText], Field(max_length=32, fail_fast=True)]
 ReasoningEffort = Annotated[
     Literal["instant", "low", "medium", "high", "none", "minimal", "xhigh"],
     AfterValidator(lambda name: EFFORT_ALIASES.get(name, name)),
@@ -88,10 +92,24 @@ RepetitionPenalty = Annotated[
 
 
 class RequestModel(BaseModel):
-    """Base of all request models: null means the default, no type is coerced, unknown fields are ignored."""
+    """Base of all request models: null means the default, no type is coerced, unknown fields are ignored.
+
+    An unknown field whose name is nearly that of a field is refused by `parse_request`.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
     refused_fields: ClassVar[Mapping[str, str]] = {}
+    every_field: ClassVar[set[str]] = {*CONSTRAINT_FIELDS, "response_format", *NOT_MISSPELT}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Collects the fields of all models: a field of another endpoint is not a misspelt one."""
+        RequestModel.every_field.update(cls.field_names())
+
+    @classmethod
+    def field_names(cls) -> dict[str, str]:
+        """Returns the name of each field in JSON, and in Python."""
+        return {info.alias or name: name for name, info in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -264,6 +282,8 @@ class TextFormat(RequestModel):
 class JsonObjectFormat(RequestModel):
     """Any JSON object, or one that obeys a schema."""
 
+    refused_fields = {"json_schema": "Use the type json_schema, or put the schema in the field schema."}
+
     type: Literal["json_object"]
     schema_: JsonObject | None = Field(None, alias="schema")
     """The JSON Schema (none: any object)."""
@@ -321,6 +341,11 @@ class ApiRequest(RequestModel):
     """How to stream; used where `stream` is true."""
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     """The same seed gives the same text (default: a fresh one)."""
+    rule: str | None = Field(None, min_length=1, max_length=64)
+    """Decoding rule, such as threshold; the refusal of an unknown one lists those of the server. Its `p` and the
+    temperature are the rule's own unless they are given; `reasoning_effort` still sets thinking and steps."""
+    rule_params: dict[str, float] | None = Field(None, max_length=16)
+    """Parameters of `rule` by name, as in `mj.rules`: {"p": 0.8} for threshold."""
     extra_body: JsonObject | None = None
     """Further fields of this object; those outside of it win."""
 
@@ -471,13 +496,55 @@ def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
     extra = data.get("extra_body")
     if isinstance(extra, dict) and "extra_body" in model.model_fields:
         data = {**{name: value for name, value in extra.items() if name != "extra_body"}, **data}
-    for name, instead in model.refused_fields.items():
-        if data.get(name) not in UNUSED:
-            raise invalid_value(name, data[name], f"no value, since this server has no such field. {instead}")
+    check_names(model, data, "")
     try:
-        return model.model_validate(data)
+        made = model.model_validate(data)
     except ValidationError as error:
         raise validation_error(request_schema(model), data, error) from None
+    _check_inner(made, data, "")
+    return made
+
+
+def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str) -> None:
+    """Refuses unknown fields that must not be ignored: those that the model refuses by name, and misspelt ones.
+
+    Args:
+        model: The model of the object.
+        data: The object.
+        path: Where the object is in the request, with a dot behind it; empty for the request itself.
+
+    Raises:
+        ApiError: 400, naming the field, and the one that it resembles.
+    """
+    for name, instead in model.refused_fields.items():
+        if data.get(name) not in UNUSED:
+            allowed = f"no value, since this server has no such field. {instead}"
+            raise invalid_value(f"{path}{name}", data[name], allowed)
+    for name in data.keys() - model.field_names().keys():
+        if data[name] is not None and (near := _nearest_field(model, name[:64])):
+            message = f"{path}{name[:64]} is not a field; did you mean {near}?"
+            raise ApiError(400, message, param=f"{path}{name[:64]}", code="unknown_parameter")
+
+
+@functools.lru_cache(4096)
+def _nearest_field(model: type[RequestModel], name: str) -> str | None:
+    if name in RequestModel.every_field:
+        return None
+    words = name.lower().replace("-", "_")
+    return next(iter(difflib.get_close_matches(words, model.field_names(), 1, SIMILARITY)), None)
+
+
+def _check_inner(made: RequestModel, data: Mapping[str, Any], path: str) -> None:
+    """Applies `check_names` to the objects within a valid request."""
+    for name, field in made.field_names().items():
+        value = getattr(made, field)
+        many = isinstance(value, list)
+        for i, inner in enumerate(value if many else (value,)):
+            if not isinstance(inner, RequestModel):
+                break  # lists hold things of one kind
+            raw, at = (data[name][i], f"{path}{name}[{i}].") if many else (data[name], f"{path}{name}.")
+            check_names(type(inner), raw, at)
+            _check_inner(inner, raw, at)
 
 
 class RequestJsonSchema(GenerateJsonSchema):

@@ -299,6 +299,26 @@ def test_logprobs_belong_to_the_tokens_of_the_answer(client, nano):
     )
 
 
+def test_a_rule_and_its_parameters_change_how_a_request_is_decoded(client, engine):
+    """The rules of mj.rules, beside requests with another one in the same batch."""
+    payload = {
+        "model": "nano",
+        "prompt": "x = 1\ny = ",
+        "max_tokens": 16,
+        "temperature": 0,
+        "logit_bias": {"1": -100},
+    }
+
+    def passes(**fields):
+        before = engine.stats().forwards
+        assert len(post(client, {**payload, **fields}, "/v1/completions")["choices"]) == 1
+        return engine.stats().forwards - before
+
+    strict = passes(rule="factor", rule_params={"f": 1e-9, "accept_last": 0})
+    assert passes(rule="factor", rule_params={"f": 1e9}) < strict
+    assert passes(rule="confidence") == strict == passes(rule="factor", rule_params={"f": 1e-9})
+
+
 def test_a_json_object_obeys_the_schema_beside_it(client):
     """The form of llama.cpp and Together."""
     held = {"type": "json_object", "schema": VERDICT}

@@ -131,6 +131,139 @@ def test_unknown_fields_are_ignored(name):
     assert parse_request(model, {**minimal, **unknown}) == parse_request(model, minimal)
 
 
+# Fields of other servers and of clients, which this server does not have.
+FOREIGN = """\
+audio background conversation include input instructions max_output_tokens max_tool_calls metadata modalities
+moderation prediction previous_response_id prompt_cache_key prompt_cache_retention reasoning safety_identifier
+service_tier store text truncation user verbosity web_search_options add_special_tokens cache_salt chat_template
+chat_template_kwargs documents guided_decoding_backend ignore_eos include_stop_str_in_output kv_transfer_params
+length_penalty mm_processor_kwargs priority prompt_embeds prompt_logprobs repetition_detection request_id
+return_token_ids return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens
+thinking_token_budget truncate_prompt_tokens use_beam_search vllm_xargs early_stopping include_reasoning
+data_parallel_rank bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params lora_path
+no_stop_trim rid separate_reasoning session_params stop_regex stream_reasoning return_hidden_states
+return_routed_experts min_new_tokens extra_key logprob_start_len return_logprob top_logprobs_num
+token_ids_logprob return_text_in_logprobs cache_prompt dynatemp_exponent dynatemp_range dry_allowed_length
+dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp grammar_lazy grammar_triggers id_slot
+image_data lora min_keep mirostat mirostat_eta mirostat_tau n_discard n_indent n_keep n_predict n_probs
+parse_tool_calls penalize_nl penalty_prompt post_sampling_probs preserved_tokens reasoning_format
+reasoning_in_content repeat_last_n repeat_penalty response_fields return_progress return_tokens samplers
+t_max_predict_ms thinking_forced_open timings_per_token top_n_sigma typical_p typ_p tfs_z xtc_probability
+xtc_threshold adapter slot_id prompt_tokens adapter_id decoder_input_details details do_sample max_new_tokens
+return_full_text stop_sequences tool_prompt top_n_tokens truncate watermark guideline models provider preset
+plugins route session_id top_a transforms usage debug cache_control image_config api_base api_key api_type
+api_version allowed_openai_params base_url caching cooldown_time custom_llm_provider deployment_id drop_params
+fallbacks guardrails headers hidden_params input_cost_per_token litellm_call_id litellm_metadata litellm_params
+litellm_params_metadata litellm_trace_id logger_fn max_retries mock_response model_info model_list num_retries
+organization prompt_variables proxy_server_request rpm tags timeout tpm tenant_id verbose extra_headers
+extra_query request_timeout stream_chunk_size thinking no_log document_image_limit document_page_limit
+prompt_mode random_seed safe_prompt guardrail citation_options compound_custom disable_tool_validation
+exclude_domains include_domains search_settings compliance context_length_exceeded_behavior safety_model
+draft_model draft_tokens max_draft_tokens mean_inp_token_count perf_metrics_in_response
+prompt_cache_isolation_key prompt_cache_max_len prompt_truncate_len raw_output reasoning_history rewrite_inputs
+rewrite_speculation speculation enable_thinking thinking_budget search_options search_parameters deferred
+incremental_output result_format enable_search vl_high_resolution_images translation_options format keep_alive
+options raw template system think images context anthropic_version betas container mcp_servers
+max_tokens_to_sample output_config dry_range epsilon_cutoff eta_cutoff guidance_scale negative_prompt
+no_repeat_ngram_size penalty_alpha smoothing_curve smoothing_factor temperature_last tfs dynatemp_low
+dynatemp_high custom_token_bans banned_strings banned_tokens token_healing use_default_badwordsids rep_pen
+rep_pen_range rep_pen_slope sampler_order sampler_seed max_length max_context_length instruction_template mode
+character chat_instruct_command continue_ continue_prompt user_bio user_name bot_name greeting
+auto_max_new_tokens ban_eos_token add_bos_token speculative_tokens quadratic_sampling nsigma skew id_session tab
+nextEdit next_edit language file_path filepath extra segments debug_options snippets telemetry repo_name
+organization_id use_cache prompt_id chat_id session conversation_id parent_message_id message_id action variant
+version plan event_id client source origin title variables files features model_item background_tasks filter_ids
+skill_ids folder_id tool_servers terminal_id tool_ids llm prompt_template modelname deployment engine config
+context_window n_ctx stream_usage name id object created index
+"""
+# The same of messages, tools and functions, parts, calls, and formats.
+FOREIGN_OF_MESSAGES = """\
+id annotations audio reasoning_content reasoning reasoning_details thinking thinking_blocks cache_control images
+citations metadata parsed provider_specific_fields finish_reason additional_kwargs response_metadata
+usage_metadata example type index timestamp created_at updated_at weight ephemeral status phase model parts
+files experimental_attachments reasoning_text reasoning_opaque tool_name is_error recipient channel end_turn
+content_type author invalid_tool_calls artifact signature encrypted_content logprobs summary message_id
+"""
+FOREIGN_INSIDE = """\
+cache_control input_schema output_schema returns eager_input_streaming defer_loading annotations title examples
+inputSchema custom metadata required allowed_callers display_name citations image_url input_audio file video_url
+audio_url prompt_cache_breakpoint synthetic thinking encrypted_content index thought_signature extra_content
+provider_specific_fields caller signature status args parsed_arguments result value grammar pattern choices
+regex include_obfuscation continuous_usage_stats chunk_size
+"""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fields_of_other_servers_are_not_taken_for_misspelt_ones(name):
+    model, minimal = MODELS[name], MINIMAL[name]
+    for field in FOREIGN.split():
+        assert parse_request(model, {**minimal, field: 1}) == parse_request(model, minimal), field
+    if name != "chat":
+        return
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    request = {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": "hi", "tool_calls": [call]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
+        "stream_options": {"include_usage": True},
+    }
+    more, inside = (dict.fromkeys(names.split(), 1) for names in (FOREIGN_OF_MESSAGES, FOREIGN_INSIDE))
+
+    def extended(value):
+        if isinstance(value, list):
+            return [extended(one) for one in value]
+        if not isinstance(value, dict) or not value:
+            return value
+        made = {key: extended(one) for key, one in value.items()}
+        return {**(more if "role" in value else inside), **made}
+
+    wide = {"model": "m", **{key: extended(value) for key, value in request.items() if key != "model"}}
+    assert parse_request(model, wide) == parse_request(model, request)
+
+
+@pytest.mark.parametrize(
+    "fields, path, near",
+    [
+        ({"max_token": 5}, "max_token", "max_tokens"),
+        ({"tempature": 0}, "tempature", "temperature"),
+        ({"rul": "threshold"}, "rul", "rule"),
+        ({"rule-params": {}}, "rule-params", "rule_params"),
+        ({"maxTokens": 5}, "maxTokens", "max_tokens"),
+        ({"topP": 0.5}, "topP", "top_p"),
+        ({"stops": ["a"]}, "stops", "stop"),
+        ({"seeds": 1}, "seeds", "seed"),
+        ({"responseFormat": {}}, "responseFormat", "response_format"),
+        ({"extra_body": {"top_kk": 5}}, "top_kk", "top_k"),
+        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
+        ({"response_format": {"type": "json_object", "schemas": {}}}, "response_format.schemas", "schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "shema": {}}}},
+         "response_format.json_schema.shema", "schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]},
+         "tools[0].function.parameter", "parameters"),
+        ({"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].contents", "content"),
+        ({"messages": [*USER, {"role": "assistant", "tool_call": [CALL]}]}, "messages[1].tool_call", "tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "argument": "{}"}}]}]},
+         "messages[0].tool_calls[0].function.argument", "arguments"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(fields, path, near):
+    with pytest.raises(ApiError) as error:
+        parse_request(MODELS["chat"], {**MINIMAL["chat"], **fields})
+    assert error.value.message == f"{path} is not a field; did you mean {near}?"
+    assert (error.value.status, error.value.param) == (400, path)
+
+
+def test_a_schema_is_not_lost_in_a_format_of_another_type():
+    held = {"type": "json_object", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    with pytest.raises(ApiError, match="json_schema is an object of 2 entries; .* Use the type json_schema"):
+        parse_request(MODELS["chat"], {**MINIMAL["chat"], "response_format": held})
+
+
 @pytest.mark.parametrize("bad", [True, "5", [5], {}, float("nan"), float("inf"), -float("inf"), 10**400])
 def test_a_number_is_a_finite_number_and_nothing_else(bad):
     model, tried = protocol.ChatCompletionsRequest, 0
@@ -176,7 +309,7 @@ CASES = {
     "missing at the top": ({"messages": ...}, "messages", "^messages is missing; allowed: a list of 1 to"),
     "null": ({"model": None}, "model", "null; allowed: a string of 1 to 256 characters .it has no default"),
     "no member of a union": ({"stop": 5}, "stop", "5; allowed: a string .*, or a list of 0 to 32"),
-    "member of a union": ({"stop": ["x" * 257]}, "stop[0]", "allowed: a string of 1 to 256"),
+    "member of a union": ({"stop": ["x" * 257]}, "stop[0]", "allowed: a string of 0 to 256"),
     "tag that is a field": ({"messages": [{"role": "function", "name": 5, "function": {"name": "x"}}]},
                             "messages[0].name", "5; allowed"),
     "key": ({"logit_bias": {"01": 1}}, "logit_bias", "^key of logit_bias is '01'; allowed: the form"),

@@ -399,6 +399,28 @@ def test_extra_body_counts_and_max_completion_tokens_takes_precedence(nano):
     assert bad.status_code == 400
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/fim/completions"])
+def test_a_request_chooses_its_decoding_rule(nano, path):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    body = {**PAYLOAD, "prompt": "a", "reasoning_effort": "low"}
+    chosen = {"rule": "local_leap", "rule_params": {"p": 0.5, "radius": 2}}
+    for more in (chosen, {"extra_body": chosen}):
+        assert client_of(engine).post(path, json={**body, **more}).status_code == 200
+        job = engine.tickets[-1].request
+        assert (job.rule, job.p, job.rule_params) == ("local_leap", None, {"p": 0.5, "radius": 2})
+    for fields, message in (
+        ({"rule": "tresholds"}, r"rule is 'tresholds'; allowed: threshold is the nearest"),
+        ({"rule": "threshold", "rule_params": {"p": 1.5}}, r"threshold\(p=\) is 1.5; allowed: a number in \[0, 1\]"),
+        ({"rule": "threshold", "rule_params": {"q": 1}}, r"threshold\(\) argument is 'q'; allowed: p"),
+        ({"rule": "local_leap", "rule_params": {"radius": 1.5}},
+         r"local_leap\(radius=\) is 1.5; allowed: a whole number"),
+        ({"rule_params": {"p": 0.5}}, "rule_params needs rule"),
+    ):  # fmt: skip
+        refused = client_of(engine).post(path, json={**body, **fields})
+        assert refused.status_code == 400 and re.search(message, refused.json()["error"]["message"])
+        assert refused.json()["error"]["param"] == ("rule" if "rule is" in message else "rule_params")
+
+
 def test_efforts_set_rule_steps_and_thinking(nano):
     engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
     used = {}

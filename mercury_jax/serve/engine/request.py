@@ -94,6 +94,7 @@ class EngineRequest:
             start of the thinking section.
         rule: Name of a decoding rule of the engine. None: the model's own rule.
         p: First parameter of the rule, its strictness. None: the rule's default.
+        rule_params: Parameters of the rule by name; the others keep their defaults.
         steps: Maximum denoising steps per block. 0: as many as the block has tokens.
         temperature: Sampling temperature; 0 takes the argmax. None: the rule's default.
         top_p: Nucleus sampling; 1 disables it.
@@ -118,6 +119,7 @@ class EngineRequest:
     thinking: int = 0
     rule: str | None = None
     p: float | None = None
+    rule_params: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
     temperature: float | None = None
     top_p: float = 1.0

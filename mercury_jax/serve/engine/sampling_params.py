@@ -180,9 +180,13 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
     r, neutral, chosen = request, rules.neutral[level], rules.index(request.rule)
     rule, own = rules.rules[chosen], len(rules.own.processors)
     params = neutral.rule.params | {"which": chosen}
-    if r.p is not None and rule.params:
-        strictness = next(iter(rule.params))  # by convention the first parameter of a rule
-        params[str(chosen)] = rule.params | {strictness: _in_range(all_rules.ALL, rule.name, strictness, r.p)}
+    # By convention the first parameter of a rule is its strictness.
+    strictness = {} if r.p is None else dict.fromkeys(list(rule.params)[:1], r.p)
+    for name, value in {**strictness, **r.rule_params}.items():
+        if name not in rule.params:
+            raise refuse(f"parameter of {rule.name}", name, ", ".join(rule.params))
+        number = _in_range(all_rules.ALL, rule.name, name, value)
+        params[str(chosen)] = params.get(str(chosen), rule.params) | {name: number}
     values = {
         "repetition": r.repetition_penalty, "presence": r.presence_penalty, "frequency": r.frequency_penalty,
         "top_k": r.top_k or rules.vocab, "top_p": r.top_p, "min_p": r.min_p,
