@@ -84,17 +84,19 @@ def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str]
     return "\n".join(texts)
 
 
-def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+def call_text(name: str, arguments: Mapping[str, Any] | str) -> str:
     """Writes a tool call as JSON text.
 
     Args:
         name: Name of the function.
-        arguments: Arguments by name, as data for JSON.
+        arguments: Arguments by name, as data for JSON; or the text that a model wrote in their place.
 
     Returns:
         The text between <|tool_call|> and <|end_tool_call|>, such as '{"name": "f", "arguments": {}}'.
     """
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    write = lambda value: json.dumps(value, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else write(arguments)
+    return f'{{"name": {write(name)}, "arguments": {text}}}'
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:

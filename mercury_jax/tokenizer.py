@@ -414,8 +414,8 @@ class Tokenizer:
 
         Args:
             messages: Mappings {"role", "content"}; a role is one of `chat.ROLES`. An assistant message may have
-                `tool_calls`, a list of {"function": {"name", "arguments"}} whose arguments are a mapping; its content
-                may then be None. A tool message has the `tool_call_id` of the call that it answers.
+                `tool_calls`, a list of {"function": {"name", "arguments"}} whose arguments are a mapping, or a text that is
+                written as it is; its content may then be None. A tool message has the `tool_call_id` of the call that it answers.
             thinking: Append the token that opens the thinking, so that the answer starts with it. False: the model
                 decides whether to think.
             add_generation_prompt: End with the start of an assistant turn.
@@ -456,8 +456,8 @@ class Tokenizer:
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 must = "must have a function with name and arguments"
                 raise ValueError(f"{name}.tool_calls[{j}]: {call!r}; {must}")
-            if not isinstance(function.get("arguments"), Mapping):
-                raise ValueError(f"{name}.tool_calls[{j}].function.arguments: must be a mapping")
+            if not isinstance(function.get("arguments"), Mapping | str):
+                raise ValueError(f"{name}.tool_calls[{j}].function.arguments: must be a mapping or a text")
             text = chat.call_text(function["name"], function["arguments"])
             ids += [SPECIAL.tool_call, *self.encode(text), SPECIAL.end_tool_call]
         return ids

@@ -70,7 +70,7 @@ def test_no_text_of_a_tool_is_encoded_as_a_special_token():
     [
         ({"role": "user", "content": "", "tool_calls": CALLS}, r"messages\[0\].tool_calls: in a user message"),
         ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls\[0\]: .* must have a function"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
          r"tool_calls\[0\].function.arguments: must be a mapping"),
         ({"role": "assistant", "content": None}, r"messages\[0\].content: None; must be a str"),
     ],

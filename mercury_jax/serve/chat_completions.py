@@ -91,7 +91,8 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     # arguments of their calls.
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     texts = [message["content"] or "" for message in messages]
-    texts += [json.dumps(c["arguments"], ensure_ascii=False, separators=(",", ":")) for c in calls]
+    written = lambda value: json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    texts += [c["arguments"] if isinstance(c["arguments"], str) else written(c["arguments"]) for c in calls]
     service.check_size(sum(map(len, texts)))
     policy = tool_policy(body, tools) if tools or body.tool_choice else ToolPolicy()
     effort = body.reasoning_effort or ("instant" if body.realtime else None)

@@ -1,7 +1,7 @@
 """Conversion of the messages and tools of a request into the token ids of a prompt.
 
 `plain_messages` and `plain_tools` convert the request models of `protocol.py` to the input of chat templates, and
-check what pydantic cannot check: that each tool result refers to an earlier call, that arguments are JSON, and that
+check what pydantic cannot check: that each tool result refers to an earlier call, and that
 tool names are unique. `render_prompt` applies the model's chat template. Models write tool calls in these forms:
 
     ours      <|tool_call|>{"name": "f", "arguments": {...}}<|end_tool_call|>          special ids
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from mercury_jax import chat
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.serve import protocol
-from mercury_jax.serve.errors import invalid_request, invalid_value
+from mercury_jax.serve.errors import ApiError, invalid_request, invalid_value
 from mercury_jax.serve.http import check_json, refuse_constant
 from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
 from mercury_jax.types import LM
@@ -54,10 +54,11 @@ def plain_messages(
 
     Returns:
         One mapping per message: `role` is system, user, assistant or tool; `content` is a text (None for a message that
-        only calls tools); `tool_calls` have mappings as arguments; tool results have `tool_call_id` and `name`.
+        only calls tools); `tool_calls` have mappings as arguments, or the text of malformed ones; tool results have
+        `tool_call_id` and `name`.
 
     Raises:
-        ApiError: 400 if arguments are not a JSON object, a call id is repeated, or a result has no earlier call.
+        ApiError: 400 if a call id is repeated, or a result has no earlier call.
     """
     known: dict[str, tuple[int, str]] = {}  # by call id: the number and the function of its latest call
     older: dict[
@@ -82,19 +83,14 @@ def plain_messages(
             if message.name in older:
                 entry["tool_call_id"] = older[message.name]
         elif isinstance(message, protocol.AssistantMessage):
-            calls = [
-                (call.id, _plain_call(call.function, f"messages[{i}].tool_calls[{j}].function"))
-                for j, call in enumerate(message.tool_calls or ())
-            ]
+            calls = [(call.id, _plain_call(call.function)) for call in message.tool_calls or ()]
             if repeated := [id for id, count in Counter(id for id, _ in calls).items() if count > 1]:
                 allowed = "ids that differ within a message"
                 raise invalid_value(f"messages[{i}].tool_calls", repeated[0], allowed)
             if message.function_call is not None:
                 name = message.function_call.name
                 older[name] = f"function_{len(known)}"
-                calls.append(
-                    (older[name], _plain_call(message.function_call, f"messages[{i}].function_call"))
-                )
+                calls.append((older[name], _plain_call(message.function_call)))
             known |= {id: (next(number), function["name"]) for id, function in calls}
             if calls:
                 entry["tool_calls"] = [{"id": id, "type": "function", "function": f} for id, f in calls]
@@ -134,18 +130,19 @@ def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str,
     return list(plain.values())
 
 
-def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
-    """Converts a call: its arguments may be an object, the JSON text of an object, or empty."""
-    arguments: Any = function.arguments or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments, parse_constant=refuse_constant)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid_value(f"{at}.arguments", function.arguments, "an object, or the JSON text of one")
-    check_json(arguments, f"{at}.arguments", MAX_DEPTH, f"{at}.arguments")
-    return {"name": function.name, "arguments": arguments}
+def _plain_call(function: protocol.CalledFunction) -> dict[str, Any]:
+    """Converts a call: its arguments become an object if they are one, the JSON text of one, or empty.
+
+    Other arguments stay the text that the model wrote: a conversation must be able to go on after a malformed call.
+    """
+    given = function.arguments or {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        arguments = json.loads(text, parse_constant=refuse_constant, parse_float=refuse_constant)
+        check_json(arguments if isinstance(arguments, dict) else [], "arguments", MAX_DEPTH)
+    except (ValueError, RecursionError, ApiError):
+        arguments = None
+    return {"name": function.name, "arguments": arguments if isinstance(arguments, dict) else text}
 
 
 class ToolFormat(NamedTuple):
@@ -217,10 +214,30 @@ def render_prompt(
     """
     if not tool_format(lm.tokenizer).native:
         messages, tools = described_tools(messages, tools), None
+    render = lambda turns: lm.tokenizer.render(turns, thinking, tools=tools or None, at_once=not thinking)
     try:
-        return tuple(lm.tokenizer.render(messages, thinking, tools=tools or None, at_once=not thinking))
+        try:
+            return tuple(render(messages))
+        except ValueError:
+            # A template that reads arguments by name fails for the text of malformed ones.
+            named = _named_arguments(messages)
+            if named == list(messages):
+                raise
+            return tuple(render(named))
     except ValueError as error:
         raise invalid_request("messages", str(error)) from error
+
+
+def _named_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Replaces arguments that are a text by an object that holds the text."""
+    made: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = [dict(call, function=dict(call["function"])) for call in message.get("tool_calls", ())]
+        for function in (call["function"] for call in calls):
+            if isinstance(function["arguments"], str):
+                function["arguments"] = {"arguments": function["arguments"]}
+        made.append({**message, "tool_calls": calls} if calls else message)
+    return made
 
 
 def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
