@@ -82,6 +82,8 @@ class Serve:
     allow_host: Annotated[Repeated[tuple[str, ...]], option("NAME")] = ()
     """A host name that requests may carry; repeatable, * for any. Default: the loopback's; any, where keys are required
     on another address."""
+    allow_origin: Annotated[Repeated[tuple[str, ...]], option("ORIGIN")] = ()
+    """A web page that may use the server, such as http://localhost:3000; repeatable, * for any. Default: none."""
     rate: OptionalFloat = None
     """Requests per minute and key. Default: no limit."""
     max_body: Int = 4 << 20
@@ -305,6 +307,7 @@ def options_of(args: Serve) -> ServerOptions:
     return ServerOptions(
         keys=keys,
         hosts=(ANY_HOST,) if any_host else (*LOOPBACK_HOSTS, *args.allow_host),
+        origins=args.allow_origin,
         rate=args.rate,
         effort=args.default_effort,
         strict_temperature=args.strict_temperature,

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
@@ -141,8 +142,19 @@ def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = Serv
     protected = [*routes(GET_ROUTES, "GET"), *routes(POST_ROUTES, "POST")]
     if options.playground:
         protected += Playground(models).routes()
+    middleware = [Middleware(RequestMiddleware, metrics=models.metrics)]
+    if options.origins:
+        # The outermost layer: a browser asks by OPTIONS, without the key, whether it may send a request.
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=options.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+        middleware.insert(0, cross_origin)
     app = Starlette(
-        middleware=[Middleware(RequestMiddleware, metrics=models.metrics)],
+        middleware=middleware,
         exception_handlers={HTTPException: _routing_error},
     )
     # Every path except the public routes goes through the access control, even a path without a route: a client

@@ -23,7 +23,7 @@ from mercury_jax.serve.options import ANY_HOST, ServerOptions
 Headers = Sequence[tuple[bytes, bytes]]
 
 HOST_PATTERN = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
-NO_KEY = "No API key found; send it in one header `Authorization: Bearer KEY`"
+NO_KEY = "No API key found; send it in one header `Authorization: Bearer KEY` or `x-api-key: KEY`"
 # Key of the ASGI scope under which the digest of the API key is stored, never the key itself; "" if the server has no
 # keys. The digest separates the prefix caches of different keys (`EngineRequest.cache_salt`).
 KEY_DIGEST = "mercury.key"
@@ -143,8 +143,10 @@ class RateLimiter:
 
 
 def _given_key(headers: Headers) -> str:
-    """Extracts the key from `Authorization: Bearer KEY`, or the password of Basic, which browsers send; else ""."""
+    """Extracts the key from `Authorization: Bearer KEY`, the password of Basic, which browsers send, or `x-api-key`."""
     values = _values(headers, b"authorization")
+    if not values and len(keys := _values(headers, b"x-api-key")) == 1:
+        return keys[0].decode("latin-1").strip()
     if len(values) != 1:
         return ""
     scheme, _, rest = values[0].decode("latin-1").partition(" ")

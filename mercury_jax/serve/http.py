@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -32,9 +33,9 @@ MAX_HEADER_BYTES = 16 << 10  # maximum size of path and headers together
 INLINE_BYTES = 64 << 10  # up to this size, parsing takes less time than switching to a thread
 REQUEST_ID = "mercury.request_id"  # key of the ASGI scope
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-JSON_TYPE = re.compile(
-    r"application/(?:[a-z0-9.!#$&^_-]+\+)?json\s*(?:;\s*charset=\"?utf-8\"?\s*)?", re.IGNORECASE
-)
+JSON_TYPE = re.compile(r"application/(?:[a-z0-9.!#$&^_-]+\+)?json", re.IGNORECASE)
+CHARSETS = ("utf-8", "utf8", "us-ascii")
+ABSOLUTE_FORM = re.compile(rb"https?://([^/?#]*)(/[^?#]*)?", re.IGNORECASE)
 
 
 def dump_json(value: Any) -> str:
@@ -107,6 +108,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
+            use_origin_form(scope)
             check_headers(scope)
             await self.app(scope, receive, send_named)
         except asyncio.CancelledError:
@@ -121,6 +123,17 @@ class RequestMiddleware:
                 await error_response(reported)(scope, receive, send_named)
         finally:
             self.metrics.count_response(scope, 499 if status is None else status)
+
+
+def use_origin_form(scope: Scope) -> None:
+    """Makes `GET http://host/path` the same request as `GET /path` with that Host (RFC 9112, section 3.2.2)."""
+    found = ABSOLUTE_FORM.fullmatch(scope.get("raw_path") or b"")
+    if found is None:
+        return
+    scope["raw_path"] = found[2] or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("latin-1"))
+    others = [(name, value) for name, value in scope["headers"] if name.lower() != b"host"]
+    scope["headers"] = [(b"host", found[1]), *others]
 
 
 def check_headers(scope: Scope) -> None:
@@ -160,8 +173,12 @@ async def read_json(request: Request, options: ServerOptions, convert: Callable[
         ApiError: 400 (not a valid JSON object), 408 (too slow), 413 (too large), or 415 (not JSON: a form or plain
             text, which another web page can send without permission, is not accepted as JSON).
     """
-    if not JSON_TYPE.fullmatch(request.headers.get("content-type", "").strip()):
-        raise ApiError(415, "Content-Type must be application/json")
+    kind, *parameters = request.headers.get("content-type", "").split(";")
+    pairs = [(name.strip().lower(), value.strip(' "').lower()) for name, _, value in
+             (parameter.partition("=") for parameter in parameters)]  # fmt: skip
+    unread = [value for name, value in pairs if name == "charset" and value not in CHARSETS]
+    if unread or not JSON_TYPE.fullmatch(kind.strip()):
+        raise ApiError(415, "Content-Type must be application/json, in UTF-8")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "Content-Encoding must be identity")
     message = f"The request is larger than {options.max_body} bytes"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ VENDOR_MODELS = (
 )  # fmt: skip
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 ANY_HOST = "*"
+ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class ServerOptions:
         keys: API keys; each of them gives access to every route. Empty: no key is needed.
         hosts: Allowed values of the `Host` header, or "*" for any. The default, the loopback names, prevents other web
             pages from using a local server by DNS rebinding.
+        origins: Web pages that may read responses, as the `Origin` that browsers send (`http://localhost:3000`), or "*"
+            for any. None by default: pages of other origins cannot use the server.
         aliases: Further names of the models, as a mapping from alias to model name; None: the vendor's names, which
             mean the first model.
         rate: Maximum requests per minute and key; None for no limit.
@@ -48,6 +52,7 @@ class ServerOptions:
 
     keys: tuple[str, ...] = field(default=(), repr=False)  # never in logs or errors
     hosts: tuple[str, ...] = LOOPBACK_HOSTS
+    origins: tuple[str, ...] = ()
     aliases: Mapping[str, str] | None = None
     rate: float | None = None
     effort: str | None = None
@@ -66,6 +71,9 @@ class ServerOptions:
         for name in ("max_body", "read_timeout", "keep_alive"):
             if not getattr(self, name) > 0:
                 raise refuse(name, getattr(self, name), "a number above 0")
+        for origin in self.origins:
+            if origin != ANY_HOST and not ORIGIN_PATTERN.fullmatch(origin):
+                raise refuse("origin", origin, "scheme://host or scheme://host:port, or * for any")
         for key in self.keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise refuse("an API key", "*" * len(key), "8 or more printable ASCII characters, no space")

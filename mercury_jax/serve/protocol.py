@@ -132,7 +132,17 @@ class TextPart(RequestModel):
     """The text."""
 
 
+class RefusalPart(RequestModel):
+    """A part of a message of the assistant, as OpenAI's models write it."""
+
+    type: Literal["refusal"]
+    refusal: str
+    """The text."""
+
+
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+AnswerContent = str | Annotated[list[AnswerPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(RequestModel):
@@ -172,6 +182,10 @@ class AssistantMessage(_Message):
     """A message of the model."""
 
     role: Literal["assistant"]
+    content: AnswerContent | None = None  # type: ignore[assignment]
+    """A string, or a list of parts of type text or refusal."""
+    refusal: str | None = None
+    """The text of a refusal, which counts as the content where there is none."""
     name: ShortText | None = None
     """Name of the speaker."""
     tool_calls: list[AssistantToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)

@@ -73,7 +73,8 @@ WRONG = (
         for key in ("first-key-12", "first-key-1234", "é", f"{KEYS[0]},{KEYS[1]}")
     ),
     *(authorization(value) for value in ("Bearer", KEYS[0], "Basic !", "Basic Zm9v")),
-    [(b"x-api-key", KEYS[0].encode())],
+    [(b"x-api-key", KEYS[0].encode()), *authorization("Bearer x")],
+    [(b"x-api-key", KEYS[0].encode()), (b"x-api-key", KEYS[0].encode())],
     [*authorization(f"Bearer {KEYS[0]}"), *authorization("Bearer x")],
 )
 
@@ -92,7 +93,11 @@ def test_without_a_key_only_health_and_readiness_answer(path):
             assert answer.json["error"]["code"] == "invalid_api_key"
             # A request without a key is told how to send one.
             kind, _, key = dict(headers).get(b"authorization", b"").partition(b" ")
-            wrong = len(headers) == 1 and kind in (b"Bearer", b"Basic") and key not in (b"", b"!", b"Zm9v")
+            wrong = (
+                len(dict(headers)) == len(headers)
+                and kind in (b"Bearer", b"Basic")
+                and key not in (b"", b"!", b"Zm9v")
+            )
             words = (
                 "Incorrect API key provided" if wrong else "No API key found; .*`Authorization: Bearer KEY`"
             )
@@ -100,6 +105,62 @@ def test_without_a_key_only_health_and_readiness_answer(path):
     for shape in CROOKED:
         answer = send_request(app, "GET", shape.format(path.lstrip("/")))
         assert answer.status == 401, shape
+
+
+def test_a_key_may_come_in_the_header_of_anthropics_clients(locked):
+    answer = lambda key: locked.get("/v1/models", headers={"x-api-key": key})
+    assert answer(KEYS[1]).status_code == 200
+    refused = answer("wrong")
+    assert refused.status_code == 401 and "Incorrect API key" in refused.json()["error"]["message"]
+
+
+ORIGIN = "http://localhost:3000"
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_read(locked):
+    """A browser asks by OPTIONS without the key; every answer, a refusal too, may be read by the page."""
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST",
+             "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+    allowed = lambda answer: answer.headers.get("access-control-allow-origin")
+    client = TestClient(app_of(keys=KEYS, origins=(ORIGIN,)), base_url="http://localhost")
+    for path in ("/v1/chat/completions", "/v1/models", "/health"):
+        answer = client.options(path, headers=asked)
+        assert answer.status_code == 200 and allowed(answer) == ORIGIN
+        assert {"authorization", "content-type"} <= set(
+            answer.headers["access-control-allow-headers"].split(",")
+        )
+        assert {"GET", "POST"} <= set(answer.headers["access-control-allow-methods"].split(", "))
+        assert allowed(client.options(path, headers={**asked, "origin": "http://evil.example"})) is None
+    for headers, status in (({}, 401), (bearer(KEYS[0]), 200)):
+        answer = client.get("/v1/models", headers={"origin": ORIGIN, **headers})
+        assert answer.status_code == status and allowed(answer) == ORIGIN
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert client.options("/v1/models").status_code == 401  # no browser asks like this
+    assert allowed(client.get("/health", headers={"origin": "http://evil.example"})) is None
+    anyone = TestClient(app_of(origins=("*",)), base_url="http://localhost")
+    assert allowed(anyone.get("/v1/models", headers={"origin": "http://a.example"})) == "*"
+    assert locked.options("/v1/models", headers=asked).status_code == 401
+    for wrong in ("localhost:3000", "http://a/", "a", ""):
+        with pytest.raises(ValueError, match=r"origin is .*allowed: scheme://host"):
+            ServerOptions(origins=(wrong,))
+
+
+def test_a_target_in_absolute_form_names_its_host():
+    """RFC 9112, section 3.2.2: the host of the target counts, not the header."""
+    app = app_of(keys=KEYS)
+    key = authorization(f"Bearer {KEYS[0]}")
+    for target in (
+        "http://localhost/v1/models",
+        "HTTP://localhost:8000/v1/models?a=http://b",
+        "https://localhost/v1/models",
+    ):
+        for host in (b"localhost", b"evil.example", None):
+            assert send_request(app, "GET", target, key, host=host).status == 200
+        assert send_request(app, "GET", target).status == 401
+    assert send_request(app, "GET", "http://localhost/health").status == 200
+    assert send_request(app, "GET", "http://localhost").status == 401
+    assert send_request(app, "GET", "http://evil.example/v1/models", key).status == 403
+    assert send_request(app, "GET", "http://a@localhost/v1/models", key).status == 400
 
 
 def test_the_playground_needs_a_key(nano):

@@ -92,7 +92,9 @@ def test_a_client_that_disconnects_ends_the_read():
 @pytest.mark.parametrize(
     "kind",
     [b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data; boundary=x", b"application/jsonx",
-     b"application/json; charset=utf-16", b"text/json", b"application/json, text/plain"],
+     b"application/json; charset=utf-16", b"text/json", b"application/json, text/plain",
+     b"text/plain; a=application/json",
+     b"application/json;charset=utf-8, text/plain", b";application/json"],
 )  # fmt: skip
 def test_content_types_that_a_web_page_may_send_are_refused(kind):
     assert refused([b"{}"], [(b"content-type", kind)]) == 415
@@ -100,7 +102,9 @@ def test_content_types_that_a_web_page_may_send_are_refused(kind):
 
 @pytest.mark.parametrize(
     "kind", [b"application/json", b"Application/JSON; charset=UTF-8", b'application/json;charset="utf-8"',
-             b"application/vnd.api+json"]
+             b"application/vnd.api+json", b"application/json; charset=utf8",
+             b"application/json ; version=1; charset=UTF-8",
+             b"application/json;", b"application/json; charset=us-ascii; profile=\"http://a\""]
 )  # fmt: skip
 def test_json_content_types_are_accepted(kind):
     assert read([b"{}"], [(b"content-type", kind)]) == {}

@@ -258,6 +258,12 @@ def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(fields, path, n
     assert (error.value.status, error.value.param) == (400, path)
 
 
+def test_values_that_mean_nothing_are_accepted():
+    chat = parse_request(MODELS["chat"], {**MINIMAL["chat"], "stop": [""], "top_logprobs": 0})
+    assert chat.stop_sequences == ()
+    assert parse_request(MODELS["chat"], {**MINIMAL["chat"], "stop": ["", "a"]}).stop_sequences == ("a",)
+
+
 def test_a_schema_is_not_lost_in_a_format_of_another_type():
     held = {"type": "json_object", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     with pytest.raises(ApiError, match="json_schema is an object of 2 entries; .* Use the type json_schema"):

@@ -66,6 +66,12 @@ def test_diffusing_chunks_hold_the_whole_text(nano):
     assert body["choices"][0]["message"]["content"] == "one two three four"
 
 
+def test_no_alternatives_need_no_logprobs(answering):
+    assert post(answering, {**PAYLOAD, "top_logprobs": 0, "stop": [""]})["choices"][0]["logprobs"] is None
+    refused = client_of(answering).post("/v1/chat/completions", json={**PAYLOAD, "top_logprobs": 1})
+    assert refused.json()["error"]["param"] == "top_logprobs"
+
+
 def test_an_empty_answer_has_a_finish_reason(nano):
     for finish in ("stop", "length"):
         chunks = events(ScriptedEngine(nano, [snapshot([], finish=finish)]), PAYLOAD)

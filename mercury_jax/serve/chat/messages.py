@@ -70,8 +70,15 @@ def plain_messages(
     results: list[dict[str, Any]] = []  # consecutive tool results, not yet sorted
     for i, message in enumerate(messages):
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-        text = message.content or ""
-        text = text if isinstance(text, str) else "\n".join(part.text for part in text)
+        text = (
+            message.content
+            or (message.refusal if isinstance(message, protocol.AssistantMessage) else "")
+            or ""
+        )
+        if not isinstance(text, str):
+            text = "\n".join(
+                part.refusal if isinstance(part, protocol.RefusalPart) else part.text for part in text
+            )
         entry: dict[str, Any] = {"role": role, "content": text}
         if isinstance(message, protocol.ToolMessage):
             if message.tool_call_id not in known:

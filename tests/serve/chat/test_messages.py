@@ -53,6 +53,20 @@ def test_messages_become_plain():
     ]
 
 
+def test_a_refusal_is_content():
+    part = {"type": "refusal", "refusal": "I will not."}
+    made = check_messages([
+        {"role": "assistant", "content": [part]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Well."}, part]},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": "Yes.", "refusal": "No."},
+    ])  # fmt: skip
+    assert [message["content"] for message in made] == ["I will not.", "Well.\nI will not.", "No.", "Yes."]
+    with pytest.raises(ApiError, match="allowed: text") as raised:
+        check_messages([{"role": "user", "content": [part]}])
+    assert raised.value.param == "messages[0].content[0].type"
+
+
 def test_results_come_in_the_order_of_their_calls():
     calls = {**ASKED, "tool_calls": [{**CALL, "id": id} for id in "abc"]}
     result = lambda id: {"role": "tool", "content": f"of {id}", "tool_call_id": id}
