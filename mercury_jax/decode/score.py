@@ -290,6 +290,88 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
     return np.where(scored, ce, 0.0).sum(axis=1, dtype=np.float64)
 
 
+MAX_ALTERNATIVES = 20  # of each token in `prefix_log_p`
+
+
+def prefix_log_p(lm: LM, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores each token of a text as `score` scores a completion of one token, given all tokens before it: exactly.
+
+    The sum over the last tokens is the log-likelihood of decoding them from left to right, one token per pass. A model
+    that denoises masks makes one row for each token, an autoregressive model has all of them in one causal pass.
+
+    Args:
+        lm: A model that denoises masks, or an autoregressive one.
+        ids: N ids.
+
+    Returns:
+        log p of the tokens after the first [N - 1], the ids of the likeliest tokens in their place [N - 1, K], and
+        log p of those [N - 1, K], in descending order.
+
+    Raises:
+        ValueError: If the model's noise is another one, or the model sees padding.
+    """
+    config, kind = lm.model.config, lm.corruption.kind
+    if not config.autoregressive and kind != "absorbing":
+        raise refuse(
+            "log-probabilities of a prompt", kind, "a model that denoises masks, or an autoregressive one"
+        )
+    if not lm.model.hides_padding:
+        check_equal_lengths("prefixes", [1, 2])
+    step = ROWS_PER_PASS if not config.autoregressive else 4 * ROWS_PER_PASS
+    parts = []
+    for start in range(1, len(ids), step):
+        # The last rows are repeated, so that all passes over texts of a similar length have the same shape.
+        at = np.minimum(np.arange(start, start + step), len(ids) - 1)
+        if config.autoregressive:  # position i - 1 predicts token i
+            size = bucket(len(ids), QUANTUM)
+            position = np.arange(size, dtype=np.int32)
+            causal = np.stack([np.zeros_like(position), position + 1], axis=-1)
+            ranges = np.stack([causal, np.zeros_like(causal)], axis=1)[None]
+            text = np.pad(np.asarray(ids, np.int32), (0, size - len(ids)))[None]
+            rows, time = PackedPass(text, position[None], ranges), None
+            where, tokens = at[None] - 1, np.asarray(ids, np.int32)[at][None]
+        else:
+            laid = [lm.model.layout(np.asarray(ids[: i + 1], np.int32), int(i), all_clean=False) for i in at]
+            size = bucket(max(len(one.tokens) for one in laid), QUANTUM)
+            pad = lambda x, size=size: np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
+            stacked = lambda name, laid=laid, pad=pad: np.stack([pad(getattr(one, name)) for one in laid])
+            text, editable = stacked("tokens"), stacked("editable")
+            time = None
+            if config.timed:
+                time = np.concatenate(
+                    [pad(canvas_times(d.canvas, d.editable[None] * 1.0)[0])[None] for d in laid]
+                )
+            noised = np.where(editable, lm.corruption.mask, text)
+            rows = PackedPass(noised, stacked("positions"), stacked("ranges"), time=time)
+            where = editable.argmax(axis=1)[:, None]
+            tokens = np.take_along_axis(text, where, axis=1)
+        with inputs.explain_wrong_params(lm):
+            given = jax.tree.map(jnp.asarray, (rows, where, tokens))
+            found = jax.device_get(_token_log_p(lm.model, lm.corruption, lm.params, *given))
+        parts.append([x.reshape(step, *x.shape[2:]) for x in found])
+    if not parts:
+        return np.zeros(0, np.float32), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
+    log_p, top_ids, top = (np.concatenate(x)[: len(ids) - 1] for x in zip(*parts, strict=True))
+    return log_p, top_ids, top
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _token_log_p(
+    model: Model,
+    corruption: noise.Corruption,
+    params: Params,
+    rows: PackedPass,
+    where: Int[Array, "B K"],
+    tokens: Int[Array, "B K"],
+) -> tuple[Float[Array, "B K"], Int[Array, "B K A"], Float[Array, "B K A"]]:
+    """Computes log p of one token at each of some positions, and of the A likeliest ones there."""
+    hidden = jnp.take_along_axis(model.apply(params, rows), where[..., None], axis=1)
+    logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(model.head(params, hidden))
+    log_p = jax.nn.log_softmax(logits)
+    top, top_ids = jax.lax.top_k(log_p, min(MAX_ALTERNATIVES, log_p.shape[-1]))
+    return jnp.take_along_axis(log_p, tokens[..., None], axis=-1)[..., 0], top_ids, top
+
+
 def weighted_nats(
     lm: LM,
     documents: Sequence[MaskedDocument] | Sequence[NoisedDocument],

@@ -7,6 +7,7 @@ response plan. `chat.code_prompts` and `chat.apply_edit` contain the prompts and
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -20,13 +21,15 @@ from mercury_jax.serve.chat.messages import plain_messages
 from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
-from mercury_jax.serve.service import ServedModels, Service
+from mercury_jax.serve.responses import EchoedPrompt
+from mercury_jax.serve.service import SMALL_GRAMMAR_BYTES, ServedModels, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
 from mercury_jax.types import LM
 
 EditBody = protocol.EditCompletionsRequest | protocol.ApplyCompletionsRequest
 CodeBody = protocol.CompletionsRequest | protocol.FimCompletionsRequest | EditBody
 
+MAX_SCORED_TOKENS = 8192  # of all prompts of a request with echo and logprobs
 END_OF_TEXT = "<|endoftext|>"  # suffix that editors send at the end of a file, instead of an empty one
 
 
@@ -44,12 +47,19 @@ async def completions(models: ServedModels, request: Request) -> Response:
         ApiError: 400 if prompts times `n` exceeds `MAX_CHOICES`.
     """
     service, body = await models.read(request, protocol.CompletionsRequest)
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    prompts: Sequence[Any] = body.prompt if several else [body.prompt]
     count = len(prompts) * body.n
     if count > protocol.MAX_CHOICES:
         message = f"{len(prompts)} prompts times n = {body.n}; allowed: {protocol.MAX_CHOICES} answers"
         raise errors.invalid_request("n", message)
-    return await respond(service, request, lambda: _prepare_texts(service, body, prompts, body.n), count)
+    if body.echo and body.suffix:
+        raise errors.invalid_value("echo", True, "false with a suffix")
+    # Scoring a prompt takes as long as compiling a large grammar, so it takes a thread of that pool.
+    slow = SMALL_GRAMMAR_BYTES + 1 if body.echo and body.logprobs is not None else None
+    return await respond(
+        service, request, lambda: _prepare_texts(service, body, prompts, body.n), count, slow
+    )
 
 
 async def fim_completions(models: ServedModels, request: Request) -> Response:
@@ -99,12 +109,13 @@ class PrecomputedAnswer:
 
     Args:
         tokens: Token ids of the answer.
+        finish: Finish reason.
     """
 
-    def __init__(self, tokens: Sequence[int]):
+    def __init__(self, tokens: Sequence[int], finish: str = "stop"):
         self.request = EngineRequest(prompt=(0,), max_tokens=1)
         ids, n = np.asarray(tokens, np.int32), len(tokens)
-        self._snapshot = EMPTY_SNAPSHOT._replace(tokens=ids, final=n, start=n, finish="stop")
+        self._snapshot = EMPTY_SNAPSHOT._replace(tokens=ids, final=n, start=n, finish=finish)
 
     async def __aiter__(self) -> AsyncIterator[Snapshot]:
         yield self._snapshot
@@ -116,27 +127,62 @@ class PrecomputedAnswer:
 def _prepare_texts(
     service: Service,
     body: protocol.CompletionsRequest | protocol.FimCompletionsRequest,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     n: int,
-) -> tuple[ResponsePlan, list[EngineRequest]]:
+) -> tuple[ResponsePlan, Sequence[EngineRequest | PrecomputedAnswer]]:
     """Makes the plan and n requests per prompt; the requests of a prompt are adjacent."""
     lm, stops = service.engine.lm, body.stop_sequences
     suffix = "" if body.suffix == END_OF_TEXT else body.suffix or ""
     logprobs = body.logprobs if isinstance(body, protocol.CompletionsRequest) else None
-    made: list[EngineRequest] = []
+    codes: list[CodePrompt] = []
+    jobs: list[EngineRequest | PrecomputedAnswer] = []
     for i, prompt in enumerate(prompts):
         service.check_size(len(prompt) + len(suffix), "prompt")
-        code = code_prompts.fim_prompt(lm, prompt, suffix or None)
-        made += with_seeds(_code_request(service, body, code, "prompt", logprobs=logprobs), n, i)
+        if isinstance(prompt, str):
+            code = code_prompts.fim_prompt(lm, prompt, suffix or None)
+        else:
+            if (beyond := max(prompt)) >= lm.model.config.vocab:
+                allowed = f"a token id, 0 to {lm.model.config.vocab - 1}"
+                raise errors.invalid_value("prompt", beyond, allowed, field="id in prompt")
+            code = CodePrompt(tuple(prompt), tuple(lm.tokenizer.encode(suffix)) if suffix else None)
+        codes.append(code)
+        if body.max_tokens:
+            jobs += with_seeds(_code_request(service, body, code, "prompt", logprobs=logprobs), n, i)
+        else:
+            token_budget(service.engine.context, len(code.prompt) - 1, 1, 0, "prompt")  # the prompt must fit
+            jobs += [PrecomputedAnswer((), "length")] * n
     plan = ResponsePlan(
         kind=responses.TEXT,
         request=body,
-        prompt_tokens=sum(len(one.prompt) + len(one.suffix or ()) for one in made[::n]),
+        prompt_tokens=sum(len(one.prompt) + len(one.suffix or ()) for one in codes),
         parser=lambda: OutputParser(lm, chat=False, stop=stops),
         answers_per_prompt=n,
         logprobs=lambda snapshot, message: responses.text_logprobs(lm, snapshot, message, logprobs or 0),
+        echoes=_echoes(service, prompts, codes, logprobs) if getattr(body, "echo", False) else (),
     )
-    return plan, made
+    return plan, jobs
+
+
+def _echoes(
+    service: Service,
+    prompts: Sequence[str | Sequence[int]],
+    codes: Sequence[CodePrompt],
+    logprobs: int | None,
+) -> list[EchoedPrompt]:
+    """Makes the prompts that come in front of their answers, and scores them if logprobs are requested."""
+    lm, size = service.engine.lm, sum(len(code.prompt) for code in codes)
+    if logprobs is not None and size > MAX_SCORED_TOKENS:
+        allowed = f"{MAX_SCORED_TOKENS} with echo and logprobs, as each of them takes a row of a forward pass"
+        raise errors.invalid_request("prompt", f"prompt has {size} tokens; allowed: up to {allowed}")
+    made = []
+    for prompt, code in zip(prompts, codes, strict=True):
+        text = prompt if isinstance(prompt, str) else lm.tokenizer.decode(code.prompt)
+        try:
+            found = None if logprobs is None else responses.prompt_logprobs(lm, code.prompt, logprobs)
+        except ValueError as error:  # a model without likelihoods of single tokens
+            raise errors.invalid_request("echo", f"echo with logprobs: {error}") from None
+        made.append(EchoedPrompt(text, found))
+    return made
 
 
 def _prepare_edit(

@@ -5,6 +5,7 @@ Handlers raise `ApiError`; `http.RequestMiddleware` turns it into the response.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -216,11 +217,8 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
             tag = node["discriminator"]
             node = _resolve(schema, {"$ref": tag["mapping"][value[tag["propertyName"]]]})
         elif members := _members(node):  # `part` is the label of the member of the value's JSON type
-            kind = {str: "string", list: "array", dict: "object"}.get(type(value), "another")
-            for member in (_resolve(schema, member) for member in members):
-                if member.get("type", "object" if "oneOf" in member else None) == kind:
-                    node = member
-                    break
+            member = max(members, key=functools.partial(_fit, schema, value))
+            node = _resolve(schema, member) if _fit(schema, value, member) else node
         elif isinstance(part, int):
             node, value, path = _resolve(schema, node["items"]), value[part], f"{path}[{part}]"
             missing = False
@@ -243,6 +241,15 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
     return invalid_value(
         path, value, allowed + (" (it has no default)" if value is None and required else "")
     )
+
+
+def _fit(schema: JsonSchema, value: object, member: JsonSchema) -> int:
+    """Says how well a value fits a member of a union: 1 by its JSON type, 2 also by the type of its first entry."""
+    types = {str: "string", list: "array", dict: "object", int: "integer"}
+    member = _resolve(schema, member)
+    if member.get("type", "object" if "oneOf" in member else None) != types.get(type(value), "another"):
+        return 0
+    return 1 + (isinstance(value, list) and bool(value) and _fit(schema, value[0], member["items"]) > 0)
 
 
 def _members(node: JsonSchema) -> list[JsonSchema]:
@@ -271,7 +278,7 @@ def _describe(schema: JsonSchema, node: JsonSchema) -> str:
         tag = node["discriminator"]
         return f"an object whose {tag['propertyName']} is one of {', '.join(tag['mapping'])}"
     if members := _members(node):
-        return ", or ".join(_describe(schema, member) for member in members)
+        return ", or ".join(dict.fromkeys(_describe(schema, member) for member in members))
     if "const" in node or "enum" in node:
         return ", ".join(map(str, node.get("enum", [node.get("const")])))
     pattern = node.get("pattern") or node.get("propertyNames", {}).get("pattern")

@@ -21,7 +21,9 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -428,26 +430,41 @@ class ChatCompletionsRequest(SampledRequest):
     """With logprobs: number of alternatives per token."""
 
 
-def _only_false(value: bool) -> bool:
-    if value:
-        raise ValueError("only false is allowed")
-    return value
+def _prompt_kind(value: Any) -> str:
+    """Says which kind of prompt a value is meant to be, by its first entry."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, list) and isinstance(first, list):
+        return "lists of ids"
+    if not isinstance(value, list):
+        return "text"
+    return "ids" if isinstance(first, int | float) and not isinstance(first, bool) else "texts"
+
+
+PromptId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+PromptIds = Annotated[list[PromptId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("texts")]
+    | Annotated[PromptIds, Tag("ids")]
+    | Annotated[
+        list[PromptIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("lists of ids")
+    ],
+    Discriminator(_prompt_kind),
+]
 
 
 class CompletionsRequest(SampledRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-    """The text to continue."""
+    prompt: Prompt
+    """The text to continue, or its token ids; or a list of several."""
     suffix: str | None = None
     """Text behind the answer, which then fills the gap."""
-    max_tokens: MaxTokens = 512
+    max_tokens: int = Field(512, ge=0, le=MAX_TOKENS, description=f"{ABOUT_MAX_TOKENS} 0: no answer.")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Report logprobs, with this many alternatives."""
-    echo: Annotated[bool, AfterValidator(_only_false)] = Field(
-        False, json_schema_extra={"not": {"enum": [True]}}
-    )
-    """Not supported: there are no logprobs of a prompt."""
+    echo: bool = False
+    """Put the prompt in front of the answer; with `logprobs` also those of its tokens, each given all before it."""
     best_of: int = Field(1, ge=1, le=1)
     """Not supported: every answer that is generated is returned."""
 

@@ -6,6 +6,7 @@ The types follow the vendor's document, which reports usage twice: in flat field
 
 from __future__ import annotations
 
+import codecs
 import math
 import secrets
 import time
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
+from mercury_jax.decode.score import prefix_log_p
 from mercury_jax.serve.chat.output_parser import ParsedCall, ParsedCallDelta, ParsedMessage
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.types import LM
@@ -106,11 +108,11 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """Logprobs of a text completion."""
+    """Logprobs of a text completion; null for the first token of a prompt, and for the end of a text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 
@@ -492,7 +494,66 @@ def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) 
     return made
 
 
+class EchoedPrompt(NamedTuple):
+    """A prompt in front of its answer, with its logprobs if they are requested."""
+
+    text: str
+    logprobs: TextLogprobs | None
+
+    def followed_by(self, answer: TextLogprobs | None) -> TextLogprobs | None:
+        """Returns the logprobs of the prompt and of its answer."""
+        if self.logprobs is None or answer is None:
+            return self.logprobs or answer
+        moved = [len(self.text) + offset for offset in answer["text_offset"]]
+        # Clients cut off the answer by its number of tokens: an answer that ends at once is one token, the end.
+        if not answer["tokens"]:
+            answer = {"tokens": [""], "token_logprobs": [None], "top_logprobs": [None], "text_offset": []}
+            moved = [len(self.text)]
+        return {
+            "tokens": self.logprobs["tokens"] + answer["tokens"],
+            "token_logprobs": self.logprobs["token_logprobs"] + answer["token_logprobs"],
+            "top_logprobs": self.logprobs["top_logprobs"] + answer["top_logprobs"],
+            "text_offset": self.logprobs["text_offset"] + moved,
+        }
+
+
+def prompt_logprobs(lm: LM, ids: Sequence[int], top: int) -> TextLogprobs:
+    """Builds the logprobs of a prompt. The first token, which has none before it, has none.
+
+    Args:
+        lm: The model.
+        ids: Token ids of the prompt.
+        top: Number of alternatives per token.
+
+    Returns:
+        Parallel lists with one entry per token.
+
+    Raises:
+        ValueError: If the model gives no likelihoods of single tokens.
+    """
+    log_p, top_ids, best = prefix_log_p(lm, ids)
+    made: TextLogprobs = {
+        "tokens": [_token_logprob(lm, token, 0.0)["token"] for token in ids],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [],
+    }
+    decoder, size = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for token in ids:
+        made["text_offset"].append(size)
+        size += len(decoder.decode(_piece(lm, token)))
+    for token, value, alternatives, values in zip(ids[1:], log_p, top_ids, best, strict=True):
+        made["token_logprobs"].append(_token_logprob(lm, token, value)["logprob"])
+        entries = [_token_logprob(lm, i, v) for i, v in zip(alternatives[:top], values[:top], strict=True)]
+        made["top_logprobs"].append({entry["token"]: entry["logprob"] for entry in reversed(entries)})
+    return made
+
+
+def _piece(lm: LM, token: int) -> bytes:
+    return lm.tokenizer.pieces[int(token)] if token < len(lm.tokenizer.pieces) else b""
+
+
 def _token_logprob(lm: LM, token: int, logprob: float) -> TokenLogprob:
-    raw, value = lm.tokenizer.pieces[int(token)], float(logprob)
+    raw, value = _piece(lm, token), float(logprob)
     value = MIN_LOGPROB if math.isnan(value) else round(max(value, MIN_LOGPROB), 6)
     return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}

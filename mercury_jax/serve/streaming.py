@@ -25,7 +25,7 @@ from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Sna
 from mercury_jax.serve.engine_requests import Continuation
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
 from mercury_jax.serve.protocol import ApiRequest
-from mercury_jax.serve.responses import ResponseKind, ResponseWriter, Usage
+from mercury_jax.serve.responses import EchoedPrompt, ResponseKind, ResponseWriter, Usage
 from mercury_jax.serve.service import AnswerHandle, Service, SubmittedJobs, shutting_down
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class ResponsePlan(NamedTuple):
             text is the content.
         check: Says whether an answer satisfies its schema.
         logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
+        echoes: The prompts, which come in front of their answers; empty unless that is requested.
         continuation: Makes the job that continues an answer that ended without content.
     """
 
@@ -72,6 +73,7 @@ class ResponsePlan(NamedTuple):
     finish_content: Callable[[str, str], str] | None = None
     check: Callable[[ParsedMessage], bool] | None = None
     logprobs: Callable[[Snapshot, ParsedMessage], Any] | None = None
+    echoes: Sequence[EchoedPrompt] = ()
     continuation: Continuation | None = None
 
 
@@ -209,6 +211,9 @@ class Responder:
         # No deltas if chunks have the whole text (diffusing), or if the content is made from the complete text.
         send_deltas = not plan.diffusing and plan.finish_content is None
         canvas, progress, snapshot, first = "", 0.0, None, None
+        echo = plan.echoes[i // plan.answers_per_prompt] if plan.echoes else None
+        if echo is not None:
+            yield writer.chunk([writer.chunk_choice(i, echo.text)])
         async with contextlib.aclosing(parsed_snapshots(handle, parser)) as steps:
             async for snapshot, delta in steps:
                 first = first or time.perf_counter()
@@ -226,7 +231,11 @@ class Responder:
                 content = (delta.content if send_deltas else None) or None
                 if content or delta.tool_calls:
                     yield writer.chunk([writer.chunk_choice(i, content, delta.tool_calls)])
-        answers[i] = answer = self._finish(parser, snapshot, first)
+        answer = self._finish(parser, snapshot, first)
+        if echo is not None:
+            logprobs = echo.followed_by(answer.logprobs)  # type: ignore[arg-type]
+            answer = answer._replace(text=echo.text + answer.text, logprobs=logprobs)
+        answers[i] = answer
         if plan.diffusing:
             meta = {"diffusion_meta": {"diffusion_progress": 1.0}}
             yield writer.chunk([writer.chunk_choice(i, answer.text)], meta)

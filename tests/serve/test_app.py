@@ -6,10 +6,12 @@ import json
 import threading
 import time
 
+import numpy as np
 import pytest
 from jsonschema.validators import Draft202012Validator
 from starlette.testclient import TestClient
 
+import mercury_jax as mj
 from mercury_jax.decode.grammar.search import EndSearch
 from mercury_jax.serve import openapi
 from mercury_jax.serve.app import create_app
@@ -341,6 +343,46 @@ def test_sampling_parameters_change_the_answer(client):
     assert texts(presence_penalty=2, frequency_penalty=-2, repetition_penalty=1e-9, logit_bias={"17": 5}) != [
         one
     ]
+
+
+def test_token_ids_are_a_prompt(client, nano):
+    ids = nano.tokenizer.encode("import os\n")
+    body = {"model": "nano", "max_tokens": 4, "temperature": 0, "seed": 1}
+    texts = lambda prompt: [
+        c["text"] for c in post(client, {**body, "prompt": prompt}, "/v1/completions")["choices"]
+    ]
+    assert texts(ids) * 2 == texts("import os\n") * 2 == texts([ids, ids]) == texts(["import os\n"] * 2)
+    nothing = post(client, {**body, "prompt": [ids, ids], "max_tokens": 0}, "/v1/completions")
+    assert [(c["text"], c["finish_reason"], c["logprobs"]) for c in nothing["choices"]] == [
+        ("", "length", None)
+    ] * 2
+    assert nothing["usage"]["prompt_tokens"] == 2 * len(ids) and nothing["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_echoed_prompt_has_the_likelihoods_of_its_tokens(client, nano, as_ids):
+    """As lm-eval's `local-completions` asks for them: those of `mj.score`, each token given all before it."""
+    text, path = "for é in names:\n", "/v1/completions"
+    ids = nano.tokenizer.encode(text)
+    asked = {"model": "nano", "prompt": [ids] if as_ids else text, "max_tokens": 1, "temperature": 0, "seed": 1234,
+             "logprobs": 2, "echo": True}  # fmt: skip
+    choice = post(client, asked, path)["choices"][0]
+    found, n = choice["logprobs"], len(ids)
+    assert choice["text"].startswith(text) and len(found["tokens"]) == n + 1
+    assert (
+        found["text_offset"][n] == len(text)
+        and found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    )
+    rows = range(1, n)
+    exact = mj.score(nano, [ids[:i] for i in rows], [[ids[i]] for i in rows], samples=1)
+    np.testing.assert_allclose(found["token_logprobs"][1:n], exact.log_p, atol=1e-4)
+    for value, top in zip(found["token_logprobs"][1:n], found["top_logprobs"][1:n], strict=True):
+        assert 1 <= len(top) <= 2 and max(top.values()) >= value
+    prompt_only = post(client, {**asked, "max_tokens": 0}, path)["choices"][0]
+    assert prompt_only["text"] == text
+    assert prompt_only["logprobs"] == {name: values[:n] for name, values in found.items()}
+    chunks = stream(client, {**asked, "logprobs": None}, path)
+    assert text_of(chunks) == choice["text"]
 
 
 @pytest.mark.parametrize("n", [1, 2])

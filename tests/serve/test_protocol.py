@@ -287,7 +287,6 @@ def test_a_number_is_a_finite_number_and_nothing_else(bad):
     "field, allowed, message",
     [
         ("best_of", 1, "best_of is 3; allowed: 1 (every answer that is generated is returned)"),
-        ("echo", False, "echo is true; allowed: false (there are no logprobs of a prompt)"),
     ],
 )
 def test_one_allowed_value_is_the_same_value_in_json(field, allowed, message):
@@ -326,6 +325,29 @@ CASES = {
     "range": ({"n": 17}, "n", "17; allowed: a whole number from 1 to 16"),
     "extra_body": ({"extra_body": {"top_p": 2}}, "top_p", "2; allowed: a number from 0 to 1"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "prompt, param, message",
+    [
+        ([1, "a"], "prompt[1]", "'a'; allowed: a whole number from 0"),
+        (["a", 5], "prompt[1]", "5; allowed: a string"),
+        ([[1], ["a"]], "prompt[1][0]", "'a'; allowed: a whole number from 0"),
+        ([[]], "prompt[0]", "a list of 0 entries; allowed: a list of 1 to"),
+        ([[1], 5], "prompt[1]", "5; allowed: a list of 1 to"),
+        ([-1], "prompt[0]", "-1; allowed: a whole number from 0"),
+        ([True], "prompt[0]", "true; allowed: a string"),
+        ([], "prompt", "a list of 0 entries; allowed: a list of 1 to 16"),
+        ([[1]] * 17, "prompt", "a list of 17 entries; allowed: a list of 1 to 16"),
+        (5, "prompt", "5; allowed: a string, or a list"),
+    ],
+)
+def test_a_prompt_is_a_text_or_ids_or_several_of_one_kind(prompt, param, message):
+    for good in ("a", ["a", "b"], [1], [1, 2] * 50, [[1], [2, 3]]):
+        assert parse_request(MODELS["completions"], {"model": "m", "prompt": good}).prompt == good
+    with pytest.raises(ApiError) as error:
+        parse_request(MODELS["completions"], {"model": "m", "prompt": prompt})
+    assert error.value.param == param and error.value.message.startswith(f"{param} is {message}")
 
 
 @pytest.mark.parametrize("name", CASES)
