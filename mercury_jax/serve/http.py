@@ -113,10 +113,10 @@ class RequestMiddleware:
             await self.app(scope, receive, send_named)
         except asyncio.CancelledError:
             # The server is shutting down: a request without a response yet gets a 503.
-            if status is None:
-                refusal = errors.unavailable("The server is shutting down.")
-                await error_response(refusal)(scope, receive, send_named)
-            raise
+            if status is not None:
+                raise
+            refusal = errors.unavailable("The server is shutting down.")
+            await error_response(refusal)(scope, receive, send_named)
         except Exception as error:
             reported = to_reported_error(error, request_id)
             if status is None:

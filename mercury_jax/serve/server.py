@@ -34,7 +34,7 @@ HEADER_SECONDS = 15.0  # in which the headers of a request must arrive
 KEEP_ALIVE_SECONDS = 30  # that a connection may idle between two requests
 STOP_SECONDS = 2.0  # for cancelling what still runs
 COMPILE_SECONDS = 10.0  # for a running compilation to end; nothing interrupts it
-FLUSH_SECONDS = 5  # for the last responses to reach their readers
+FLUSH_SECONDS = 1.0  # at least, for the last responses to reach their readers
 NOTICE_SECONDS = (
     0.5  # between a failing /ready and the end of the listening socket, for a load balancer to see
 )
@@ -129,7 +129,8 @@ class Server(uvicorn.Server):
     After SIGTERM or SIGINT:
 
         1. /ready fails, and new requests get 503.
-        2. Running requests have `drain` seconds to finish; then the remaining ones are cancelled.
+        2. Running requests have `drain` seconds to finish; then the remaining ones are cancelled. Readers have the same
+           time to take what was written; then their connections are closed.
         3. A running compilation has `COMPILE_SECONDS` to finish: a process that exits while XLA compiles or writes its
            cache may abort or leave an incomplete cache entry.
 
@@ -166,12 +167,12 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=FLUSH_SECONDS,
             )
         )
         self.engines, self.drain, self.on_ready = as_tuple(engines), drain, on_ready
         self.failure: BaseException | None = None
         self._at_once = threading.Event()
+        self._drained_by = 0.0  # `time.monotonic` at which running requests and their readers must have ended
         self._draining: threading.Thread | None = None
         self._warming = threading.Thread(target=self._warm, name="mercury-warm", daemon=True)
         # A thread per engine: one that still compiles must not delay the end of the others' requests.
@@ -184,6 +185,29 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._warming.start()
 
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Waits until all responses have reached their readers, or the time to drain is over."""
+        left = max(FLUSH_SECONDS, self._drained_by - time.monotonic())
+        self.config.timeout_graceful_shutdown = left + 2 * FLUSH_SECONDS  # type: ignore[assignment]
+        closing = asyncio.ensure_future(self._close_connections(left))
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_connections(self, seconds: float) -> None:
+        """Closes connections whose readers have stopped, after some seconds, or soon after a second signal.
+
+        The app sees that its client is gone. A request without a response yet is left to uvicorn, which cancels it, and
+        `http.RequestMiddleware` answers it.
+        """
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < seconds:
+            if self._at_once.is_set() and passed > FLUSH_SECONDS:
+                break
+            await asyncio.sleep(0.05)
+        for connection in list(self.server_state.connections):
+            if connection.cycle is None or connection.cycle.response_started:
+                connection.transport.abort()
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Starts to drain; a second signal ends the wait at once.
 
@@ -194,6 +218,7 @@ class Server(uvicorn.Server):
         if self._draining is not None:
             self._at_once.set()
             return
+        self._drained_by = time.monotonic() + self.drain
         self._draining = threading.Thread(target=self._shut_down, name="mercury-drain", daemon=True)
         self._draining.start()
 

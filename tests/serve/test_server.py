@@ -20,7 +20,7 @@ from mercury_jax.cli import arguments as command_line, serve
 from mercury_jax.serve import server
 from mercury_jax.serve.app import create_app
 from mercury_jax.serve.options import ServerOptions, check_address
-from tests.serve.scripted_engine import ScriptedEngine, text_snapshots
+from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
 
 PAYLOAD = {"model": "nano", "messages": [{"role": "user", "content": "347+585="}]}
 WORDS = "347+585 is 932, and so it was before."
@@ -297,6 +297,39 @@ def test_requests_beyond_the_drain_time_are_cancelled_with_an_error(live_server,
     )
     one.thread.join(15)
     assert not one.thread.is_alive() and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("stream, drain", [(True, 2.0), (False, 0.2)])
+def test_a_reader_that_has_stopped_has_the_time_to_drain(
+    live_server, nano, monkeypatch, caplog, stream, drain
+):
+    """Then its connection is closed, without a traceback, and the server ends."""
+    listen = server.listen
+
+    def with_small_buffers(*address):
+        made = listen(*address)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return made
+
+    monkeypatch.setattr(server, "listen", with_small_buffers)
+    words = nano.tokenizer.encode("a word " * 20_000)
+    engine = ScriptedEngine(nano, [snapshot(words, finish="stop")])
+    one = live_server(engine, drain=drain)
+    body = json.dumps({**PAYLOAD, "stream": stream})
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", one.port))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        line.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert line.recv(10) == b"HTTP/1.1 2"
+        time.sleep(0.5)
+        began = time.monotonic()
+        one.server.handle_exit(signal.SIGTERM, None)
+        one.thread.join(15)
+    assert not one.thread.is_alive()
+    assert max(drain, server.NOTICE_SECONDS + server.FLUSH_SECONDS) <= time.monotonic() - began + 0.1
+    assert time.monotonic() - began < drain + 4
+    assert not [record for record in caplog.records if record.exc_info or "uvicorn" in record.name]
 
 
 @pytest.mark.slow
