@@ -328,7 +328,7 @@ def prefix_log_p(lm: LM, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np
             causal = np.stack([np.zeros_like(position), position + 1], axis=-1)
             ranges = np.stack([causal, np.zeros_like(causal)], axis=1)[None]
             text = np.pad(np.asarray(ids, np.int32), (0, size - len(ids)))[None]
-            rows, time = PackedPass(text, position[None], ranges), None
+            rows = text, position[None], ranges, None
             where, tokens = at[None] - 1, np.asarray(ids, np.int32)[at][None]
         else:
             laid = [lm.model.layout(np.asarray(ids[: i + 1], np.int32), int(i), all_clean=False) for i in at]
@@ -341,8 +341,9 @@ def prefix_log_p(lm: LM, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np
                 time = np.concatenate(
                     [pad(canvas_times(d.canvas, d.editable[None] * 1.0)[0])[None] for d in laid]
                 )
+            assert lm.corruption.mask is not None
             noised = np.where(editable, lm.corruption.mask, text)
-            rows = PackedPass(noised, stacked("positions"), stacked("ranges"), time=time)
+            rows = noised, stacked("positions"), stacked("ranges"), time
             where = editable.argmax(axis=1)[:, None]
             tokens = np.take_along_axis(text, where, axis=1)
         with inputs.explain_wrong_params(lm):
@@ -360,12 +361,17 @@ def _token_log_p(
     model: Model,
     corruption: noise.Corruption,
     params: Params,
-    rows: PackedPass,
+    rows: tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T R 2"], Float[Array, "B T"] | None],
     where: Int[Array, "B K"],
     tokens: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K A"], Float[Array, "B K A"]]:
-    """Computes log p of one token at each of some positions, and of the A likeliest ones there."""
-    hidden = jnp.take_along_axis(model.apply(params, rows), where[..., None], axis=1)
+    """Computes log p of one token at each of some positions, and of the A likeliest ones there.
+
+    `rows` are the tokens, positions, ranges and times of a packed pass.
+    """
+    tokens_given, positions, ranges, time = rows
+    hidden = model.apply(params, PackedPass(tokens_given, positions, ranges, time=time))
+    hidden = jnp.take_along_axis(hidden, where[..., None], axis=1)
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(model.head(params, hidden))
     log_p = jax.nn.log_softmax(logits)
     top, top_ids = jax.lax.top_k(log_p, min(MAX_ALTERNATIVES, log_p.shape[-1]))

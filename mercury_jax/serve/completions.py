@@ -48,7 +48,7 @@ async def completions(models: ServedModels, request: Request) -> Response:
     """
     service, body = await models.read(request, protocol.CompletionsRequest)
     several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-    prompts: Sequence[Any] = body.prompt if several else [body.prompt]
+    prompts: Any = body.prompt if several else [body.prompt]
     count = len(prompts) * body.n
     if count > protocol.MAX_CHOICES:
         message = f"{len(prompts)} prompts times n = {body.n}; allowed: {protocol.MAX_CHOICES} answers"

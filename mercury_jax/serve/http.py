@@ -224,13 +224,18 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise invalid_request(None, "The body is not valid UTF-8") from None
     except json.JSONDecodeError as error:
-        told = error.msg.removesuffix(" at")  # some of its messages end so
+        # Some of its messages end with "at", or with advice on Python in parentheses.
+        told = error.msg.removesuffix(" at").partition(" (")[0]
         where = f"character {error.colno} of line {error.lineno}"
         raise invalid_request(None, f"The body is not valid JSON: {told} at {where}") from None
-    except ValueError as error:  # a number of thousands of digits, NaN, 1e999
-        raise invalid_request(None, f"The body is not valid JSON: {str(error)[:80]}") from None
+    except NotFinite as error:
+        raise invalid_request(None, f"The body is not valid JSON: {error}") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise invalid_request(None, "The body is not valid JSON: a number has too many digits") from None
     if not isinstance(value, dict):
-        raise invalid_request(None, f"The body is a JSON {type(value).__name__}; allowed: an object")
+        constant = value is None or isinstance(value, bool)
+        kind = {list: "a list", str: "a text"}.get(type(value), json.dumps(value) if constant else "a number")
+        raise invalid_request(None, f"The body is {kind}; allowed: an object")
     # UTF-8 has no lone surrogates, so only escapes can have made them.
     check_json(value, "The body", max_depth, check_text=rb"\u" in body)
     return value
@@ -272,6 +277,10 @@ def check_json(
     raise invalid_request(param, f"{what} is nested more than {max_depth} levels deep")
 
 
+class NotFinite(ValueError):
+    """A number that is not JSON, or too large for a float."""
+
+
 def refuse_constant(number: str) -> float:
     """Refuses NaN and Infinity, which are not JSON though Python reads them, and floats beyond the range of 64 bits.
 
@@ -282,10 +291,10 @@ def refuse_constant(number: str) -> float:
         The number.
 
     Raises:
-        ValueError: If the number is not finite.
+        NotFinite: If the number is not finite.
     """
     value = float(number)
     if not math.isfinite(value):
         fault = "not JSON" if number in ("NaN", "Infinity", "-Infinity") else "out of range"
-        raise ValueError(f"{number[:20]} is {fault}")
+        raise NotFinite(f"{number[:20]} is {fault}")
     return value

@@ -205,6 +205,8 @@ class Server(uvicorn.Server):
                 break
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
+            if not isinstance(connection, BoundedH11Protocol):
+                continue
             if connection.cycle is None or connection.cycle.response_started:
                 connection.transport.abort()
 

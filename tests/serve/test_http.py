@@ -53,6 +53,23 @@ def test_a_syntax_error_is_reported_with_its_position():
             read([text])
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"null", "The body is null; allowed: an object"),
+        (b"true", "The body is true"), (b"5", "The body is a number"),
+        (b"[]", "The body is a list"), (b'"a"', "The body is a text"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON: a number has too many digits$"),
+        (b"\xef\xbb\xbf{}", "not valid JSON: Unexpected UTF-8 BOM at character 1 of line 1$"),
+        (b'{"a": NaN}', "not valid JSON: NaN is not JSON$"),
+        (b'{"a": 1e999}', "not valid JSON: 1e999 is out of range$"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_json_and_not_python(text, words):
+    with pytest.raises(ApiError, match=words):
+        read([text])
+
+
 def test_an_object_is_read_in_parts_of_any_size():
     text = json.dumps({"a": "é\u2028🙂\0", "b": [1.5, None]}).encode()
     for size in (1, 3, len(text)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from mercury_jax.serve.http import check_json, refuse_constant
 from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
 from mercury_jax.types import LM
 
+log = logging.getLogger("mercury.serve")
 MAX_DEPTH = 40  # nesting limit of arguments and schemas, below the limit of chat templates
 HERMES = ("<tool_call>", "</tool_call>")
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
@@ -217,7 +219,7 @@ def render_prompt(
         Token ids that end where the answer begins.
 
     Raises:
-        ApiError: 400 if the template refuses the messages; the message is the template's.
+        ApiError: 400 if the template refuses the messages, with the template's words, or fails.
     """
     if not tool_format(lm.tokenizer).native:
         messages, tools = described_tools(messages, tools), None
@@ -232,6 +234,12 @@ def render_prompt(
                 raise
             return tuple(render(named))
     except ValueError as error:
+        if str(error).startswith("chat_template:"):  # a failure of the template, in the words of Python
+            log.warning("%s", error)
+            message = (
+                "messages cannot be rendered by the model's chat template; the server's log has the reason"
+            )
+            raise invalid_request("messages", message) from error
         raise invalid_request("messages", str(error)) from error
 
 

@@ -153,6 +153,23 @@ def test_malformed_arguments_stay_the_text_that_the_model_wrote(arguments):
         assert not isinstance(tok, Tokenizer) or prompt.count(SPECIAL.end_tool_call) == 1
 
 
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("{{ messages[0].content + none }}", "messages cannot be rendered by the model's chat template"),
+        ("{{ missing.field }}", "messages cannot be rendered"),
+        ("{{ raise_exception('only users speak') }}", "the chat template refuses them: only users speak"),
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_shows_no_python(body, words):
+    lm = answers.lm_of(
+        HFTokenizer.of(with_tokens(byte_level(normal=False), "{%- if tools %}{% endif %}" + body))
+    )
+    with pytest.raises(ApiError, match=words) as raised:
+        render_prompt(lm, [USER])
+    assert raised.value.param == "messages" and "NoneType" not in raised.value.message
+
+
 @pytest.mark.parametrize("arguments", [3, [1], True])
 def test_arguments_are_a_text_or_an_object(arguments):
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
