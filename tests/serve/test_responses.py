@@ -8,11 +8,13 @@ import re
 import numpy as np
 import pytest
 
+import mercury_jax as mj
 from mercury_jax.decode.sample import LogProbs
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api_client import PAYLOAD, TEXT, choices, client_of, content_of, events, post
 from tests.serve.chat.checkpoint_tokenizers import without_tools
 from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
+from tests.tiny import tiny
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 FIM = {"model": "mercury-edit", "prompt": "def f(", "suffix": "):\n"}
@@ -359,6 +361,25 @@ def test_completions_take_several_prompts(nano):
         {"best_of": 2},
     ):
         assert client_of(engine).post("/v1/completions", json={**payload, **bad}).status_code == 400, bad
+
+
+def test_likelihoods_of_a_prompt_are_those_of_the_score_or_refused_by_name(nano):
+    """Other attention patterns; a model of uniform noise has no exact ones."""
+    ids = list(range(5, 45))
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+    ask = lambda lm, **more: client_of(ScriptedEngine(lm)).post("/v1/completions", json={**body, **more})
+    for pattern in ("block_causal", "bidirectional"):
+        lm = dataclasses.replace(tiny(pattern), name="tiny")
+        found = ask(lm).json()["choices"][0]["logprobs"]
+        rows = range(1, len(ids))
+        exact = mj.score(lm, [ids[:i] for i in rows], [[ids[i]] for i in rows], samples=1)
+        np.testing.assert_allclose(found["token_logprobs"][1:], exact.log_p, atol=1e-4)
+        assert found["top_logprobs"][1:] == [{}] * len(rows)
+    uniform = dataclasses.replace(tiny(kind="uniform"), name="tiny")
+    refused = ask(uniform).json()["error"]
+    assert refused["param"] == "echo" and "a model that denoises masks" in refused["message"]
+    assert ask(uniform, logprobs=None).status_code == 200
+    assert ask(uniform, prompt=[5] * 513).json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_prompt_beyond_the_context_is_refused_in_the_vendors_words(nano):
