@@ -103,7 +103,8 @@ def test_05_the_number_of_answers_is_bounded(nano):
 def test_06_invalid_and_overflowing_integers_are_refused(scripted_app, bad):
     for path, payload in MINIMAL.items():
         for field in ("max_tokens", "n") if path in (CHAT, "/v1/completions") else ("max_tokens",):
-            assert scripted_app.refuses({**payload, field: bad}, path)["param"] == field
+            if (path, field, bad) != ("/v1/completions", "max_tokens", 0):  # no answer
+                assert scripted_app.refuses({**payload, field: bad}, path)["param"] == field
     for name in ("-1", "01", "1.0", " 1", "1_0", "0x1", "", "1e3", "²", str(2**70), "1023\n"):
         assert "logit_bias" in scripted_app.refuses({**PAYLOAD, "logit_bias": {name: 1}})["param"]
     assert (
@@ -144,7 +145,7 @@ def test_11_a_template_in_a_request_is_ignored(scripted_app):
     evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     for more in (
         {"chat_template": evil}, {"chat_template_kwargs": {"chat_template": evil, "enable_thinking": True}},
-        {"template": evil}, {"extra_body": {"chat_template": evil, "add_generation_prompt": False}},
+        {"template": evil}, {"extra_body": {"chat_template": evil, "add_generation_prompt": True}},
     ):  # fmt: skip
         assert scripted_app.post({**PAYLOAD, **more}).status_code == 200
     assert len({ticket.request.prompt for ticket in scripted_app.engine.tickets}) == 1
@@ -236,7 +237,7 @@ def test_21_text_of_a_user_never_becomes_a_control_token(scripted_app, nano):
 
 
 def test_22_tensors_and_token_ids_are_refused_or_ignored(scripted_app):
-    for prompt in ([1, 2, 3], [[1, 2]], [4], {"ids": [1]}, [True]):
+    for prompt in ([1, 2, 1024], [[1, -2]], [4.5], {"ids": [1]}, [True], [[[4]]], [2**40]):
         scripted_app.refuses({"model": "nano", "prompt": prompt}, "/v1/completions")
     scripted_app.post(PAYLOAD)
     embeds = {
