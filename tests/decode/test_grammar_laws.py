@@ -1,6 +1,7 @@
 """Laws of grammars, without a model: whatever is proposed, what comes out obeys, and fits the budget."""
 
 import importlib
+import ipaddress
 import json
 import time
 from datetime import date
@@ -20,7 +21,7 @@ from mercury_jax.decode.grammar import (
 )
 from mercury_jax.decode.grammar.search import EndSearch
 from tests.decode.grammar_many import allowed, fault, generate, nano_tokenizer
-from tests.decode.grammar_schemas import SCHEMAS, record
+from tests.decode.grammar_schemas import SCHEMAS, TEXT, record
 
 TOK = nano_tokenizer()
 walking = importlib.import_module("mercury_jax.decode.grammar.grammar")
@@ -103,6 +104,86 @@ def exhaustive(made, most):
 def test_the_shortest_answer_is_the_shortest(spec):
     made = grammar(spec)
     assert made.shortest == exhaustive(made, made.shortest + 1)
+
+
+LONG = "a_required_name_that_is_much_longer_than_the_reference"
+REF = {"$ref": "#"}
+RECURSIVE = {
+    "itself first": record([LONG, "at"], child=REF, **{LONG: TEXT}, at={"type": "string", "format": "date-time"}),
+    "a map of itself first": record(
+        ["v"], k={"type": "object", "additionalProperties": REF, "minProperties": 1}, v=TEXT
+    ),
+    "one another": {
+        "$defs": {
+            "a": record(["n", "m"], b={"$ref": "#/$defs/b"}, n=TEXT, m={"const": "x" * 40}),
+            "b": record(["m"], a={"$ref": "#/$defs/a"}, m={"type": "string", "minLength": 30}),
+        },
+        "$ref": "#/$defs/b",
+    },
+    "the recursive option first": {
+        "$defs": {"e": {"anyOf": [record(op=TEXT, of={"$ref": "#/$defs/e"}), record(value={"const": "v" * 50})]}},
+        "$ref": "#/$defs/e",
+    },
+    "a list of itself": record(["kids", "name"], kids={"type": "array", "items": REF}, name={"const": "n" * 60}),
+    "all of itself": {
+        "$defs": {"n": {"allOf": [{"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}},
+                                  {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]}]}},
+        "$ref": "#/$defs/n",
+    },
+    "a chain of references": {
+        "$defs": {f"d{i}": record(d={"$ref": f"#/$defs/d{i + 1}"}) for i in range(120)} | {"d120": {"type": "null"}},
+        "$ref": "#/$defs/d0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_a_recursive_schema_has_its_shortest_answer_in_whatever_order_it_is_written(name):
+    made, rng, depths = grammar(RECURSIVE[name]), np.random.default_rng(2), set()
+    for spare in (0, 2, 30, 150, 150, 150):
+        text = TOK.decode(generate(made, made.shortest + spare, rng, TOK.vocab_size).tokens)
+        assert fault(RECURSIVE[name], text) is None
+        depths.add(text.count("{"))
+    plan = TOK.decode(list(made.plan))
+    assert plan.count("{") == min(depths) == (120 if "chain" in name else 1)
+    # Also in the middle: an answer that goes one level down is not forced back.
+    if name in ("itself first", "a map of itself first"):
+        inner = '{"child":{' if name == "itself first" else '{"k":{"z":{'
+        walker, _ = driven(RECURSIVE[name], inner, budget=made.shortest * 5)
+        assert TOK.decode(walker.written).replace(" ", "").startswith(inner) and not walker.overruled
+
+
+@pytest.mark.parametrize(
+    ("names", "closed"),
+    [
+        ({"type": "string"}, False),
+        ({"type": "string", "enum": ["red", "blue"]}, True),
+        ({"$ref": "#/$defs/colour"}, True),
+        ({"pattern": "^(red|blue)$"}, True),
+        ({"anyOf": [{"const": "red"}, {"type": "string", "pattern": "^blue$"}]}, True),
+        ({"minLength": 3, "maxLength": 4}, False),
+    ],
+    ids=str,
+)
+def test_names_of_properties_obey_their_schema(names, closed):
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"},
+              "$defs": {"colour": {"enum": ["red", "blue"]}}}  # fmt: skip
+    made = grammar(schema)
+    assert made.completes(TOK.encode('{"red":1}')) and made.completes(TOK.encode("{}"))
+    assert made.completes(TOK.encode('{"pink":1}')) != closed and not made.completes(TOK.encode('{"red":""}'))
+
+
+@pytest.mark.parametrize(
+    "name", ["password", "path", "binary", "int32", "ipvanynetwork", "ipv4network", "made up"]
+)
+def test_a_format_without_a_pattern_is_an_annotation(name):
+    made = grammar({"type": "string", "format": name})
+    if name.startswith("ip"):
+        ipaddress.ip_network(json.loads(TOK.decode(list(made.plan))))
+        for text, fits in (("10.0.0.0/8", True), ("10.1.0.0/8", False), ("word", False)):
+            assert made.completes(TOK.encode(f'"{text}"')) == (fits and name == "ipv4network")
+    else:
+        assert made.completes(TOK.encode('"any text"'))
 
 
 def test_a_bit_is_set_for_what_may_come_next_and_for_nothing_else():

@@ -7,18 +7,19 @@ done by llguidance.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.decode.grammar.lark import LarkGrammar, lark_grammar, llguidance
+from mercury_jax.decode.grammar.lark import LarkGrammar, json_rule, lark_grammar, llguidance
 from mercury_jax.decode.grammar.search import ANY, BEST, QUICK, START, EndSearch, Lex, advance_lex
-from mercury_jax.decode.grammar.spec import GrammarError, Spec
+from mercury_jax.decode.grammar.spec import GrammarError, Place, Spec, schemas_inside
 from mercury_jax.decode.grammar.vocabulary import GrammarVocabulary, Unit, vocabulary_of
 from mercury_jax.tokenizer import AnyTokenizer
 
@@ -49,27 +50,32 @@ class Grammar:
     def __init__(self, vocabulary: GrammarVocabulary, source: LarkGrammar, deadline: float):
         self.vocabulary, self.name, self.words = vocabulary, source.name, vocabulary.words
         text = llguidance().LLMatcher.grammar_from_lark(source.lark)
-        self.tokens = _matcher(vocabulary.tokens, text, source)
-        self.units = _matcher(vocabulary.units, text, source)
+        self.tokens = _matcher(vocabulary.tokens, text, source, deadline)
+        self.units = _matcher(vocabulary.units, text, source, deadline)
         self.search = EndSearch(vocabulary, [list(macro) for macro in source.macros], {})
-        # Any answer first, by a narrow search; then one as short as can be found.
         late = lambda: time.monotonic() > deadline
         early = lambda: time.monotonic() > deadline - COMPILE_SECONDS / 2
-        plans = [self.search.find(self.units, START, MOST_TOKENS, ANY, late=late)]
-        trouble = lambda: f" ({_plain(self.search.trouble)})" if self.search.trouble else ""
+        found = self._verified(None if source.answer is None else vocabulary.units_of_marks(source.answer))
         try:
-            if plans[0] is None and not self.search.missed:
-                raise GrammarError(f"{source.name}: nothing satisfies it{trouble()}")
-            plans.append(self.search.find(self.units, START, MOST_TOKENS, BEST, late=early))
+            # Any answer first, by a narrow search; then one as short as can be found.
+            if not found:
+                plan = self.search.find(self.units, START, MOST_TOKENS, ANY, late=late)
+                if plan is None and not self.search.missed:
+                    raise GrammarError(f"{source.name}: {_EMPTY}")
+                found = self._verified(plan)
+            found += self._verified(self.search.find(self.units, START, MOST_TOKENS, BEST, late=early))
         except TimeoutError:
-            if plans[0] is None:
+            if not found:
                 raise
-        spelled = [vocabulary.spell(plan) for plan in plans if plan is not None]
-        found = [ids for ids in spelled if ids is not None and self.completes(ids)]
         if not found:
-            raise GrammarError(f"{source.name}: nothing was found that satisfies it{trouble()}")
+            raise GrammarError(f"{source.name}: {_NOT_FOUND}")
         self.plan = tuple(min(found, key=len))
         self.shortest = len(self.plan)
+
+    def _verified(self, plan: list[Unit] | None) -> list[list[int]]:
+        """The tokens of a plan, where they are a complete answer."""
+        ids = None if plan is None else self.vocabulary.spell(plan)
+        return [ids] if ids is not None and len(ids) <= MOST_TOKENS and self.completes(ids) else []
 
     def completes(self, ids: list[int]) -> bool:
         """Returns whether these tokens are a complete answer."""
@@ -138,22 +144,93 @@ _workers = threading.BoundedSemaphore(4)
 _pool = ThreadPoolExecutor(4, thread_name_prefix="grammar")
 
 
-def _matcher(view: Any, text: str, source: LarkGrammar) -> Any:
+_NOT_FOUND = "no answer was found within the limits of the search; a simpler schema may have one"
+_TOO_LARGE = "too large or too complex to compile"
+_EMPTY = "nothing satisfies it"
+_UNKNOWN = "a grammar cannot express it"
+# Words of llguidance, and what a user reads instead.
+_REASONS = (
+    (
+        "oneOf constraints",
+        "its options are not exclusive; allowed: anyOf, or a constant that differs in each option",
+    ),
+    ("Regex is empty", f"{_EMPTY}: no text matches all patterns, formats and lengths"),
+    ("Unsatisfiable schema", _EMPTY + ": {}"),
+    ("does not exist", "{}"),
+    ("Invalid type", "{}"),
+    ("is greater than", _EMPTY + ": {}"),
+    ("supported", "{}"),
+    ("unclosed", "{}"),
+    ("repetition", "{}"),
+    ("invalid", "{}"),
+    ("Invalid", "{}"),
+    ("must be", "{}"),
+    ("expected", "{}"),
+    ("Unknown token", "{}"),
+    ("unknown special token", "{}"),
+    ("regex parse", "{}"),
+)
+
+
+def _matcher(view: Any, text: str, source: LarkGrammar, deadline: float) -> Any:
     package = llguidance()
     matcher = package.LLMatcher(view, text, log_level=0, limits=package.LLParserLimits(**_LIMITS))
     if matcher.is_error():
-        raise GrammarError(f"{source.name}: {_plain(matcher.get_error())}")
+        error = matcher.get_error()
+        for name, schema in source.schemas:
+            if reason := _refusal(schema):
+                place, reason = _refused(schema, schema, Place(name), reason, deadline)
+                raise GrammarError(f"{place}: {reason}", place)
+        raise GrammarError(f"{source.name}: {_plain(error)}")
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise GrammarError(f"{source.name}: nothing satisfies it ({_plain(matcher.get_error())})")
+        raise GrammarError(f"{source.name}: {_TOO_LARGE}")
     return matcher
 
 
+def _refusal(schema: Mapping[str, Any]) -> str:
+    """Why llguidance cannot compile a schema; empty where it can."""
+    matcher = llguidance().LLMatcher
+    text = matcher.grammar_from_lark(f"start: {json_rule(schema)}\n")
+    message = matcher.validate_grammar(text)
+    return _plain(message) if message else ""
+
+
+def _refused(
+    schema: Mapping[str, Any], root: Mapping[str, Any], place: Place, reason: str, deadline: float
+) -> tuple[Place, str]:
+    """The innermost place in a schema that is refused for this reason, and the reason there."""
+    definitions = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in root}
+    empty, needed = reason.startswith(_EMPTY), schema.get("required", ())
+    for keys, inner in schemas_inside(schema):
+        # Where nothing satisfies a schema, its optional properties and single options are not the reason.
+        if empty and not (keys[0] == "allOf" or (keys[0] == "properties" and keys[1] in needed)):
+            continue
+        if isinstance(inner, Mapping) and time.monotonic() < deadline:
+            said = _refusal({**definitions, **inner})
+            if said == reason or (empty and said.startswith(_EMPTY)):
+                return _refused(inner, root, place._replace(keys=(*place.keys, *keys)), said, deadline)
+    for key in schema:
+        without = {name: value for name, value in schema.items() if name != key}
+        if not empty and time.monotonic() < deadline and _refusal({**definitions, **without}) != reason:
+            return place / key, reason
+    return place, reason
+
+
 def _plain(message: str) -> str:
-    """The line of llguidance's message that names the cause."""
+    """The cause in llguidance's message, in words that need no knowledge of it."""
     lines = [line.strip() for line in message.split("<non-verbose/>")[0].splitlines() if line.strip()]
-    cause = next((line.removeprefix("error:").strip() for line in lines if line.startswith("error:")), None)
-    return (cause or (lines or ["no reason given"])[0]).split(";")[0][:300]
+    named = next((line.removeprefix("error:").strip() for line in lines if line.startswith("error:")), None)
+    cause = (named or (lines or [""])[0]).split("failed to compile JSON schema:")[-1]
+    cause = cause.removeprefix(" ").split(";")[0][:300]
+    for words, reason in _REASONS:
+        if words in cause:
+            return reason.format(cause.removeprefix("Unsatisfiable schema: "))
+    return (
+        _TOO_LARGE
+        if re.search("fuel|limit|too (big|large|many|complex|deep)|exceed|stack", cause)
+        else _UNKNOWN
+    )
 
 
 _MOST_BRIDGES = 6  # ends of the plan that a search may join

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mercury_jax import install
+from mercury_jax.decode.grammar.shortest import shortest_value
 from mercury_jax.decode.grammar.spec import (
     MOST_BYTES,
     MOST_PATTERN,
@@ -23,6 +24,7 @@ from mercury_jax.decode.grammar.spec import (
     JSONObject,
     JSONSchema,
     Mark,
+    Place,
     Regex,
     Spec,
     ToolCalls,
@@ -44,10 +46,30 @@ _LAYOUT = {
 
 
 class LarkGrammar(NamedTuple):
-    """A grammar as text, what errors call it, and texts that a search for its end may try."""
+    """A grammar as text.
+
+    Attributes:
+        lark: The text.
+        name: What errors call it.
+        macros: Texts that a search for the end of an answer may try.
+        schemas: The JSON Schemas in it, by what errors call them.
+        answer: A short answer, which must be verified. None: none was found.
+    """
 
     lark: str
     name: str
+    macros: tuple[bytes, ...] = ()
+    schemas: tuple[tuple[str, Any], ...] = ()
+    answer: tuple[int | str, ...] | None = None
+
+
+class _Value(NamedTuple):
+    """A JSON value in a grammar: its rule, what errors call its schema, the schema, and what shortens a search."""
+
+    rule: str
+    name: str
+    schema: Any
+    text: str | None
     macros: tuple[bytes, ...]
 
 
@@ -64,8 +86,10 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
         GrammarError: It is out of bounds, or no spec.
     """
     if isinstance(spec, JSONSchema | JSONObject):
-        answer, patterns = _json(spec)
-        return LarkGrammar(f"start: {answer}\n", "schema", _macros(patterns))
+        value = _json(spec)
+        answer = None if value.text is None else (value.text,)
+        named = ((value.name, value.schema),)
+        return LarkGrammar(f"start: {value.rule}\n", value.name, value.macros, named, answer)
     if isinstance(spec, Regex):
         pattern = spec.pattern
         if not isinstance(pattern, str) or not 0 < len(pattern) <= MOST_PATTERN:
@@ -90,18 +114,28 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
         lark = "start: " + " | ".join(_item(option) for option in dict.fromkeys(options)) + "\n"
         if len(lark) > MOST_BYTES:
             raise grammar_error("options", f"{len(lark)} bytes", f"at most {MOST_BYTES}")
-        return LarkGrammar(lark, "options", ())
+        return LarkGrammar(lark, "options")
     if isinstance(spec, ToolCalls | FreeOr | CallsOr):
         return _calls(spec)
     raise grammar_error("schema", spec, "a JSON Schema or a spec of mercury_jax.grammar")
 
 
-def _json(spec: JSONSchema | JSONObject, where: str = "schema") -> tuple[str, list[str]]:
-    """A JSON value in a grammar, and the regular expressions of its schema."""
-    given = spec.schema if isinstance(spec, JSONSchema) else {"type": "object"}
-    schema, patterns = check_schema(given, where)
+def _json(spec: JSONSchema | JSONObject) -> _Value:
+    """A JSON value in a grammar."""
+    given, name = (spec.schema, spec.name) if isinstance(spec, JSONSchema) else ({"type": "object"}, "schema")
+    schema, patterns = check_schema(given, name)
+    short = shortest_value(schema, shortest_match)
+    if short.none:
+        place = Place(name, short.place)
+        raise GrammarError(f"{place}: nothing satisfies it", place)
     whole = {"allOf": [schema]} if isinstance(schema, bool) else schema
-    return f"%json {json.dumps({**whole, 'x-guidance': _LAYOUT})}", patterns
+    macros = (*_macros(patterns), *(tail.encode() for tail in short.tails))
+    return _Value(json_rule(whole), name, whole, short.text, macros)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Returns the rule of a JSON Schema in a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _LAYOUT})}"
 
 
 def _macros(patterns: Sequence[str]) -> tuple[bytes, ...]:
@@ -120,11 +154,8 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     if isinstance(tools, str) or not isinstance(tools, Sequence) or not 0 < len(tools) <= MOST_TOOLS:
         raise grammar_error("tools", tools, f"a list of 1..{MOST_TOOLS} tools")
     # 1. One rule per tool, for the JSON of its call.
-    bodies, patterns = "", []
-    for i, tool in enumerate(tools):
-        body, found = _body(calls, tool, f"tools[{i}]")
-        bodies += f"b{i}: {body}\n"
-        patterns += found
+    made = [_body(calls, tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    bodies = "".join(f"b{i}: {body.rule}\n" for i, body in enumerate(made))
     rules = f"body: {' | '.join(f'b{i}' for i in range(len(tools)))}\n{bodies}"
     if len(rules) > MOST_BYTES:
         raise grammar_error("tools", f"{len(rules)} bytes", f"at most {MOST_BYTES}")
@@ -134,6 +165,14 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
         raise grammar_error("at_most", calls.at_most, f"1..{MOST_CALLS}, or None")
     if isinstance(least, bool) or not isinstance(least, int) or not 0 <= least <= most:
         raise grammar_error("at_least", least, f"0..{most}")
+    texts = [body.text for body in made if body.text is not None]
+    call = None
+    if texts:
+        mark = lambda value: (value,) if isinstance(value, int | str) else tuple(value)
+        one = (*mark(calls.open), min(texts, key=len), *mark(calls.close))
+        call = one + (*mark(calls.separator), *one) * (max(least, 1) - 1)
+    named = tuple((body.name, body.schema) for body in made)
+    macros = tuple(dict.fromkeys(macro for body in made for macro in body.macros))
     first, *rest = _marks(calls.open, "open")
     opening, close = " ".join([first, *rest]), " ".join(_marks(calls.close, "close"))
     separator = " ".join(_marks(calls.separator, "separator"))
@@ -144,12 +183,14 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     if isinstance(spec, CallsOr):
         if not isinstance(spec.answer, JSONSchema | JSONObject):
             raise grammar_error("CallsOr", spec.answer, "JSONSchema or JSONObject")
-        answer, found = _json(spec.answer)
-        start = f"start: calls | answer\ncalls: {listed}\nanswer: {answer}\n"
-        return LarkGrammar(start + rules, "tools and schema", _macros([*patterns, *found]))
+        value = _json(spec.answer)
+        start = f"start: calls | answer\ncalls: {listed}\nanswer: {value.rule}\n"
+        answer = call if value.text is None else (value.text,)
+        named, macros = (*named, (value.name, value.schema)), (*macros, *value.macros)
+        return LarkGrammar(start + rules, "tools and schema", macros, named, answer)
     if isinstance(spec, ToolCalls):
         start = f"start: {listed}\n" if least else f"start: ({listed})?\n"
-        return LarkGrammar(start + rules, "tools", _macros(patterns))
+        return LarkGrammar(start + rules, "tools", macros, named, call if least else ())
     # Free text up to what opens a call. Where a text opens it, that cannot be part of the free text. Free text without
     # calls is not blank: a reply of spaces alone would be no answer.
     text = "TEXT: /(?s:\\s*\\S.*)/\n"
@@ -158,25 +199,29 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     else:
         head = f"head[lazy]: /(?s:.*)/ {first}\n"
         start = f"start: TEXT | {' '.join(['head', *rest])} body {close} {more}\n{head}{text}"
-    return LarkGrammar(start + rules, "tools", _macros(patterns))
+    return LarkGrammar(start + rules, "tools", macros, named)
 
 
-def _body(calls: ToolCalls, tool: Any, where: str) -> tuple[str, list[str]]:
+def _body(calls: ToolCalls, tool: Any, where: str) -> _Value:
     """{"name": "...", "arguments": {...}} of one tool; the schema keeps its own root, for its references."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise grammar_error(where, tool, 'an object with a "name"')
-    parameters = tool.get("parameters")
+    parameters, place = tool.get("parameters"), tool.get("place", f"{where}.parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise grammar_error(f"{where}.parameters", parameters, "a JSON Schema of an object")
-    inner, patterns = _json(JSONSchema({"type": "object", **parameters}), f"{where}.parameters")
+        raise grammar_error(place, parameters, "a JSON Schema of an object")
+    inner = _json(JSONSchema({"type": "object", **parameters}, place))
     # JSON texts, escaped for a regular expression between slashes.
     escape = lambda text: re.sub(
         r"[^\w\s\"<>'=:;,@#%&!~`-]", lambda found: "\\" + found.group(), json.dumps(text)
     )
     name, arguments, called = map(escape, (calls.name, calls.arguments, tool["name"]))
-    return f'/\\{{{name}: ?{called}, ?{arguments}: ?/ {inner} "}}"', patterns
+    head = f"{{{json.dumps(calls.name)}:{json.dumps(tool['name'])},{json.dumps(calls.arguments)}:"
+    return inner._replace(
+        rule=f'/\\{{{name}: ?{called}, ?{arguments}: ?/ {inner.rule} "}}"',
+        text=None if inner.text is None else head + inner.text + "}",
+    )
 
 
 def _marks(mark: Mark, name: str) -> list[str]:

@@ -121,7 +121,6 @@ class EndSearch:
         self.run = vocabulary.fill[:1] * RUN
         # Whether a state was left out: then finding nothing does not prove that there is nothing.
         self.missed = False
-        self.trouble = ""  # the error of llguidance where a state exceeded its limits
         self._new: dict[bytes, list[Unit]] = {}
         self._led: dict[bytes, deque[list[Unit]]] = {}
 
@@ -198,7 +197,9 @@ class EndSearch:
                     return best
                 for child, size in self._children(node, late):
                     size = 1 if limits.leaps else size
-                    if child.lex[0] - lex[0] <= MOST_DEPTH:
+                    if child.lex[0] - lex[0] > MOST_DEPTH:
+                        self.missed = True
+                    else:
                         if at + size not in levels:
                             heapq.heappush(heap, at + size)
                         levels.setdefault(at + size, []).append(child)
@@ -240,8 +241,8 @@ class EndSearch:
         matcher = node.matcher.deep_copy()
         taken = matcher.try_consume_tokens(units)
         mask = matcher.compute_bitmask() if taken == len(units) else b""
-        if matcher.is_error():
-            self.trouble = matcher.get_error()
+        if matcher.is_error():  # llguidance's own limits
+            self.missed = True
         if not mask or matcher.is_error():
             return None
         lex = advance_lex(node.lex, units)

@@ -8,19 +8,51 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
+
+from mercury_jax.decode.grammar.shortest import resolved
 
 # A special token by its id, a text, or several of these in a row.
 Mark: TypeAlias = int | str | Sequence[int | str]
 
 
+class Place(NamedTuple):
+    """A place in a schema; `str` gives it as "schema.properties.a.anyOf[0]".
+
+    Attributes:
+        root: What errors call the schema.
+        keys: Keys and indices from the root on.
+    """
+
+    root: str = "schema"
+    keys: tuple[str | int, ...] = ()
+
+    def __truediv__(self, key: str | int) -> Place:
+        return self._replace(keys=(*self.keys, key))
+
+    def __str__(self) -> str:
+        plain = lambda key: (
+            f".{key}" if re.fullmatch(r"[\w$-]+", key) else f"[{json.dumps(key, ensure_ascii=False)}]"
+        )
+        return self.root + "".join(f"[{key}]" if isinstance(key, int) else plain(key) for key in self.keys)
+
+
 class GrammarError(ValueError):
-    """A grammar that is refused, with the reason; nothing was decoded."""
+    """A grammar that is refused, with the reason; nothing was decoded.
+
+    Attributes:
+        place: The place in the schema that is refused. None: the error is not about one.
+    """
+
+    def __init__(self, message: str, place: Place | None = None):
+        super().__init__(message)
+        self.place = place
 
 
-def grammar_error(where: str, value: object, allowed: str) -> GrammarError:
+def grammar_error(where: str | Place, value: object, allowed: str) -> GrammarError:
     """Makes the error "<where> is <value>; allowed: <allowed>", with a long value cut.
 
     Args:
@@ -32,7 +64,10 @@ def grammar_error(where: str, value: object, allowed: str) -> GrammarError:
         The error, to be raised.
     """
     shown = repr(value)
-    return GrammarError(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}; allowed: {allowed}")
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return GrammarError(
+        f"{where} is {shown}; allowed: {allowed}", where if isinstance(where, Place) else None
+    )
 
 
 @dataclass(frozen=True)
@@ -40,13 +75,16 @@ class JSONSchema:
     """A JSON value that validates against a schema (draft 2020-12, or the one that `$schema` names).
 
     Properties come in the schema's order, with at most one space after a comma and a colon. Keywords that cannot be
-    guaranteed (`not`, `if`, `uniqueItems`, remote references, ...) are refused.
+    guaranteed (`not`, `if`, `uniqueItems`, remote references, ...) are refused. A `format` that has no pattern here is
+    an annotation.
 
     Attributes:
         schema: The schema, or true for any JSON value.
+        name: What errors call the schema.
     """
 
     schema: Mapping[str, Any] | bool
+    name: str = "schema"
 
 
 @dataclass(frozen=True)
@@ -82,6 +120,7 @@ class ToolCalls:
 
     Attributes:
         tools: {"name", "parameters"} of each; parameters are a JSON Schema of an object (None: no arguments).
+            With a key "place", that is what errors call the parameters.
         open: What precedes a call: ids of special tokens, texts, or several of these in a row.
         close: What follows a call, likewise.
         at_least: Fewest calls.
@@ -136,11 +175,43 @@ _LEAP = "[0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00"
 _DAY = f"^([0-9]{{4}}-(0[13-9]|1[0-2])|[0-9]{{4}}-02-([01][0-9]|2[0-8])|({_LEAP})-02-29)"
 # RFC 3339 has a second 60 at the end of a few days only, and parsers refuse it anywhere else.
 _SECONDS = "[0-9]{2}:[0-9]{2}:[0-5]"
-_EXACT = {  # patterns at the start of a format, beyond what llguidance checks
-    "date": (_YEAR, _DAY),
-    "time": (f"^{_SECONDS}",),
-    "date-time": (_YEAR, _DAY, f"^[0-9-]{{10}}[Tt]{_SECONDS}"),
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_V4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
+# A network has no bits set behind its prefix: whole bytes of the prefix, or a network of one address.
+_NETWORK = rf"^({_V4}(/32)?|{_BYTE}(\.{_BYTE}){{2}}\.0/24|{_BYTE}\.{_BYTE}(\.0){{2}}/16|{_BYTE}(\.0){{3}}/8)$"
+_HEX = "[0-9a-f]"
+# Formats of a text: llguidance's name, and schemas or patterns beyond what it checks. All others are annotations.
+_FORMATS: dict[Any, tuple[str | None, tuple[Any, ...]]] = {
+    **{name: (name, ()) for name in ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")},
+    # Dates and times are those that exist: no 29 February in other years, no second 60.
+    "date": ("date", (_YEAR, _DAY)),
+    "time": ("time", (f"^{_SECONDS}",)),
+    "date-time": ("date-time", (_YEAR, _DAY, f"^[0-9-]{{10}}[Tt]{_SECONDS}")),
+    "idn-email": ("email", ()),
+    "idn-hostname": ("hostname", ()),
+    "iri": ("uri", ()),
+    "ipv4interface": (None, (f"^{_V4}(/(3[0-2]|[12]?[0-9]))?$",)),
+    "ipv4network": (None, (_NETWORK,)),
+    "ipv6interface": ("ipv6", ()),
+    "ipv6network": ("ipv6", ()),
+    **{f"ipvany{kind}": (None, ({"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},))
+       for kind in ("address", "interface", "network")},
+    **{f"uuid{n}": (None, (f"^{_HEX}{{8}}-{_HEX}{{4}}-{n}{_HEX}{{3}}-[89ab]{_HEX}{{3}}-{_HEX}{{12}}$",))
+       for n in range(1, 9)},
+    "base64": (None, ("^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",)),
+}  # fmt: skip
+_NAME_FORMATS = {  # of property names
+    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "date": "^[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+    "ipv4": f"^{_V4}$",
 }
+_UNSUPPORTED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems",
+    "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$dynamicAnchor",
+    "$recursiveRef", "$recursiveAnchor",
+)  # fmt: skip
+_DIALECT = r"^https?://json-schema\.org/(draft-0[467]/|draft/20(?:19-09|20-12)/|)schema#?$"
+TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
@@ -151,12 +222,12 @@ class CheckedSchema(NamedTuple):
     patterns: list[str]
 
 
-def check_schema(schema: Any, where: str = "schema") -> CheckedSchema:
+def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
     """Checks the bounds of a schema, and rewrites it where a generated answer could fail a validator.
 
     Args:
         schema: As the user sent it.
-        where: What errors call it.
+        name: What errors call it.
 
     Returns:
         The rewritten schema, and its regular expressions.
@@ -164,16 +235,17 @@ def check_schema(schema: Any, where: str = "schema") -> CheckedSchema:
     Raises:
         GrammarError: Names the place in the schema, the value and what is allowed.
     """
+    where = Place(name)
     if not isinstance(schema, Mapping | bool):
         raise grammar_error(where, schema, "a JSON Schema: an object, true or false")
     _bounded(schema, where)
     if len(json.dumps(schema)) > MOST_BYTES:
         raise grammar_error(where, f"{len(json.dumps(schema))} bytes of JSON", f"at most {MOST_BYTES}")
     patterns: list[str] = []
-    return CheckedSchema(_rewritten(schema, where, patterns), patterns)
+    return CheckedSchema(_rewritten(schema, where, patterns, schema), patterns)
 
 
-def _bounded(schema: Any, where: str) -> None:
+def _bounded(schema: Any, where: Place) -> None:
     """Refuses what is too deep, too large, or no JSON at all; without recursion, because the depth is not known yet."""
     count, waiting = 0, [(schema, where, 0)]
     while waiting:
@@ -181,93 +253,223 @@ def _bounded(schema: Any, where: str) -> None:
         count += 1
         if depth > MOST_DEPTH:
             raise grammar_error(
-                where, f"nested deeper than {MOST_DEPTH} (at {at[:60]}...)", f"a depth of {MOST_DEPTH}"
+                where, f"nested deeper than {MOST_DEPTH} (at {str(at)[:60]}...)", f"a depth of {MOST_DEPTH}"
             )
         if count > MOST_VALUES:
             raise grammar_error(where, f"more than {MOST_VALUES} values", f"at most {MOST_VALUES}")
         waiting += [(inner, name, depth + 1) for name, inner in _inside(value, at)]
 
 
-def _inside(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
                 raise grammar_error(f"{at} key", name, "a text")
-            yield f"{at}/{name}", inner
+            yield at / name, inner
     elif isinstance(value, list | tuple):
-        yield from ((f"{at}/{i}", inner) for i, inner in enumerate(value))
+        yield from ((at / i, inner) for i, inner in enumerate(value))
     elif isinstance(value, float) and not math.isfinite(value):
         raise grammar_error(at, value, "a finite number")
     elif not isinstance(value, str | int | float | bool | None):
         raise grammar_error(at, value, "JSON: an object, a list, a text, a number, true, false or null")
 
 
-def _rewritten(schema: Any, where: str, patterns: list[str]) -> dict[str, Any] | bool:
-    """Rewrites one schema and all schemas inside it."""
+def _rewritten(schema: Any, where: Place, patterns: list[str], root: Any) -> dict[str, Any] | bool:
+    """Rewrites one schema and all schemas inside it; `root` is the whole, for references."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
         raise grammar_error(where, schema, "a schema: an object, true or false")
-    new = {key: value for key, value in schema.items() if key != "x-guidance"}
-    if new.get("uniqueItems") is False:
-        del new["uniqueItems"]
+    new = {
+        key: value for key, value in schema.items() if key != "x-guidance" and not _says_nothing(schema, key)
+    }
+    for key in _UNSUPPORTED:
+        if key in new:
+            why = "is not supported: a grammar cannot guarantee it. Leave it out, and check the answer for it"
+            raise GrammarError(f"{where / key} {why}", where / key)
     _check_numbers(new, where)
     _check_texts(new, where)
+    if "$schema" in new:  # as llguidance spells it; without a draft, the newest one
+        draft = re.sub(_DIALECT, r"\1", str(new.pop("$schema")))
+        scheme, end = ("http", "#") if "draft-" in draft else ("https", "")
+        new = {"$schema": f"{scheme}://json-schema.org/{draft}schema{end}", **new} if draft else new
     _tighten(new)
+    _close_names(new, where, root)
     patterns += _patterns(new, where)
     for key, value in new.items():
-        place = f"{where}/{key}"
+        place = where / key
         if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
                 raise grammar_error(place, value, "a list of schemas")
-            new[key] = [_rewritten(inner, f"{place}/{i}", patterns) for i, inner in enumerate(value)]
+            new[key] = [_rewritten(inner, place / i, patterns, root) for i, inner in enumerate(value)]
         elif key in _NAMED:
             if not isinstance(value, Mapping):
                 raise grammar_error(place, value, "an object of schemas")
-            new[key] = {name: _rewritten(inner, f"{place}/{name}", patterns) for name, inner in value.items()}
+            new[key] = {n: _rewritten(inner, place / n, patterns, root) for n, inner in value.items()}
         elif key in _ONE:
-            new[key] = _rewritten(value, place, patterns)
-    # Dates and times are those that exist: no 29 February in other years, no second 60.
+            new[key] = _rewritten(value, place, patterns, root)
     format, every = new.get("format"), new.get("allOf", [])
-    if isinstance(format, str) and format in _EXACT and isinstance(every, list | tuple):
-        new["allOf"] = [*every, *({"pattern": pattern} for pattern in _EXACT[format])]
+    if format is not None and format not in _FORMATS:  # an annotation (JSON Schema 2020-12, 7.2.3)
+        del new["format"]
+    elif format is not None and isinstance(every, list | tuple):
+        known, more = _FORMATS[format]
+        new["format"] = known
+        new = new if known else {key: value for key, value in new.items() if key != "format"}
+        if more:
+            new["allOf"] = [
+                *every,
+                *({"pattern": pattern} if isinstance(pattern, str) else pattern for pattern in more),
+            ]
     return new
 
 
-def _check_numbers(schema: dict[str, Any], where: str) -> None:
+def schemas_inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields the schemas directly inside a checked schema, with the keys that lead to each."""
+    for key, value in schema.items():
+        if key in _LIST or (key == "items" and isinstance(value, list)):
+            yield from (((key, i), inner) for i, inner in enumerate(value))
+        elif key in _NAMED:
+            yield from (((key, name), inner) for name, inner in value.items())
+        elif key in _ONE:
+            yield (key,), value
+
+
+def _says_nothing(schema: Mapping[str, Any], key: str) -> bool:
+    """Whether a keyword has no effect: by its value, or because the keyword that it refers to is missing."""
+    value = schema[key]
+    if key == "propertyNames":
+        return value is True or value == {} or (isinstance(value, Mapping) and value == {"type": "string"})
+    if key in ("unevaluatedItems", "unevaluatedProperties"):
+        return value is True or value == {}
+    if key == "if":
+        return "then" not in schema and "else" not in schema
+    if key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        return value == {}
+    owner = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}.get(key, key)
+    return owner not in schema or (value is False and key in ("uniqueItems", "not", "$recursiveAnchor"))
+
+
+def _close_names(schema: dict[str, Any], where: Place, root: Any) -> None:
+    """Replaces `propertyNames` by properties or by a pattern of them; other properties are not allowed then."""
+    if "propertyNames" not in schema:
+        return
+    names, place = schema.pop("propertyNames"), where / "propertyNames"
+    own, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
+    others = schema.get("patternProperties")
+    if not isinstance(own, Mapping):
+        raise grammar_error(where / "properties", own, "an object of schemas")
+    names = _definition(names, root)
+    listed = (
+        names.get("enum", [names["const"]] if "const" in names else None)
+        if isinstance(names, Mapping)
+        else None
+    )
+    if names is False or isinstance(listed, list | tuple):
+        texts = [name for name in listed or () if isinstance(name, str)]
+        # In the order of the schema's own properties, then of the names.
+        schema["properties"] = {
+            name: own.get(name, extra) for name in (*(n for n in own if n in texts), *texts)
+        }
+        schema["additionalProperties"] = False
+        allowed = (
+            not (set(names) & {"pattern", "anyOf", "allOf", "oneOf"}) if isinstance(names, Mapping) else True
+        )
+    else:
+        pattern = _name_pattern(names, place, root)
+        if pattern == "":
+            return
+        try:
+            fits = {name: inner for name, inner in own.items() if re.search(pattern or "", name)}
+        except re.error as error:
+            raise grammar_error(place, names, f"a regular expression ({error})") from None
+        schema |= {"properties": fits, "additionalProperties": False}
+        schema |= {} if extra is False or pattern is None else {"patternProperties": {pattern: extra}}
+        # The pattern would add the schema of the other properties to that of a listed one.
+        allowed = pattern is not None and not (fits and isinstance(extra, Mapping) and extra)
+    if not allowed or others:
+        what = "an enum, a pattern, lengths or a format of names, without patternProperties"
+        raise grammar_error(place, names, what)
+
+
+def _definition(schema: Any, root: Any) -> Any:
+    """Follows references: an enumeration of names is often a definition."""
+    for _ in range(MOST_DEPTH):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            break
+        schema = resolved(root, str(schema["$ref"]))
+    return schema
+
+
+def _name_pattern(names: Any, place: Place, root: Any) -> str | None:
+    """A pattern of the names that a schema allows; empty for all, None where it has none."""
+    names = _definition(names, root)
+    if not isinstance(names, Mapping):
+        return "" if names is True else None
+    notes = {"type", "title", "description", "$comment", "default", "examples", "deprecated"}
+    said = set(names) - notes
+    if not said:
+        return "" if names.get("type", "string") == "string" else None
+    if said == {"pattern"}:
+        return _patterns(dict(names), place)[0]
+    if said <= {"minLength", "maxLength"}:
+        _check_numbers(dict(names), place)
+        most = int(names["maxLength"]) if "maxLength" in names else ""
+        return f"^[\\s\\S]{{{int(names.get('minLength', 0))},{most}}}$"
+    if said == {"format"}:
+        return _NAME_FORMATS.get(names["format"], "")
+    if said in ({"enum"}, {"const"}):
+        texts = names["enum"] if "enum" in names else [names["const"]]
+        escaped = [re.sub(r"([^\w\s])", r"\\\1", text) for text in texts if isinstance(text, str)]
+        return f"^({'|'.join(escaped)})$"
+    if said in ({"anyOf"}, {"oneOf"}) and isinstance(options := names[min(said)], list | tuple):
+        parts = [_name_pattern(option, place, root) for option in options]
+        return None if None in parts else "" if "" in parts else "|".join(f"({part})" for part in parts)
+    return None
+
+
+def _check_numbers(schema: dict[str, Any], where: Place) -> None:
     """Checks counts, the list of required properties, and the bounds of numbers."""
     for key in _COUNTS:
         value = schema.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
-            raise grammar_error(f"{where}/{key}", value, "a whole number from 0 on")
+            raise grammar_error(where / key, value, "a whole number from 0 on")
         if key.startswith("min") and value > MOST_NEEDED:
-            raise grammar_error(f"{where}/{key}", value, f"at most {MOST_NEEDED}")
+            raise grammar_error(where / key, value, f"at most {MOST_NEEDED}")
     required = schema.get("required", [])
     if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
-        raise grammar_error(f"{where}/required", required, "a list of names")
+        raise grammar_error(where / "required", required, "a list of names")
     # A key that is not listed may be generated twice, and a parser keeps one of the two.
     if schema.get("minProperties", 0) > len(set(required)) + 1:
         allowed = f"at most {len(set(required)) + 1}: the required properties and one more"
-        raise grammar_error(f"{where}/minProperties", schema["minProperties"], allowed)
+        raise grammar_error(where / "minProperties", schema["minProperties"], allowed)
     for key in _NUMBERS:
         value = schema.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-            raise grammar_error(f"{where}/{key}", value, "a number of less than 300 digits")
+            raise grammar_error(where / key, value, "a number of less than 300 digits")
     step = schema.get("multipleOf", 1)
     if step <= 0 or (step < 2**53 and math.frexp(step)[0] != 0.5 and step != int(step)):
         allowed = "a whole number, or a power of two such as 0.5: parsers round multiples of other fractions"
-        raise grammar_error(f"{where}/multipleOf", step, allowed)
+        raise grammar_error(where / "multipleOf", step, allowed)
 
 
-def _check_texts(schema: dict[str, Any], where: str) -> None:
+def _check_texts(schema: dict[str, Any], where: Place) -> None:
     """Refuses other dialects, remote references, and fixed texts that no answer can hold."""
     # llguidance does not know the keywords of draft 3 (`extends`, `disallow`) and would ignore them.
-    if "draft-03" in str(schema.get("$schema")):
-        raise grammar_error(f"{where}/$schema", schema["$schema"], "a dialect from draft 4 on")
+    if "$schema" in schema and not re.search(_DIALECT, str(schema["$schema"])):
+        raise grammar_error(
+            where / "$schema", schema["$schema"], "a dialect of json-schema.org from draft 4 on"
+        )
+    types = schema.get("type", [])
+    if (
+        not {types} <= TYPES
+        if isinstance(types, str)
+        else not isinstance(types, list) or not {*map(str, types)} <= TYPES
+    ):
+        raise grammar_error(where / "type", types, f"one of {', '.join(sorted(TYPES))}, or a list of these")
     target = schema.get("$ref", "#")
     if not isinstance(target, str) or not target.startswith("#"):
         allowed = "a place in this schema, such as '#/$defs/name': nothing is fetched"
-        raise grammar_error(f"{where}/$ref", target, allowed)
+        raise grammar_error(where / "$ref", target, allowed)
     for key in ("const", "enum"):
         waiting = [schema[key]] if key in schema else []
         while waiting:
@@ -275,7 +477,7 @@ def _check_texts(schema: dict[str, Any], where: str) -> None:
             if isinstance(value, str) and any(c < " " and c not in "\b\t\n\f\r" for c in value):
                 allowed = "texts without control characters other than \\b, \\t, \\n, \\f and \\r"
                 why = "JSON writes the others as \\u escapes, and no answer holds those"
-                raise grammar_error(f"{where}/{key}", value, f"{allowed}: {why}")
+                raise grammar_error(where / key, value, f"{allowed}: {why}")
             waiting += [inner for _, inner in _inside(value, where)]
 
 
@@ -294,7 +496,7 @@ def _tighten(schema: dict[str, Any]) -> None:
             del schema[key]
 
 
-def _patterns(schema: dict[str, Any], where: str) -> list[str]:
+def _patterns(schema: dict[str, Any], where: Place) -> list[str]:
     named = schema.get("patternProperties", {})
     found = [
         *([schema["pattern"]] if "pattern" in schema else []),
@@ -302,7 +504,7 @@ def _patterns(schema: dict[str, Any], where: str) -> list[str]:
     ]
     for pattern in found:
         if not isinstance(pattern, str):
-            raise grammar_error(f"{where}/pattern", pattern, "a regular expression")
+            raise grammar_error(where / "pattern", pattern, "a regular expression")
         if len(pattern) > MOST_PATTERN:
-            raise grammar_error(f"{where}/pattern", f"{len(pattern)} characters", f"at most {MOST_PATTERN}")
+            raise grammar_error(where / "pattern", f"{len(pattern)} characters", f"at most {MOST_PATTERN}")
     return found

@@ -91,6 +91,10 @@ class GrammarVocabulary:
         """Converts tokens to bytes and special tokens."""
         return [unit for i in ids for unit in (self.pieces[i] or (self._unit[i],))]
 
+    def units_of_marks(self, parts: Sequence[int | str]) -> list[Unit]:
+        """Converts ids of special tokens and texts to bytes and special tokens."""
+        return [u for p in parts for u in ([self._unit[p]] if isinstance(p, int) else p.encode())]
+
     def spell(self, units: Sequence[Unit]) -> list[int] | None:
         """Returns the fewest tokens that spell the units; None where the vocabulary lacks a byte."""
         found: list[int] = []
