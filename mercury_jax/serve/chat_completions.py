@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,12 +43,15 @@ class OutputConstraint(NamedTuple):
     Attributes:
         grammar: Grammar that the engine enforces; None for no constraint.
         check: Says whether a finished answer satisfies the constraint; None for no check.
+        valid: Says whether the arguments of a finished answer satisfy the parts of schemas that the grammar does not
+            enforce. None: it enforces all of them.
         json: Whether the whole content is JSON. Stop sequences are then ignored, because they could cut it.
     """
 
     grammar: grammars.Grammar | None = None
     check: Callable[[ParsedMessage], bool] | None = None
     json: bool = False
+    valid: Callable[[ParsedMessage], bool] | None = None
 
 
 class ToolPolicy(NamedTuple):
@@ -142,6 +146,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         thinks=thinks,
         warning=warning,
         check=constraint.check,
+        valid=constraint.valid,
         logprobs=lambda snapshot, message: responses.chat_logprobs(lm, snapshot, message, top or 0),
         # A message that is complete may be continued by nothing.
         continuation=None
@@ -248,10 +253,10 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     param = "response_format"
     if isinstance(wanted, protocol.JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
         schema, param = wanted.json_schema.schema_, "response_format.json_schema.schema"
-        content = grammars.JSONSchema(schema)
+        content = grammars.JSONSchema(schema, param)
     elif isinstance(wanted, protocol.JsonObjectFormat) and wanted.schema_ is not None:
         schema, param = {"type": "object", **wanted.schema_}, "response_format.schema"
-        content = grammars.JSONSchema(schema)
+        content = grammars.JSONSchema(schema, param)
     elif isinstance(wanted, protocol.JsonSchemaFormat | protocol.JsonObjectFormat):
         schema, content = {"type": "object"}, grammars.JSONObject()
     elif not policy.tools:
@@ -262,17 +267,21 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
             raise errors.invalid_request("tool_choice", message)
         if form.quote is not None:  # calls stay unconstrained; `OutputParser` shows malformed ones as content
             return OutputConstraint()
-        calls = _call_grammar(form, policy)
+        tools, loose = _enforced(request, policy)
+        calls = _call_grammar(form, policy, tools)
         spec = calls if policy.min_calls else grammars.FreeOr(calls)
-        return OutputConstraint(compile_grammar(lm, spec, "tools"), _answer_check(policy))
+        grammar = compile_grammar(lm, spec, "tools")
+        return OutputConstraint(grammar, _answer_check(tools, policy), valid=loose and _loose_check(loose))
     if not policy.tools:
         grammar = compile_grammar(lm, content, param)
-        return OutputConstraint(grammar, _answer_check(policy, schema), json=True)
+        return OutputConstraint(grammar, _answer_check((), policy, schema), json=True)
     if form.quote is not None:
         message = f"{lm.name} cannot combine a format with tools; allowed with tools: tool_choice none"
         raise errors.invalid_request("response_format", message)
-    grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy), content), param)
-    return OutputConstraint(grammar, _answer_check(policy, schema), json=True)
+    tools, loose = _enforced(request, policy)
+    grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy, tools), content), param)
+    check = _answer_check(tools, policy, schema)
+    return OutputConstraint(grammar, check, json=True, valid=loose and _loose_check(loose))
 
 
 def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar:
@@ -292,13 +301,58 @@ def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar
     try:
         return grammars.compile(lm.tokenizer, spec)
     except grammars.GrammarError as error:
-        raise ApiError(400, str(error)[:1000], param=param, code="invalid_json_schema") from None
+        raise _refused_schema(error, param) from None
 
 
-def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:
-    functions = [tool["function"] for tool in policy.tools]
+def _refused_schema(error: grammars.GrammarError, param: str) -> ApiError:
+    param = param if error.place is None else error.place.root
+    return ApiError(400, str(error)[:1000], param=param, code="invalid_json_schema")
+
+
+def _enforced(
+    request: ChatCompletionsRequest, policy: ToolPolicy
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The tools as a grammar can enforce them, and the schemas, by tool, of which it enforces a part only.
+
+    A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced.
+
+    Raises:
+        ApiError: 400 for parameters that are no JSON Schema, or that nothing satisfies.
+    """
+    tools: list[dict[str, Any]] = []
+    loose: dict[str, Any] = {}
+    allowed = {tool["function"]["name"] for tool in policy.tools}
+    for i, tool in enumerate(request.tools or ()):
+        name, parameters, place = (
+            tool.function.name,
+            tool.function.parameters,
+            f"tools[{i}].function.parameters",
+        )
+        if name not in allowed:
+            continue
+        if parameters is not None and not tool.function.strict:
+            _validator(parameters, place)
+            try:
+                enforced, partly = grammars.enforceable(parameters, place)
+            except grammars.GrammarError as error:
+                raise _refused_schema(error, place) from None
+            if partly:
+                loose[name], parameters = parameters, dict(enforced)
+        tools.append({"name": name, "parameters": parameters, "place": place})
+    return tools, loose
+
+
+def _loose_check(schemas: Mapping[str, Any]) -> Callable[[ParsedMessage], bool]:
+    """Makes the check of the arguments whose schemas the grammar enforces in part."""
+    valid = {name: _validator(schema) for name, schema in schemas.items()}
+    return lambda message: all(
+        _is_valid(call.arguments, valid[call.name]) for call in message.tool_calls if call.name in valid
+    )
+
+
+def _call_grammar(form: ToolFormat, policy: ToolPolicy, tools: Tools) -> grammars.ToolCalls:
     return grammars.ToolCalls(
-        [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
+        tools,
         open=(form.open, form.lead),
         close=(form.lead, form.close),
         at_least=policy.min_calls or 1,
@@ -307,13 +361,14 @@ def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:
     )
 
 
-def _answer_check(policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMessage], bool]:
+def _answer_check(tools: Tools, policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMessage], bool]:
     """Makes the check of a finished answer: its calls are allowed and valid, and their number is allowed.
 
     With a schema, an answer without calls is valid if its content matches the schema.
     """
-    functions = [tool["function"] for tool in policy.tools]
-    valid = {f["name"]: _validator(f.get("parameters") or {"type": "object"}) for f in functions}
+    valid = {
+        tool["name"]: _validator(tool["parameters"] or {"type": "object"}, tool["place"]) for tool in tools
+    }
     valid_content = None if schema is None else _validator(schema)
 
     def check(message: ParsedMessage) -> bool:
@@ -326,22 +381,23 @@ def _answer_check(policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMes
     return check
 
 
-def _validator(schema: Any) -> Callable[[Any], bool]:
-    """Makes a validator that fetches no references.
-
-    Call it only with schemas that compiled to a grammar: the compiler limits their size and depth.
-    """
-    kind = validator_for(schema)
+def _validator(schema: Any, name: str = "schema") -> Callable[[Any], bool]:
+    """Makes a validator that fetches no references; errors call the schema by its name."""
     try:
+        grammars.check_bounds(schema, name)
+        kind = validator_for(schema)
         kind.check_schema(schema)
+    except grammars.GrammarError as error:
+        raise _refused_schema(error, name) from None
     except SchemaError as error:
-        message = f"schema: {error.message[:500]}"
-        raise ApiError(400, message, param="schema", code="invalid_json_schema") from None
+        place = grammars.Place(name, tuple(error.absolute_path))
+        message = f"{place}: {error.message[:500]}"
+        raise ApiError(400, message, param=name, code="invalid_json_schema") from None
     return kind(schema, registry=NO_REFERENCES).is_valid
 
 
 def _is_valid(text: str, valid: Callable[[Any], bool]) -> bool:
     try:
         return valid(json.loads(text))
-    except (ValueError, RecursionError, Unresolvable):
+    except (ValueError, RecursionError, Unresolvable, re.error):
         return False

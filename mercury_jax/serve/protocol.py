@@ -241,7 +241,7 @@ class FunctionDefinition(RequestModel):
     parameters: JsonObject | None = None
     """JSON Schema of the arguments."""
     strict: bool = False
-    """Accepted; the schema is always enforced."""
+    """Whether to refuse a schema that cannot be enforced as a whole. Otherwise the rest of it is checked afterwards."""
 
 
 class FunctionTool(RequestModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -36,6 +37,7 @@ T = TypeVar("T")
 JsonDict = dict[str, Any]
 
 DONE_EVENT = b"data: [DONE]\n\n"
+RETRY_TEMPERATURE, RETRY_SEED = 0.7, 1 << 30  # of the second decoding of an answer that is not valid
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # SSE clients ignore comments
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
@@ -56,6 +58,7 @@ class ResponsePlan(NamedTuple):
         finish_content: Makes the content from (text, finish reason) at the end; no text is streamed before. None: the
             text is the content.
         check: Says whether an answer satisfies its schema.
+        valid: Says whether an answer is valid where no grammar enforces it. One that is not is decoded once more.
         logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
         echoes: The prompts, which come in front of their answers; empty unless that is requested.
         continuation: Makes the job that continues an answer that ended without content.
@@ -72,6 +75,7 @@ class ResponsePlan(NamedTuple):
     warning: str | None = None
     finish_content: Callable[[str, str], str] | None = None
     check: Callable[[ParsedMessage], bool] | None = None
+    valid: Callable[[ParsedMessage], bool] | None = None
     logprobs: Callable[[Snapshot, ParsedMessage], Any] | None = None
     echoes: Sequence[EchoedPrompt] = ()
     continuation: Continuation | None = None
@@ -124,6 +128,8 @@ async def respond(
         jobs.handles = [
             ContinuedAnswer(service.engine, handle, plan.continuation, plan.parser) for handle in jobs.handles
         ]
+    if plan.valid is not None:
+        jobs.handles = [RetriedAnswer(service.engine, handle, plan) for handle in jobs.handles]
     responder = Responder(service, plan, arrival, request.scope[REQUEST_ID])
     if plan.request.stream:
         return EventStreamResponse(responder.events(jobs), jobs.close, service.options.keep_alive)
@@ -386,6 +392,62 @@ class ContinuedAnswer:
         if self._cancelled:  # `cancel` was called while the job was being submitted
             handle.cancel()
         return found[0]
+
+
+class RetriedAnswer:
+    """An `AnswerHandle` that decodes an answer once more where its tool calls are not valid.
+
+    A stream shows no call before the call is complete and checked. If it has shown text already, that cannot be taken
+    back, and the answer stays as it is.
+
+    Args:
+        engine: The engine to which the second job is submitted.
+        handle: The first job.
+        plan: With `valid`, and the parser of an answer.
+    """
+
+    def __init__(self, engine: Engine, handle: AnswerHandle, plan: ResponsePlan):
+        self.request: EngineRequest = handle.request
+        self._engine, self._handle, self._plan, self._cancelled = engine, handle, plan, False
+
+    def cancel(self) -> None:
+        """Cancels the running job; no further job is submitted."""
+        self._cancelled = True
+        self._handle.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Snapshot]:
+        parser, plan, second = self._plan.parser(), self._plan, None
+        assert plan.valid is not None
+        async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
+            async for snapshot in snapshots:
+                parser.feed(snapshot)
+                message = parser.message()
+                if snapshot.finish is None and parser.calling:
+                    continue
+                shown = plan.request.stream and bool(message.content)
+                ended = snapshot.finish in ("stop", "length") and not self._cancelled
+                if ended and not shown and not plan.valid(message):
+                    second = await self._second_job()
+                if second is None:
+                    yield snapshot
+        if second is not None:
+            async with contextlib.aclosing(aiter(second)) as snapshots:  # type: ignore[type-var]
+                async for snapshot in snapshots:
+                    if snapshot.finish is not None:
+                        yield snapshot
+
+    async def _second_job(self) -> AnswerHandle | None:
+        """Submits the request with another seed, and warm enough for another answer; None if the engine refuses it."""
+        first = self.request
+        warm = max(first.temperature or 0.0, RETRY_TEMPERATURE)
+        request = dataclasses.replace(first, seed=(first.seed + RETRY_SEED) % (1 << 31), temperature=warm)
+        try:
+            self._handle = await run_in_threadpool(self._engine.submit, request)
+        except (RequestRejected, ValueError):
+            return None
+        if self._cancelled:  # `cancel` was called while the job was being submitted
+            self._handle.cancel()
+        return self._handle
 
 
 async def parsed_snapshots(

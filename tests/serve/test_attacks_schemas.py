@@ -9,7 +9,8 @@ import time
 import pytest
 
 from mercury_jax.serve import chat_completions
-from tests.serve.api_client import PAYLOAD, function_tool, schema_format
+from tests.serve.api_client import PAYLOAD, events, function_tool, post, schema_format
+from tests.serve.scripted_engine import ScriptedEngine, snapshot
 
 BAD_SCHEMAS = (
     {"type": "nothing"}, {"type": 5}, {"properties": []}, {"pattern": "("}, {"type": "string", "pattern": "(?<=a)b"},
@@ -25,6 +26,7 @@ def test_09_an_invalid_schema_is_refused_and_the_server_keeps_running(scripted_a
     error = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(schema)})
     assert "response_format" in error["param"] and error["code"] == "invalid_json_schema"
     tool = function_tool({"type": "object", "properties": {"a": schema}, "required": ["a"]})
+    tool["function"]["strict"] = True
     scripted_app.refuses({**PAYLOAD, "tools": [tool], "tool_choice": "required"})
     scripted_app.serves()
 
@@ -130,3 +132,57 @@ def test_20_an_external_reference_is_refused(scripted_app, target, no_network):
         )
     remote = {"$schema": "http://evil.example/meta", "$id": "http://evil.example/id", "type": "object"}
     scripted_app.post({**PAYLOAD, "response_format": schema_format(remote)})
+
+
+def test_an_error_names_the_tool_and_the_place(scripted_app):
+    """By its place in the request, also where only some of the tools may be called."""
+    labels = {"type": "object", "properties": {"labels": {"type": "array", "uniqueItems": True}}}
+    tools = [function_tool({"type": "object"}, "first"), function_tool(labels, "second")]
+    tools[1]["function"]["strict"] = True
+    one = {"type": "function", "function": {"name": "second"}}
+    for choice in ("auto", "required", one):
+        error = scripted_app.refuses({**PAYLOAD, "tools": tools, "tool_choice": choice})
+        assert error["message"].startswith("tools[1].function.parameters.properties.labels.uniqueItems ")
+        assert error["param"] == "tools[1].function.parameters"
+    error = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(labels)})
+    assert error["message"].startswith("response_format.json_schema.schema.properties.labels.uniqueItems ")
+    # No JSON Schema at all: refused without strict too.
+    for wrong, place in (({"properties": {"a": {"type": "text"}}}, ".properties.a.type"),
+                         ({"required": "a"}, ".required"), ({"properties": {"a": {"$ref": "x.json"}}}, ".properties.a.$ref")):  # fmt: skip
+        error = scripted_app.refuses({**PAYLOAD, "tools": [function_tool(wrong)]})
+        assert error["message"].startswith(f"tools[0].function.parameters{place}")
+
+
+def test_a_tool_without_strict_is_checked_afterwards_and_decoded_once_more(nano):
+    marks = nano.tokenizer.special
+    tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    tool = function_tool({"type": "object", "properties": {"tags": tags}, "required": ["tags"]})
+    invalid, valid = '{"tags": [1, 1]}', '{"tags": [1, 2]}'
+
+    def answers(*texts):
+        def script(job):
+            text = texts[len(engine.tickets) - 1]
+            call = f'{{"name": "f", "arguments": {text}}}'
+            ids = [marks.tool_call, *nano.tokenizer.encode(call), marks.end_tool_call]
+            return [snapshot(ids, final=9), snapshot(ids, finish="stop")]
+
+        engine = ScriptedEngine(nano, script)
+        return engine
+
+    payload = {**PAYLOAD, "tools": [tool], "seed": 3}
+    for texts, shown in (((valid,), valid), ((invalid, valid), valid), ((invalid, invalid), invalid)):
+        engine = answers(*texts)
+        (call,) = post(engine, payload)["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["arguments"] == shown and len(engine.tickets) == len(texts)
+        assert len({ticket.request.seed for ticket in engine.tickets}) == len(texts)
+        # The rest of the schema is enforced: the key, and the type of the items.
+        grammar = engine.tickets[0].request.grammar
+        for text in (invalid, '{"tags": ["a"]}', "{}"):
+            call = nano.tokenizer.encode(f'{{"name": "f", "arguments": {text}}}')
+            assert grammar.completes([marks.tool_call, *call, marks.end_tool_call]) == (text == invalid)
+        deltas = [
+            d
+            for chunk in events(answers(*texts), payload)
+            for d in chunk["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        assert "".join(d["function"].get("arguments", "") for d in deltas) == shown

@@ -8,12 +8,13 @@ the frontier reaches it. Needs the package llguidance (the extra `serve`), which
 
 spec         what an answer may be asked to obey
 lark         specs as Lark grammars
+shortest     the shortest value of a JSON Schema
 vocabulary   a tokenizer in tokens and in bytes
 search       the shortest completion of an answer
 grammar      compiled grammars, and one answer as it grows
 """
 
-from mercury_jax.decode.grammar.grammar import Grammar, Walker, WalkerStep, compile
+from mercury_jax.decode.grammar.grammar import Grammar, Walker, WalkerStep, compile, enforceable
 from mercury_jax.decode.grammar.spec import (
     CallsOr,
     Choice,
@@ -21,12 +22,14 @@ from mercury_jax.decode.grammar.spec import (
     GrammarError,
     JSONObject,
     JSONSchema,
+    Place,
     Regex,
     Spec,
     ToolCalls,
+    check_bounds,
 )
 
 __all__ = [
-    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "ToolCalls",
-    "Walker", "WalkerStep", "compile",
+    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Place", "Regex", "Spec",
+    "ToolCalls", "Walker", "WalkerStep", "check_bounds", "compile", "enforceable",
 ]  # fmt: skip

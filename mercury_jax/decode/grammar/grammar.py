@@ -19,7 +19,7 @@ import numpy as np
 
 from mercury_jax.decode.grammar.lark import LarkGrammar, json_rule, lark_grammar, llguidance
 from mercury_jax.decode.grammar.search import ANY, BEST, QUICK, START, EndSearch, Lex, advance_lex
-from mercury_jax.decode.grammar.spec import GrammarError, Place, Spec, schemas_inside
+from mercury_jax.decode.grammar.spec import NAMED, GrammarError, JSONSchema, Place, Spec, schemas_inside
 from mercury_jax.decode.grammar.vocabulary import GrammarVocabulary, Unit, vocabulary_of
 from mercury_jax.tokenizer import AnyTokenizer
 
@@ -146,6 +146,7 @@ _pool = ThreadPoolExecutor(4, thread_name_prefix="grammar")
 
 _NOT_FOUND = "no answer was found within the limits of the search; a simpler schema may have one"
 _TOO_LARGE = "too large or too complex to compile"
+_MOST_LEFT_OUT = 64  # keywords of one schema
 _EMPTY = "nothing satisfies it"
 _UNKNOWN = "a grammar cannot express it"
 # Words of llguidance, and what a user reads instead.
@@ -172,20 +173,94 @@ _REASONS = (
 )
 
 
+def enforceable(schema: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], bool]:
+    """Leaves out of a schema what a grammar cannot enforce.
+
+    Args:
+        schema: A JSON Schema of an object.
+        name: What errors call it.
+
+    Returns:
+        A schema that the same values satisfy, and possibly others; and whether something was left out.
+
+    Raises:
+        GrammarError: The schema is out of bounds, refers to what does not exist, or nothing satisfies it.
+    """
+    until, left = time.monotonic() + COMPILE_SECONDS, schema
+    for _ in range(_MOST_LEFT_OUT):
+        error = _schema_error(left, name, until)
+        if error is None:
+            return left, left is not schema
+        place = error.place
+        if not place or not place.keys or place.keys[-1] in ("$ref", "$schema") or _EMPTY in str(error):
+            raise error
+        left = _without(left, place.keys)
+        left = left if isinstance(left, Mapping) else {"type": "object"}
+        if time.monotonic() > until:
+            break
+    return {"type": "object"}, True
+
+
+def _schema_error(schema: Mapping[str, Any], name: str, deadline: float) -> GrammarError | None:
+    """Why a schema is refused; None where it is not."""
+    try:
+        for _, checked in lark_grammar(JSONSchema(schema, name)).schemas:
+            _check_compiles(checked, name, deadline)
+    except GrammarError as error:
+        return error
+    return None
+
+
+def _without(schema: Any, keys: Sequence[str | int]) -> Any:
+    """A copy of a schema without the keyword at a place; a whole schema there becomes true."""
+    key, *rest = keys
+    if isinstance(schema, list | tuple):
+        copy: Any = list(schema)
+        copy[int(key)] = _without(copy[int(key)], rest) if rest else True
+        return copy
+    copy = dict(schema)
+    value = copy.get(key)
+    if (
+        len(rest) == 1
+        and key in NAMED
+        and isinstance(value, Mapping)
+        and value.get(rest[0], True) is not True
+    ):
+        copy[key] = {**value, rest[0]: True}
+    elif (
+        rest
+        and isinstance(value, Mapping | list | tuple)
+        and (isinstance(value, Mapping) or rest[0] < len(value))
+    ):
+        copy[key] = _without(value, rest)
+    elif key in copy:
+        del copy[key]
+        # Options that may hold at once are still options.
+        copy |= {"anyOf": value} if key == "oneOf" and "anyOf" not in copy else {}
+    else:  # the keyword was added when the schema was checked
+        return True
+    return copy
+
+
 def _matcher(view: Any, text: str, source: LarkGrammar, deadline: float) -> Any:
     package = llguidance()
     matcher = package.LLMatcher(view, text, log_level=0, limits=package.LLParserLimits(**_LIMITS))
     if matcher.is_error():
         error = matcher.get_error()
         for name, schema in source.schemas:
-            if reason := _refusal(schema):
-                place, reason = _refused(schema, schema, Place(name), reason, deadline)
-                raise GrammarError(f"{place}: {reason}", place)
+            _check_compiles(schema, name, deadline)
         raise GrammarError(f"{source.name}: {_plain(error)}")
     matcher.compute_bitmask()
     if matcher.is_error():
         raise GrammarError(f"{source.name}: {_TOO_LARGE}")
     return matcher
+
+
+def _check_compiles(schema: Mapping[str, Any], name: str, deadline: float) -> None:
+    """Refuses a schema that llguidance cannot compile, with the place and the reason."""
+    if reason := _refusal(schema):
+        place, reason = _refused(schema, schema, Place(name), reason, deadline)
+        raise GrammarError(f"{place}: {reason}", place)
 
 
 def _refusal(schema: Mapping[str, Any]) -> str:

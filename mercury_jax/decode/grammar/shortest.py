@@ -25,6 +25,7 @@ _MOST_NESTED = 40  # schemas inside one another that are followed at once
 
 _TYPES = ("number", "string", "object", "array", "null", "boolean")
 _APPLIED = ("$ref", "anyOf", "oneOf", "allOf")
+_NOTES = ("$defs", "definitions", "$schema", "$id", "title", "description", "default", "examples", "$comment")
 _FORMATS = {
     "date": "2000-01-01",
     "time": "00:00:00Z",
@@ -92,6 +93,7 @@ class _Search:
         self.root, self.match = root, match
         self.best: dict[int, str] = {}
         self.made: dict[tuple[Any, ...], Any] = {}  # combinations of schemas; holding them keeps their ids
+        self.equal: dict[str, Any] = {}
         self.seen: set[int] = set()  # schemas of this round
         self.objects: dict[int, list[str]] = {}  # members of the shortest value of each object
         self.changed, self.depth = True, 0
@@ -153,7 +155,9 @@ class _Search:
         """The text of a schema from those of the schemas that it contains."""
         key = next((key for key in _APPLIED if key in schema), None)
         if key is not None:
-            rest = self.kept(("rest", id(schema)), lambda: {k: v for k, v in schema.items() if k != key})
+            rest = self.kept(
+                ("rest", id(schema)), lambda: {k: v for k, v in schema.items() if k not in (key, *_NOTES)}
+            )
             if key == "$ref":
                 return self.text_of(self.both(resolved(self.root, schema[key]), rest))
             if key == "allOf":
@@ -228,7 +232,9 @@ class _Search:
         if key not in self.made:
             if len(self.made) > MOST_SCHEMAS:
                 raise _Limit
-            self.made[key] = make()
+            made = make()
+            # Equal combinations are one schema, so that a schema that refers to itself has finitely many.
+            self.made[key] = self.equal.setdefault(_dumped(made), made)
         return self.made[key]
 
     def both(self, a: Any, b: Any) -> Any:
@@ -239,7 +245,10 @@ class _Search:
 
     def merged(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> Any:
         made: dict[str, Any] = {**b, **a}
-        every = [*a.get("allOf", ()), *b.get("allOf", ())]
+        every = [
+            *a.get("allOf", ()),
+            *(part for part in b.get("allOf", ()) if part not in a.get("allOf", ())),
+        ]
         for key in made.keys() & a.keys() & b.keys():
             x, y = a[key], b[key]
             if x == y:
@@ -269,7 +278,7 @@ class _Search:
             elif key.startswith(("max", "exclusiveMax")):
                 made[key] = min(x, y)
             elif key in ("$ref", "anyOf", "oneOf"):
-                every.append({key: y})
+                every += [] if {key: y} in every else [{key: y}]
         # A property that only one of the two lists is what the other one allows there.
         if ("properties" in a) != ("properties" in b):
             owner, other = (a, b) if "properties" in a else (b, a)

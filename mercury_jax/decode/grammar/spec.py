@@ -168,7 +168,7 @@ _ONE = (
     "items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
 )  # fmt: skip
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _YEAR = "^([1-9]|0[1-9]|00[1-9]|000[1-9])"  # many calendars have no year 0
 _LEAP = "[0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00"
@@ -235,14 +235,26 @@ def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
     Raises:
         GrammarError: Names the place in the schema, the value and what is allowed.
     """
-    where = Place(name)
-    if not isinstance(schema, Mapping | bool):
-        raise grammar_error(where, schema, "a JSON Schema: an object, true or false")
-    _bounded(schema, where)
-    if len(json.dumps(schema)) > MOST_BYTES:
-        raise grammar_error(where, f"{len(json.dumps(schema))} bytes of JSON", f"at most {MOST_BYTES}")
+    check_bounds(schema, name)
     patterns: list[str] = []
-    return CheckedSchema(_rewritten(schema, where, patterns, schema), patterns)
+    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema), patterns)
+
+
+def check_bounds(schema: Any, name: str = "schema") -> None:
+    """Checks the kind, the size and the depth of a schema.
+
+    Args:
+        schema: As the user sent it.
+        name: What errors call it.
+
+    Raises:
+        GrammarError: Names the schema, the value and what is allowed.
+    """
+    if not isinstance(schema, Mapping | bool):
+        raise grammar_error(Place(name), schema, "a JSON Schema: an object, true or false")
+    _bounded(schema, Place(name))
+    if len(json.dumps(schema)) > MOST_BYTES:
+        raise grammar_error(Place(name), f"{len(json.dumps(schema))} bytes of JSON", f"at most {MOST_BYTES}")
 
 
 def _bounded(schema: Any, where: Place) -> None:
@@ -302,7 +314,7 @@ def _rewritten(schema: Any, where: Place, patterns: list[str], root: Any) -> dic
             if not isinstance(value, list | tuple):
                 raise grammar_error(place, value, "a list of schemas")
             new[key] = [_rewritten(inner, place / i, patterns, root) for i, inner in enumerate(value)]
-        elif key in _NAMED:
+        elif key in NAMED:
             if not isinstance(value, Mapping):
                 raise grammar_error(place, value, "an object of schemas")
             new[key] = {n: _rewritten(inner, place / n, patterns, root) for n, inner in value.items()}
@@ -328,7 +340,7 @@ def schemas_inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int,
     for key, value in schema.items():
         if key in _LIST or (key == "items" and isinstance(value, list)):
             yield from (((key, i), inner) for i, inner in enumerate(value))
-        elif key in _NAMED:
+        elif key in NAMED:
             yield from (((key, name), inner) for name, inner in value.items())
         elif key in _ONE:
             yield (key,), value

@@ -209,6 +209,11 @@ class OutputParser:
         return self._ended or self._stop_met
 
     @property
+    def calling(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._state != "content" or bool(self._calls)
+
+    @property
     def empty(self) -> bool:
         """Whether a finished answer has neither content nor calls, for another reason than a stop sequence."""
         return not (self._stop_met or self._calls or "".join(self._content).strip())
