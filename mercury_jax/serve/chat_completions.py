@@ -271,7 +271,9 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
         calls = _call_grammar(form, policy, tools)
         spec = calls if policy.min_calls else grammars.FreeOr(calls)
         grammar = compile_grammar(lm, spec, "tools")
-        return OutputConstraint(grammar, _answer_check(tools, policy), valid=loose and _loose_check(loose))
+        return OutputConstraint(
+            grammar, _answer_check(tools, policy), valid=_loose_check(loose) if loose else None
+        )
     if not policy.tools:
         grammar = compile_grammar(lm, content, param)
         return OutputConstraint(grammar, _answer_check((), policy, schema), json=True)
@@ -281,7 +283,7 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     tools, loose = _enforced(request, policy)
     grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy, tools), content), param)
     check = _answer_check(tools, policy, schema)
-    return OutputConstraint(grammar, check, json=True, valid=loose and _loose_check(loose))
+    return OutputConstraint(grammar, check, json=True, valid=_loose_check(loose) if loose else None)
 
 
 def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar:

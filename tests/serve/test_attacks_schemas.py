@@ -147,10 +147,14 @@ def test_an_error_names_the_tool_and_the_place(scripted_app):
     error = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(labels)})
     assert error["message"].startswith("response_format.json_schema.schema.properties.labels.uniqueItems ")
     # No JSON Schema at all: refused without strict too.
-    for wrong, place in (({"properties": {"a": {"type": "text"}}}, ".properties.a.type"),
-                         ({"required": "a"}, ".required"), ({"properties": {"a": {"$ref": "x.json"}}}, ".properties.a.$ref")):  # fmt: skip
+    wrong_type, remote = ({"properties": {"a": {key: "x.json"}}} for key in ("type", "$ref"))
+    for wrong, place in (
+        (wrong_type, "properties.a.type"),
+        (remote, "properties.a.$ref"),
+        ({"required": "a"}, "required"),
+    ):
         error = scripted_app.refuses({**PAYLOAD, "tools": [function_tool(wrong)]})
-        assert error["message"].startswith(f"tools[0].function.parameters{place}")
+        assert error["message"].startswith(f"tools[0].function.parameters.{place}")
 
 
 def test_a_tool_without_strict_is_checked_afterwards_and_decoded_once_more(nano):

@@ -230,7 +230,7 @@ def _without(schema: Any, keys: Sequence[str | int]) -> Any:
     elif (
         rest
         and isinstance(value, Mapping | list | tuple)
-        and (isinstance(value, Mapping) or rest[0] < len(value))
+        and (isinstance(value, Mapping) or int(rest[0]) < len(value))
     ):
         copy[key] = _without(value, rest)
     elif key in copy:
