@@ -4,6 +4,7 @@ import importlib
 import ipaddress
 import json
 import time
+from collections import Counter
 from datetime import date
 
 import numpy as np
@@ -20,6 +21,7 @@ from mercury_jax.decode.grammar import (
     compile,
 )
 from mercury_jax.decode.grammar.search import EndSearch
+from tests.decode.grammar_corpus import cases, judged
 from tests.decode.grammar_many import allowed, fault, generate, nano_tokenizer
 from tests.decode.grammar_schemas import SCHEMAS, TEXT, record
 
@@ -184,6 +186,13 @@ def test_a_format_without_a_pattern_is_an_annotation(name):
             assert made.completes(TOK.encode(f'"{text}"')) == (fits and name == "ipv4network")
     else:
         assert made.completes(TOK.encode('"any text"'))
+
+
+def test_schemas_in_the_style_of_published_ones_are_answered_or_refused_at_their_place():
+    """A sample; `python -m tests.decode.grammar_corpus` takes all."""
+    rng, tally = np.random.default_rng(0), Counter()
+    wrong = [line for case in cases(24, seed=3) for line in judged(case, rng, 2, tally)]
+    assert wrong == [] and tally["refused"] == 3 and tally["answers"] == 42
 
 
 def test_a_bit_is_set_for_what_may_come_next_and_for_nothing_else():

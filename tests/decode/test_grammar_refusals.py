@@ -124,13 +124,22 @@ def test_a_refusal_names_the_place(place):
     assert str(error.value).startswith((f"{place}:", f"{place} "))
 
 
-def test_a_refusal_claims_no_more_than_is_known():
+def test_a_refusal_claims_no_more_than_is_known(monkeypatch):
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 0.5)
     long = {"type": "array", "items": {"type": "string", "minLength": 4000}, "minItems": 4000}
     with pytest.raises(GrammarError) as error:
         compile(TOK, JSONSchema(long))
     assert "nothing satisfies" not in str(error.value) and not re.search(
         "fuel|NoExt|lexer|line", str(error.value)
     )
+
+
+def test_a_reference_to_an_anchor_is_not_taken_for_an_endless_one():
+    with contextlib.suppress(GrammarError):
+        made = compile(
+            TOK, JSONSchema({"$ref": "#foo", "$defs": {"A": {"$anchor": "foo", "type": "integer"}}})
+        )
+        assert made.completes(TOK.encode("7")) and not made.completes(TOK.encode('""'))
 
 
 def test_a_request_cannot_switch_the_refusals_off():

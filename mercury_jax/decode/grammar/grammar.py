@@ -155,6 +155,7 @@ _REASONS = (
         "oneOf constraints",
         "its options are not exclusive; allowed: anyOf, or a constant that differs in each option",
     ),
+    ("not disjoint", "its patterns can match the same name; allowed: patterns that exclude each other"),
     ("Regex is empty", f"{_EMPTY}: no text matches all patterns, formats and lengths"),
     ("Unsatisfiable schema", _EMPTY + ": {}"),
     ("does not exist", "{}"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -78,19 +78,25 @@ def shortest_value(schema: Any, match: Callable[[str], str | None]) -> Shortest:
 
 
 def resolved(root: Any, ref: str) -> Any:
-    """Returns the schema at a reference such as "#/$defs/a"; true where there is none."""
+    """Returns the schema at a reference such as "#/$defs/a"; None where there is none, or for an anchor."""
+    if ref != "#" and not ref.startswith("#/"):
+        return None
     for part in unquote(ref.lstrip("#")).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         try:
             root = root[int(part)] if isinstance(root, list | tuple) else root[part]
         except (LookupError, TypeError, ValueError):
-            return True
+            return None
     return root
 
 
 class _Search:
     def __init__(self, root: Any, match: Callable[[str], str | None]):
         self.root, self.match = root, match
+        # References inside of a schema with an address of its own mean that schema.
+        self.single = not any(
+            _values(part, "$id") for part in (root.values() if isinstance(root, Mapping) else ())
+        )
         self.best: dict[int, str] = {}
         self.made: dict[tuple[Any, ...], Any] = {}  # combinations of schemas; holding them keeps their ids
         self.equal: dict[str, Any] = {}
@@ -100,8 +106,8 @@ class _Search:
         self.cut: list[Any] = []  # schemas that were too deep to follow
 
     def run(self) -> Shortest:
-        refs = [r for r in dict.fromkeys(_references(self.root)) if r.startswith("#")]
-        targets = [self.root, *(resolved(self.root, ref) for ref in refs)]
+        refs = list(dict.fromkeys(_values(self.root, "$ref")))
+        targets = [self.root, *map(self.target, refs)]
         for _ in range(MOST_ROUNDS):
             self.changed, self.seen = False, set()
             text, *_ = [self.text_of(target) for target in targets]
@@ -125,6 +131,11 @@ class _Search:
             if self.text_of(part) is None:
                 return (*keys, *self.empty(part))
         return ()
+
+    def target(self, ref: str) -> Any:
+        """The schema at a reference; true where this does not know."""
+        found = resolved(self.root, ref) if self.single else None
+        return True if found is None else found
 
     def tails(self) -> tuple[str, ...]:
         ends = {",".join(members[i:]) + "}" for members in self.objects.values() for i in range(len(members))}
@@ -159,7 +170,7 @@ class _Search:
                 ("rest", id(schema)), lambda: {k: v for k, v in schema.items() if k not in (key, *_NOTES)}
             )
             if key == "$ref":
-                return self.text_of(self.both(resolved(self.root, schema[key]), rest))
+                return self.text_of(self.both(self.target(schema[key]), rest))
             if key == "allOf":
                 for part in schema[key]:
                     rest = self.both(rest, part)
@@ -288,16 +299,17 @@ class _Search:
         return {**made, "allOf": every} if every else made
 
 
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key == "$ref" and isinstance(inner, str):
-                yield inner
-            elif key not in ("const", "enum"):
-                yield from _references(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _references(inner)
+def _values(schema: Any, wanted: str) -> list[str]:
+    """The texts of a keyword in a schema and all schemas inside it."""
+    texts, waiting = [], [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            texts += [value[wanted]] if isinstance(value.get(wanted), str) else []
+            waiting += [inner for key, inner in value.items() if key not in ("const", "enum")]
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return texts
 
 
 def _least(texts: Iterable[str | None]) -> str | None:

@@ -187,9 +187,7 @@ _FORMATS: dict[Any, tuple[str | None, tuple[Any, ...]]] = {
     "date": ("date", (_YEAR, _DAY)),
     "time": ("time", (f"^{_SECONDS}",)),
     "date-time": ("date-time", (_YEAR, _DAY, f"^[0-9-]{{10}}[Tt]{_SECONDS}")),
-    "idn-email": ("email", ()),
-    "idn-hostname": ("hostname", ()),
-    "iri": ("uri", ()),
+    "idn-email": (None, ("^[^@]+@[^@]+$",)),
     "ipv4interface": (None, (f"^{_V4}(/(3[0-2]|[12]?[0-9]))?$",)),
     "ipv4network": (None, (_NETWORK,)),
     "ipv6interface": ("ipv6", ()),
@@ -408,7 +406,9 @@ def _definition(schema: Any, root: Any) -> Any:
     for _ in range(MOST_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
-        schema = resolved(root, str(schema["$ref"]))
+        if (found := resolved(root, str(schema["$ref"]))) is None:
+            break
+        schema = found
     return schema
 
 
@@ -445,6 +445,7 @@ def _check_numbers(schema: dict[str, Any], where: Place) -> None:
         value = schema.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
             raise grammar_error(where / key, value, "a whole number from 0 on")
+        schema |= {key: int(value)} if key in schema else {}
         if key.startswith("min") and value > MOST_NEEDED:
             raise grammar_error(where / key, value, f"at most {MOST_NEEDED}")
     required = schema.get("required", [])

@@ -340,9 +340,11 @@ class CompiledPrograms:
         TRUNCATION is compiled for the largest bucket only, which serves every request with top-k, top-p or min-p.
         """
         buckets = self.buckets
-        for level in (sampling.PLAIN, sampling.PROCESSORS):
-            for capacity in buckets.capacities:
-                for rows in reversed(buckets.rows):
+        for capacity in buckets.capacities:
+            for rows in reversed(buckets.rows):
+                # Both levels of one size in turn: until a request finds its level, it runs in the largest bucket, which
+                # takes several times as long a pass, for all rows.
+                for level in (sampling.PLAIN, sampling.PROCESSORS):
                     if self._stop.is_set():
                         return
                     self.add(Bucket(rows, capacity, level))
