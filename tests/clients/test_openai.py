@@ -3,7 +3,14 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import ipaddress
 import json
+import pathlib
+import uuid
+from typing import Annotated, Any, Literal
 
 import openai
 import pydantic
@@ -71,6 +78,63 @@ def test_parse_gives_the_type_that_was_asked_for(client):
     )
     found = said.choices[0].message.parsed
     assert isinstance(found, Digits) and found.colour in ("red", "green")
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Tree(pydantic.BaseModel):
+    left: Tree | None = None
+    size: int = pydantic.Field(ge=0, le=9)
+
+
+TYPES = {
+    "str": str, "bool": bool, "float": float, "Literal": Literal["red", "green"], "Enum": Colour, "bytes": bytes,
+    "date": datetime.date, "time": datetime.time, "datetime": datetime.datetime, "UUID": uuid.UUID,
+    "UUID4": pydantic.UUID4, "Decimal": decimal.Decimal, "Path": pathlib.Path, "SecretStr": pydantic.SecretStr,
+    "IPv4": ipaddress.IPv4Address,
+    "IPv4Network": ipaddress.IPv4Network, "IPv6": ipaddress.IPv6Address, "IPvAny": pydantic.IPvAnyAddress,
+    "Base64": pydantic.Base64Bytes, "list": list[Literal[1, 2]], "tuple": tuple[bool, Literal["x"]],
+    "dict": dict[str, bool], "dict of literals": dict[Literal["a", "b"], bool], "dict of an enum": dict[Colour, bool],
+    "Optional": Literal["x"] | None, "itself": Tree, "Color": Annotated[str, pydantic.Field(pattern="^#[0-9a-f]{6}$")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_parse_takes_ordinary_types(client, name):
+    asked: Any = pydantic.create_model("Answer", value=(TYPES[name], ...))
+    said = client.chat.completions.parse(
+        model=MODEL, messages=user(SUM), response_format=asked, max_tokens=96, reasoning_effort="none", seed=1
+    )
+    assert isinstance(said.choices[0].message.parsed, asked)
+
+
+def test_a_tool_that_cannot_be_enforced_is_named_or_checked_afterwards(client):
+    tags = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3, "uniqueItems": True}
+    schema = {
+        "type": "object",
+        "properties": {"tags": tags},
+        "required": ["tags"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "tag", "parameters": schema}}
+    ask = {
+        "model": MODEL,
+        "messages": user(SUM),
+        "tools": [PAINT, tool],
+        "max_tokens": 64,
+        "reasoning_effort": "none",
+    }
+    one = {"type": "function", "function": {"name": "tag"}}
+    (call,) = client.chat.completions.create(**ask, tool_choice=one).choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)["tags"]) <= {"a", "b"}
+    strict = {**tool, "function": {**tool["function"], "strict": True}}
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[1\]\.function\.parameters\.properties\.tags\.uniqueItems"
+    ):
+        client.chat.completions.create(**{**ask, "tools": [PAINT, strict]}, tool_choice=one)
 
 
 def test_a_json_object_is_one(client):

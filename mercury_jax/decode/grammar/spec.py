@@ -210,6 +210,8 @@ _UNSUPPORTED = (
 )  # fmt: skip
 _DIALECT = r"^https?://json-schema\.org/(draft-0[467]/|draft/20(?:19-09|20-12)/|)schema#?$"
 TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
+# Patterns with look-around that libraries write, without it: pydantic's Decimal.
+_EQUAL_PATTERNS = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$"}
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
@@ -305,6 +307,8 @@ def _rewritten(schema: Any, where: Place, patterns: list[str], root: Any) -> dic
         new = {"$schema": f"{scheme}://json-schema.org/{draft}schema{end}", **new} if draft else new
     _tighten(new)
     _close_names(new, where, root)
+    if isinstance(new.get("pattern"), str):
+        new["pattern"] = _EQUAL_PATTERNS.get(new["pattern"], new["pattern"])
     patterns += _patterns(new, where)
     for key, value in new.items():
         place = where / key

@@ -40,6 +40,28 @@ test("generateObject fits its schema at the first try", async () => {
   assert.deepEqual(Paint.parse(said.object), said.object);
 });
 
+const records = {
+  "z.string": z.record(z.string(), z.boolean()),
+  "z.enum": z.record(z.enum(["red", "green"]), digit),
+  "z.partialRecord": z.partialRecord(z.enum(["red", "green"]), digit),
+  "z.literal": z.record(z.literal("red"), digit),
+  "a pattern": z.record(z.string().regex(/^[a-z]{2}$/), digit),
+  "a union": z.record(z.union([z.literal("red"), z.string().regex(/^x[0-9]$/)]), digit),
+};
+for (const [kind, record] of Object.entries(records)) {
+  test(`generateObject fits z.record of ${kind}`, async () => {
+    const schema = z.object({ record });
+    const said = await generateObject({ ...settings, prompt: sum, schema, maxOutputTokens: 64 });
+    assert.deepEqual(schema.parse(said.object), said.object);
+  });
+}
+
+test("a tool takes a z.record", async () => {
+  const paint = tool({ inputSchema: z.object({ coats: z.record(z.string(), digit) }) });
+  const said = await generateText({ ...settings, prompt: sum, maxOutputTokens: 96, tools: { paint }, toolChoice: "required" });
+  assert.ok(said.toolCalls.length >= 1 && said.toolCalls.every((call) => !call.invalid));
+});
+
 test("generateObject chooses one of an enumeration", async () => {
   const values = ["red", "green"];
   const said = await generateObject({ ...settings, prompt: sum, output: "enum", enum: values, maxOutputTokens: 32 });
