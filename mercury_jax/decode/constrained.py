@@ -248,14 +248,16 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         raise refuse("schema", f"{len(schema)} of them", f"one, or {count}: one for each prompt")
     rows: list[ConstrainedRow | None] = []
     for i, one in enumerate(schema if several else [schema] * count):
-        spec = JSONSchema(one) if isinstance(one, Mapping | bool) else one
+        name = f"schema[{i}]" if several else "schema"
+        spec = JSONSchema(one, name) if isinstance(one, Mapping | bool) else one
         if spec is not None and not isinstance(spec, Spec):
             raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
         try:
             compiled = None if spec is None else compile(lm.tokenizer, spec)
             walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]
         except GrammarError as error:
-            name = f"schema[{i}]" if several else "schema"
+            if error.place is not None and error.place.root == name:
+                raise
             raise GrammarError(f"{name} is refused: {error}") from None
         rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]
     return rows

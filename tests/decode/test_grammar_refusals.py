@@ -230,3 +230,16 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
         compile(TOK, Choice(["yes"]))
     with pytest.raises(ValueError, match=r"schema.*llguidance.*pip install .*\[serve\]"):
         compile(TOK, Regex("a+"))
+
+
+def test_a_pattern_that_backtracks_delays_no_refusal():
+    """Python's regular expressions take hours for such a name; a request must not make the server try."""
+    name, pattern = "a" * 40 + "!", "^(a+)+$"
+    began = time.monotonic()
+    for schema in (
+        {"type": "object", "patternProperties": {pattern: {}}, "required": [name]},
+        {"type": "object", "propertyNames": {"pattern": pattern}, "properties": {name: {}}},
+    ):
+        with contextlib.suppress(GrammarError):
+            compile(TOK, JSONSchema(schema))
+    assert time.monotonic() - began < 12

@@ -7,6 +7,8 @@ done by llguidance.
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import threading
 import time
@@ -19,7 +21,15 @@ import numpy as np
 
 from mercury_jax.decode.grammar.lark import LarkGrammar, json_rule, lark_grammar, llguidance
 from mercury_jax.decode.grammar.search import ANY, BEST, QUICK, START, EndSearch, Lex, advance_lex
-from mercury_jax.decode.grammar.spec import NAMED, GrammarError, JSONSchema, Place, Spec, schemas_inside
+from mercury_jax.decode.grammar.spec import (
+    NAMED,
+    GrammarError,
+    JSONSchema,
+    Place,
+    Spec,
+    check_bounds,
+    schemas_inside,
+)
 from mercury_jax.decode.grammar.vocabulary import GrammarVocabulary, Unit, vocabulary_of
 from mercury_jax.tokenizer import AnyTokenizer
 
@@ -187,6 +197,14 @@ def enforceable(schema: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any]
     Raises:
         GrammarError: The schema is out of bounds, refers to what does not exist, or nothing satisfies it.
     """
+    check_bounds(schema, name)
+    left, partly = _enforceable(json.dumps(schema), name)
+    return (left, True) if partly else (schema, False)
+
+
+@functools.lru_cache(256)  # a conversation sends its tools with every turn
+def _enforceable(text: str, name: str) -> tuple[Mapping[str, Any], bool]:
+    schema = json.loads(text)
     until, left = time.monotonic() + COMPILE_SECONDS, schema
     for _ in range(_MOST_LEFT_OUT):
         error = _schema_error(left, name, until)

@@ -6,6 +6,7 @@ tries first (`search.py`), because a mask of allowed bytes does not tell `.*abc`
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -28,12 +29,14 @@ from mercury_jax.decode.grammar.spec import (
     Regex,
     Spec,
     ToolCalls,
+    check_bounds,
     check_schema,
     grammar_error,
 )
 
 MOST_OPTIONS = 10_000
 MOST_TOOLS = 256
+_MOST_CACHED = 16 << 10  # characters of a schema whose rule is kept
 MOST_CALLS = 256  # of one answer, where `at_most` is not given
 
 # At most one space where JSON allows any; no \uXXXX, with which a second key could be spelled like the first.
@@ -123,7 +126,14 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
 def _json(spec: JSONSchema | JSONObject) -> _Value:
     """A JSON value in a grammar."""
     given, name = (spec.schema, spec.name) if isinstance(spec, JSONSchema) else ({"type": "object"}, "schema")
-    schema, patterns = check_schema(given, name)
+    check_bounds(given, name)
+    text = json.dumps(given)
+    return (_value if len(text) <= _MOST_CACHED else _value.__wrapped__)(text, name)
+
+
+@functools.lru_cache(256)  # a conversation sends its tools with every turn
+def _value(text: str, name: str) -> _Value:
+    schema, patterns = check_schema(json.loads(text), name)
     short = shortest_value(schema, shortest_match)
     if short.none:
         place = Place(name, short.place)

@@ -12,13 +12,14 @@ value is certain: only the structure decides it.
 from __future__ import annotations
 
 import json
-import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 MOST_SCHEMAS = 20_000  # schemas and combinations of schemas
 MOST_ROUNDS = 200
+MOST_SECONDS = 1.0
 MOST_TEXT = 1 << 18  # characters of a value
 MOST_TAILS = 48
 _MOST_NESTED = 40  # schemas inside one another that are followed at once
@@ -102,7 +103,7 @@ class _Search:
         self.equal: dict[str, Any] = {}
         self.seen: set[int] = set()  # schemas of this round
         self.objects: dict[int, list[str]] = {}  # members of the shortest value of each object
-        self.changed, self.depth = True, 0
+        self.changed, self.depth, self.until = True, 0, time.monotonic() + MOST_SECONDS
         self.cut: list[Any] = []  # schemas that were too deep to follow
 
     def run(self) -> Shortest:
@@ -151,7 +152,7 @@ class _Search:
             self.cut.append(schema)
         elif at not in self.seen:
             self.seen.add(at)
-            if len(self.seen) > MOST_SCHEMAS:
+            if len(self.seen) > MOST_SCHEMAS or time.monotonic() > self.until:
                 raise _Limit
             self.depth += 1
             text = self.computed(schema)
@@ -208,19 +209,15 @@ class _Search:
         return "{" + ",".join(members) + "}"
 
     def property(self, schema: Mapping[str, Any], name: str) -> Any:
-        """The schema of a property."""
-        found = [schema["properties"][name]] if name in schema.get("properties", {}) else []
-        for pattern, inner in schema.get("patternProperties", {}).items():
-            try:
-                found += [inner] if re.search(pattern, name) else []
-            except re.error:
-                continue
-        if not found:
-            return schema.get("additionalProperties", True)
-        part = found[0]
-        for other in found[1:]:
-            part = self.both(part, other)
-        return part
+        """The schema of a property; patterns are not tried, since Python's matching has no bound of time."""
+        if name in schema.get("properties", {}):
+            return schema["properties"][name]
+        patterns, extra = (
+            list(schema.get("patternProperties", {}).values()),
+            schema.get("additionalProperties", True),
+        )
+        # Where the pattern does not match and no other name is allowed, there is no value either.
+        return extra if not patterns else patterns[0] if len(patterns) == 1 and extra is False else True
 
     def array(self, schema: Mapping[str, Any]) -> str | None:
         items, first = schema.get("items", True), schema.get("prefixItems", ())

@@ -392,16 +392,12 @@ def _close_names(schema: dict[str, Any], where: Place, root: Any) -> None:
         pattern = _name_pattern(names, place, root)
         if pattern == "":
             return
-        try:
-            fits = {name: inner for name, inner in own.items() if re.search(pattern or "", name)}
-        except re.error as error:
-            raise grammar_error(place, names, f"a regular expression ({error})") from None
-        schema |= {"properties": fits, "additionalProperties": False}
+        # Whether a pattern matches a listed property is left to llguidance: Python's matching has no bound of time.
+        allowed = pattern is not None and not own
+        schema |= {"properties": {}, "additionalProperties": False}
         schema |= {} if extra is False or pattern is None else {"patternProperties": {pattern: extra}}
-        # The pattern would add the schema of the other properties to that of a listed one.
-        allowed = pattern is not None and not (fits and isinstance(extra, Mapping) and extra)
     if not allowed or others:
-        what = "an enum, a pattern, lengths or a format of names, without patternProperties"
+        what = "an enum of names; or a pattern, lengths or a format, and no other properties listed"
         raise grammar_error(place, names, what)
 
 
