@@ -79,7 +79,15 @@ def shortest_value(schema: Any, match: Callable[[str], str | None]) -> Shortest:
 
 
 def resolved(root: Any, ref: str) -> Any:
-    """Returns the schema at a reference such as "#/$defs/a"; None where there is none, or for an anchor."""
+    """Follows a reference inside of a schema.
+
+    Args:
+        root: The whole schema.
+        ref: The reference, such as "#/$defs/a".
+
+    Returns:
+        The schema there; None where there is none, and for an anchor.
+    """
     if ref != "#" and not ref.startswith("#/"):
         return None
     for part in unquote(ref.lstrip("#")).split("/")[1:]:
