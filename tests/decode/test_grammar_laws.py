@@ -297,12 +297,14 @@ def test_dates_are_those_of_the_calendar():
         assert made.completes(TOK.encode(f'"{text}"')) == exists(date, text), text
 
 
-def test_a_minute_has_sixty_seconds():
+def test_a_minute_has_sixty_seconds_and_t_and_z_are_capitals():
     for kind, before in (("time", ""), ("date-time", "2016-12-31T")):
         made = grammar({"type": "string", "format": kind})
         for text in ("23:59:59Z", "00:00:00.5Z", "12:30:09+02:00", "23:59:60Z", "12:30:60Z", "24:00:00Z"):
             wanted = "60" not in text and not text.startswith("24")
             assert made.completes(TOK.encode(f'"{before}{text}"')) == wanted, text
+            small = f"{before}{text}".lower()
+            assert not made.completes(TOK.encode(f'"{small}"')) or small == before + text, small
 
 
 def test_calls_are_written_between_their_marks():

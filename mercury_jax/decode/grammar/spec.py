@@ -185,8 +185,9 @@ _FORMATS: dict[Any, tuple[str | None, tuple[Any, ...]]] = {
     **{name: (name, ()) for name in ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")},
     # Dates and times are those that exist: no 29 February in other years, no second 60.
     "date": ("date", (_YEAR, _DAY)),
-    "time": ("time", (f"^{_SECONDS}",)),
-    "date-time": ("date-time", (_YEAR, _DAY, f"^[0-9-]{{10}}[Tt]{_SECONDS}")),
+    # T and Z as capitals, which every parser reads; RFC 3339 allows small letters too.
+    "time": ("time", (f"^{_SECONDS}", "^[^tz]*$")),
+    "date-time": ("date-time", (_YEAR, _DAY, f"^[0-9-]{{10}}T{_SECONDS}", "^[^tz]*$")),
     "idn-email": (None, ("^[^@]+@[^@]+$",)),
     "ipv4interface": (None, (f"^{_V4}(/(3[0-2]|[12]?[0-9]))?$",)),
     "ipv4network": (None, (_NETWORK,)),
