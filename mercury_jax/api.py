@@ -190,10 +190,10 @@ def _with_model(config: TrainConfig) -> TrainConfig:
         allowed = "a checkpoint, since this recipe takes its model from it (--init FOLDER)"
         raise refuse("init", config.init, allowed)
     changes = config.model.changes
-    found = hub.config_of(config.init, **changes)
+    found = hub.config_of(config.init, ignore_config=config.ignore_config, **changes)
     if found.mask is None and config.noise.kind != "uniform":
         # The tokenizer's own mask, else the first id that it does not name.
-        tokenizer = hub.tokenizer_of(config.init)
+        tokenizer = hub.tokenizer_of(config.init, ignore_config=config.ignore_config)
         mask = tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
         if mask >= found.vocab:
             allowed = f"an id: {config.init} has no mask, and its tokenizer names all {found.vocab} ids"
@@ -214,13 +214,14 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
     """
     if not config.init:
         return None
-    mask = config.model_config.mask
-    _check_init(config, hub.config_of(config.init, mask=mask))
+    mask, trusted = config.model_config.mask, config.ignore_config
+    _check_init(config, hub.config_of(config.init, mask=mask, ignore_config=trusted))
     dtype = "float64" if config.model_config.dtype == "float64" else "float32"
     if config.lora.rank and dtype == "float32":
         dtype = None  # the base is never updated, so it needs no more precision than the checkpoint has
-    own_mask = mask if mask is not None and hub.takes_mask(config.init, mask) else None
-    first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on)
+    fits = mask is not None and hub.takes_mask(config.init, mask, ignore_config=trusted)
+    own_mask = mask if fits else None
+    first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on, ignore_config=trusted)
     check_not_quantised(first.params)
     # The tokenizer of an autoregressive checkpoint has no mask token: the recipe's mask id is added.
     return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))

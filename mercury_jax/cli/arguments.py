@@ -87,6 +87,7 @@ Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 Escapes = Annotated[bool, tyro.conf.arg(aliases=("-e",), help_behavior_hint="")]
 Positional = tyro.conf.Positional
 Repeated = tyro.conf.UseAppendAction
+IgnoreConfig = Annotated[Repeated[tuple[str, ...]], option("KEY")]
 Group = tyro.conf.arg(name="")  # of a nested dataclass: its fields are options of the command itself
 
 
@@ -365,9 +366,13 @@ class CheckpointOptions:
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged: runs/NAME/adapter, or one that PEFT wrote."""
 
+    ignore_config: IgnoreConfig = ()
+    """Key of config.json that changes no logit, by your word; repeatable."""
+
     def load(self, source: str | None, **more: Any) -> LM:
         """The model. `source`: as of `mercury_jax.load`, which has the further arguments `more`."""
-        given = {name: getattr(self, name) for name in ("dtype", "quantise", "kv", "mask", "adapter")}
+        names = ("dtype", "quantise", "kv", "mask", "adapter", "ignore_config")
+        given = {name: getattr(self, name) for name in names}
         return show.load(source, **{name: x for name, x in given.items() if x is not None}, **more)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, option
+from mercury_jax.cli.arguments import Flag, IgnoreConfig, OptionalInt, Positional, option
 from mercury_jax.config import refuse
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,6 +39,8 @@ class Convert:
     """Id of the mask token, where the checkpoint does not name it."""
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged."""
+    ignore_config: IgnoreConfig = ()
+    """Key of config.json that changes no logit, by your word; repeatable."""
     json: Flag = False
     """Print one JSON object that describes the model."""
 
@@ -64,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     with show.progress("bytes", f"loading {args.source}") as update:
         hub.convert(
             args.source, out, to=args.to, family=args.family, dtype=args.dtype, mask=args.mask,
-            adapter=args.adapter, progress=lambda read: update(advance=read),
+            adapter=args.adapter, ignore_config=args.ignore_config, progress=lambda read: update(advance=read),
         )  # fmt: skip
     record = hub.info(out, mask=args.mask if args.adapter is None else None)
     if args.json:

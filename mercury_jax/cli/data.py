@@ -16,6 +16,7 @@ from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
     Flag,
     Float,
+    IgnoreConfig,
     Int,
     OptionalFloat,
     OptionalInt,
@@ -91,6 +92,8 @@ class DataPack:
     the number of problems is added from the test side of the task."""
     mask: OptionalInt = None
     """Id of the mask token, where the tokenizer's model does not name it: the `mask` of the recipe's model."""
+    ignore_config: IgnoreConfig = ()
+    """Key of the tokenizer's config.json that changes no logit, by your word; repeatable."""
     workers: OptionalInt = None
     """Processes that tokenise. Default: one for each core."""
     shard_tokens: Int = 2**27
@@ -171,7 +174,7 @@ def _tokenizer(args: DataPack) -> AnyTokenizer:
     from mercury_jax.hub.load import load_tokenizer
 
     with show.progress(text="loading the tokenizer"):
-        return load_tokenizer(args.tokenizer, mask=args.mask)
+        return load_tokenizer(args.tokenizer, mask=args.mask, ignore_config=args.ignore_config)
 
 
 # --- mercury data info

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, Repeated, option
+from mercury_jax.cli.arguments import Flag, IgnoreConfig, OptionalInt, Positional, Repeated, option
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Info:
     """The same, with this machine and the lists."""
     mask: OptionalInt = None
     """Id of the mask token, where the checkpoint does not name it."""
+    ignore_config: IgnoreConfig = ()
+    """Key of config.json that changes no logit, by your word; repeatable."""
     rule: Annotated[str | None, option("NAME")] = None
     """Describe this decoding rule alone; MODULE:NAME for one of your own."""
     load: Annotated[Repeated[tuple[str, ...]], option("MODULE")] = ()
@@ -71,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from mercury_jax import hub
 
-    record = hub.info(args.path or args.model or hub.NANO, mask=args.mask)
+    record = hub.info(args.path or args.model or hub.NANO, mask=args.mask, ignore_config=args.ignore_config)
     if args.path is None:
         import jax
 

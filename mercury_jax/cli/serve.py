@@ -59,7 +59,7 @@ class Serve:
     With several --model the field `model` of a request chooses. Each has slots,
     a queue and a prefix cache of its own, and an equal share of the memory that
     is free once all weights are loaded. All other options hold for every model;
-    --adapter, --mask and --mesh need a single one.
+    --adapter, --mask, --ignore-config and --mesh need a single one.
 
     The vendor's model names (mercury-2, mercury-coder, mercury-edit, ...) all
     mean the first model; --alias gives other names instead. Without a key only
@@ -204,6 +204,9 @@ def models_of(args: Serve) -> list[NamedSource]:
             raise refuse("--adapter", args.checkpoint.adapter, f"{single}: {merged}")
         if args.checkpoint.mask is not None:
             raise refuse("--mask", args.checkpoint.mask, f"{single}: it is an id of one vocabulary")
+        if args.checkpoint.ignore_config:
+            keys = args.checkpoint.ignore_config
+            raise refuse("--ignore-config", keys, f"{single}: it names keys of one config.json")
         if args.mesh is not None:
             why = "programs of two models that share the devices of a mesh can block each other"
             raise refuse("--mesh", args.mesh, f"{single}: {why}")
@@ -214,7 +217,7 @@ def check_names(args: Serve, models: Sequence[NamedSource], options: ServerOptio
     """Refuses names that are not possible together, before the parameters of a model are read.
 
     Args:
-        args: The options; --mask and --alias are used.
+        args: The options; --mask, --ignore-config and --alias are used.
         models: The models; the names of those without one are in their files.
         options: The options of the HTTP app.
 
@@ -228,7 +231,10 @@ def check_names(args: Serve, models: Sequence[NamedSource], options: ServerOptio
     names = []
     for name, source in models:
         if name is None:
-            opened = open_checkpoint(NANO if source is None else source, mask=args.checkpoint.mask)
+            opened = open_checkpoint(
+                NANO if source is None else source, mask=args.checkpoint.mask,
+                ignore_config=args.checkpoint.ignore_config,
+            )  # fmt: skip
             name = model_name(source, opened)
         names.append(name)
     model_names(names, dataclasses.replace(options, aliases=aliases_of(args.alias, names[0])))

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.registration import Above, AtLeast, check_number
-from mercury_jax.decode.sampler import Param, Rule, Sampler, SamplerLike, check_sampler
+from mercury_jax.decode.sampler import LogitsProcessor, Param, Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM
 
 # Keys of `LM.decoding`; hub/generation.py defines them.
 SETTINGS = (
     "rule", "params", "temperature", "processors", "cooling", "steady", "block", "steps", "source",
+    "ban", "begin_ban", "min_tokens", "bias",
 )  # fmt: skip
 
 
@@ -64,10 +65,26 @@ def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) 
         drawn = temperature
     named = tuple(processors.ALL[key](**params) for key, params in chain.items())
     return own._replace(
-        processors=((processors.cooling(**cooling),) if cooling else ()) + named,
+        processors=_tables(lm) + ((processors.cooling(**cooling),) if cooling else ()) + named,
         stopping=stopping.steady(**steady) if steady else own.stopping,
         temperature=drawn,
     )
+
+
+def _tables(lm: LM) -> tuple[LogitsProcessor, ...]:
+    """Makes the processors of the settings that are ids. Ids beyond the vocabulary have no effect."""
+    settings, c = lm.decoding, lm.model.config
+    within = lambda name: [i for i in settings.get(name, ()) if 0 <= i < c.vocab]
+    made = []
+    if biases := {int(i): x for i, x in settings.get("bias", ()) if 0 <= i < c.vocab}:
+        made.append(processors.bias(biases))
+    if ids := within("ban"):
+        made.append(processors.ban(ids))
+    if ids := within("begin_ban"):
+        made.append(processors.ban(ids, before=1))
+    if least := settings.get("min_tokens"):
+        made.append(processors.ban((c.eos, *c.ends), before=least))
+    return tuple(made)
 
 
 def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:

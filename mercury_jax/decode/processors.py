@@ -293,11 +293,13 @@ def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
     return LogitsProcessor(_add_bias, {"ids": ids, "values": values}, "bias", needs_logits=False)
 
 
-def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
-    """Makes a processor that forbids ids at every position.
+def ban(ids: Ids | Sequence[Ids | None], before: int | None = None) -> LogitsProcessor:
+    """Makes a processor that forbids ids.
 
     Args:
         ids: A list of ids for all rows, or a list with one such list (or None) per row.
+        before: Forbid them only at positions below this one; position 0 is the first one after the prompt. Default: at
+            every position.
 
     Returns:
         The processor.
@@ -315,7 +317,8 @@ def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
             raise refuse("ban", row, allowed)
     checked = [[check_whole("ban id", x, 0, MOST_ID) for x in row] for row in rows]
     packed = _packed(checked, np.int32, shared)
-    return LogitsProcessor(_forbid, {"ids": packed}, "ban", needs_logits=False)
+    before = MOST_ID if before is None else check_whole("ban(before=)", before, 0, MOST_ID)
+    return LogitsProcessor(_forbid, {"ids": packed, "before": before}, "ban", needs_logits=False)
 
 
 def allow(table: Mapping[int, Ids] | Sequence[Mapping[int, Ids] | None]) -> LogitsProcessor:
@@ -401,8 +404,12 @@ def _add_bias(logits: Logits, view: View, *, ids: Int[Array, "n"], values: Array
     return keep_forbidden(logits, logits.at[:, column].add(jnp.asarray(values, logits.dtype), mode="drop"))
 
 
-def _forbid(logits: Logits, view: View, *, ids: Int[Array, "n"]) -> Logits:
-    return logits.at[:, columns_of(ids, view.first_id, logits.shape[-1])].set(NEVER, mode="drop")
+def _forbid(
+    logits: Logits, view: View, *, ids: Int[Array, "n"], before: int | Int[Array, ""] = MOST_ID
+) -> Logits:
+    banned = logits.at[:, columns_of(ids, view.first_id, logits.shape[-1])].set(NEVER, mode="drop")
+    early = view.position + jnp.arange(len(logits), dtype=jnp.int32) < before
+    return jnp.where(early[:, None], banned, logits)
 
 
 def _allow(logits: Logits, view: View, *, positions: Int[Array, "n"], ids: Int[Array, "n"]) -> Logits:

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def convert(
     dtype: str | None = None,
     mask: int | None = None,
     adapter: str | Path | None = None,
+    ignore_config: Sequence[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
     """Converts a saved model to our own layout or to Hugging Face's.
@@ -70,6 +71,7 @@ def convert(
         dtype: Dtype of the stored parameters. Default: unchanged.
         mask: The mask id, for a checkpoint that does not name it.
         adapter: A folder with a LoRA adapter of this model, which is merged.
+        ignore_config: As in `load`.
         progress: Called after each parameter that was loaded, with its number of bytes.
 
     Returns:
@@ -81,7 +83,7 @@ def convert(
     """
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
-    stored = opened = open_checkpoint(source, mask=mask, verify=True)
+    stored = opened = open_checkpoint(source, mask=mask, verify=True, ignore_config=ignore_config)
     if opened.quantised is not None:
         allowed = "an unquantised checkpoint: quantised parameters are not written"
         raise refuse("source", f"{source} ({opened.quantised.quantisation.layout})", allowed)

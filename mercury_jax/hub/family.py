@@ -3,8 +3,9 @@
 A family is one file in `families/`. It describes its checkpoints in a `Family` and passes that to `register`; `load`,
 `info`, `convert` and the documentation use the registry. Code outside of this package can register families too.
 
-Every family has a table of the config.json keys that it understands (`ConfigKeys`), and any other key is refused by
-name: an ignored key could change the arithmetic (YaRN's `mscale` moves logits by more than 1). Values must have the
+Every family has a table of the config.json keys that it understands (`ConfigKeys`). Keys of `WITHOUT_EFFECT`, which no
+class reads for its arithmetic, are ignored. Any other key is refused by name, because it could change the arithmetic
+(YaRN's `mscale` moves logits by more than 1), unless the user vouches for it (`ignore_config`). Values must have the
 types that transformers 5 requires; the string "false", for example, would otherwise count as true.
 
 `decoder_config` and `tensor_names` convert Llama-like and Qwen-like checkpoints, from which many diffusion models are
@@ -13,14 +14,16 @@ initialised. The opposite direction, writing config.json, is `families/qwen_llam
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, get_args
 
 from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, RopeScaling, refuse
+from mercury_jax.hub import generation
 from mercury_jax.hub.params import TensorSource
 
 Json = Mapping[str, Any]
@@ -34,6 +37,19 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "null": ((type(None),), "null"),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Names of keys that change no logit in any family, whatever their value.
+WITHOUT_EFFECT = re.compile(
+    # who wrote the file, where the code of the reference is; `_`: private to the program that wrote the file
+    r"_.*|model_type|auto_map|name_or_path|tokenizer_class|trust_remote_code|(\w+_)?version|unsloth_\w+"
+    # ids, which are in the tokenizer, and the task of a classifier
+    r"|\w+_token_(id|index)|prefix|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params"
+    # training
+    r"|\w*dropout\w*|initializer_\w+|\w*(aux|z)_loss\w*|gradient_checkpointing\w*"
+    # how the reference computes or returns the same numbers
+    r"|output_(attentions|hidden_states|router_logits)|use_cache|return_dict|torchscript|use_bfloat16|is_decoder"
+    r"|\w*attn_implementation|experts_implementation|chunk_size_feed_forward|tf_legacy_loss|tie_encoder_decoder"
+    r"|cross_attention_hidden_size|(use_)?flash_attn|(use_)?flash_attention"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class ConfigKeys:
         unused: Keys that change no logit, whatever their value -> the reason.
         nested: Keys whose value is an object or null -> the table of that object, or a function from the object to its
             table.
+
+    Keys of `WITHOUT_EFFECT`, and the settings of generation (`generation.KEYS`), are known to all tables.
 
     Example:
         >>> ConfigKeys(used={"vocab_size n_heads": "int"}, only={"rope": (True,)}, unused={"dropout": "training only"})
@@ -85,7 +103,7 @@ class ConfigKeys:
             merged = {kind: earlier[kind] | table for kind, table in vars(other).items()}
         return ConfigKeys(**merged)
 
-    def check(self, config: Json, file: str, path: str = "") -> None:
+    def check(self, config: Json, file: str, path: str = "") -> list[str]:
         """Refuses the first key of a config.json that is unknown or has a value that is not allowed.
 
         Args:
@@ -93,9 +111,13 @@ class ConfigKeys:
             file: The file's name, for the message.
             path: Keys that lead to a nested object, each followed by a dot.
 
+        Returns:
+            The keys that no table of the family names and that are ignored, with their paths.
+
         Raises:
             ValueError: Names the file, the key with its path, the value, and what is supported.
         """
+        ignored: list[str] = []
         for key, value in config.items():
             where = f"{file}: {path}{key}"
             shown = value if len(repr(value)) <= 80 else str(value)[:80] + "..."
@@ -105,7 +127,7 @@ class ConfigKeys:
                 if value is not None:
                     inner = self.nested[key]
                     inner = inner if isinstance(inner, ConfigKeys) else inner(value)
-                    inner.check(value, file, f"{path}{key}.")
+                    ignored += inner.check(value, file, f"{path}{key}.")
             elif key in self.used:
                 names = self.used[key].split()
                 types = tuple(kind for name in names for kind in _TYPES[name][0])
@@ -119,11 +141,54 @@ class ConfigKeys:
                     value == one and isinstance(value, bool) == isinstance(one, bool)
                     for one in self.only[key]
                 ):
-                    raise refuse(where, shown, ", ".join(map(repr, self.only[key])))
+                    supported = ", ".join(map(repr, self.only[key]))
+                    raise refuse(where, shown, f"{supported}; {vouch(path + key)}")
+            elif WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS:
+                ignored.append(path + key)
             elif key not in self.unused:
-                known = ", ".join(sorted({*self.used, *self.only, *self.nested}))
-                allowed = f"a key that this release knows to read ({known}) or to have no effect"
-                raise refuse(where, shown, f"{allowed}; delete the key if no logit depends on it")
+                raise ValueError(
+                    f"{where}={shown!r} is unknown here and could change logits. {vouch(path + key)}"
+                )
+        return ignored
+
+
+def vouch(key: str) -> str:
+    """Says how a user loads a checkpoint that has this key of config.json, if no logit depends on the key."""
+    return f"If no logit depends on it: ignore_config=[{key!r}] (--ignore-config {key})"
+
+
+def without(config: Json, keys: Sequence[str], file: str, family: Family) -> dict[str, Any]:
+    """Removes the keys of a config.json that the user vouches for.
+
+    Args:
+        config: config.json.
+        keys: The keys; one of a nested object has its path, such as "text_config.new_key".
+        file: The file's name, for messages.
+        family: The family of the checkpoint.
+
+    Returns:
+        The config without the keys.
+
+    Raises:
+        ValueError: config.json has no such key, or the family reads it.
+    """
+    found = copy.deepcopy(dict(config))
+    table: ConfigKeys | Callable[[Json], ConfigKeys] | None
+    for key in keys:
+        table, inside, parts = family.keys, found, key.split(".")
+        for part in parts:
+            if not isinstance(inside, dict) or part not in inside:
+                raise refuse("ignore_config", key, f"a key of {file}")
+            known = table(inside) if callable(table) else table
+            if part == parts[-1]:
+                if known is not None and part in {*known.used, *known.nested}:
+                    raise refuse(
+                        "ignore_config", key, f"a key that {family.name} does not read for its logits"
+                    )
+                del inside[part]
+            else:
+                inside, table = inside[part], None if known is None else known.nested.get(part)
+    return found
 
 
 def need(config: Json, *keys: str) -> Any:
@@ -188,36 +253,11 @@ def common_fields(config: Json) -> dict[str, Any]:
 # Keys that transformers writes into the config.json of every model, and keys that other tools are known to add.
 COMMON = ConfigKeys(
     used={
-        "architectures": "list", "eos_token_id": "int list null", "pad_token_id mask_token_id": "int null",
+        "architectures": "list null", "eos_token_id": "int list null", "pad_token_id mask_token_id": "int null",
         "dtype torch_dtype": "text null",
     },
     only={
         "is_encoder_decoder add_cross_attention": (False,), "pruned_heads": ({}, None), "quantization_config": (None,)
-    },
-    unused={
-        "model_type transformers_version auto_map _name_or_path name_or_path _commit_hash tokenizer_class "
-        "trust_remote_code unsloth_fixed unsloth_version":
-            "says who wrote the file, or where the code of the reference is",
-        "bos_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id prefix":
-            "the ids are in the tokenizer, and no logit depends on them",
-        "use_cache return_dict output_hidden_states output_attentions torchscript use_bfloat16 attn_implementation "
-        "_attn_implementation _attn_implementation_autoset _attn_implementation_internal experts_implementation "
-        "_experts_implementation_internal chunk_size_feed_forward is_decoder tie_encoder_decoder "
-        "cross_attention_hidden_size tf_legacy_loss flash_attention use_flash_attn _flash_attn_2_enabled":
-            "how the reference computes or returns the same numbers",
-        "id2label label2id num_labels problem_type finetuning_task task_specific_params":
-            "of a classifier, or of another head that is not read",
-        "initializer_range attention_dropout hidden_dropout embedding_dropout residual_dropout output_dropout dropout "
-        "router_aux_loss_coef output_router_logits gradient_checkpointing":
-            "training only",
-        "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
-        "diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty "
-        "encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-        "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
-        "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-        "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
-        "target_lookbehind generation_config":
-            "a default of generation, of which generation_config.json is read",
     },
 )  # fmt: skip
 
@@ -551,9 +591,13 @@ class Family(NamedTuple):
         Raises:
             ValueError: A key is unknown to the family, or a value is not supported.
         """
-        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
-        keys.check(config, f"{file} ({self.name})")
+        self.ignored_keys(config, file)
         return self.config(config)
+
+    def ignored_keys(self, config: Json, file: str) -> list[str]:
+        """Checks the keys of a config.json, and returns those that are ignored; see `ConfigKeys.check`."""
+        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
+        return keys.check(config, f"{file} ({self.name})")
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
         """Says whether a tensor of a checkpoint must be a parameter of the model.

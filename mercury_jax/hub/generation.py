@@ -10,6 +10,10 @@
     cooling, steady   parameters of the logits processor and of the stopping criterion with these names
     block        block size in tokens; "answer": the whole answer is one block
     steps        denoising steps per block; absent: one per token
+    ban          ids that are never generated
+    begin_ban    ids that are not generated as the first token
+    min_tokens   tokens before which no answer ends
+    bias         [[id, value], ...]: numbers that are added to logits
     source       where the settings are published
 
 The temperature can be applied in two ways. `processors: {"temperature": {"t": 0.2}}` with `temperature: 1.0` divides
@@ -56,6 +60,47 @@ PROCESSOR_KEYS: Mapping[str, _Key] = {
     "top_p": _Key("top_p", "p", 0.0, 1.0, (1.0,), "a number in [0, 1]"),
     "min_p": _Key("min_p", "p", 0.0, 1.0, (0.0,), "a number in [0, 1]"),
 }
+# Keys whose value is ids or a length -> the setting that they become.
+TABLES: Mapping[str, str] = {
+    "suppress_tokens": "ban", "bad_words_ids": "ban", "begin_suppress_tokens": "begin_ban",
+    "min_new_tokens": "min_tokens", "sequence_bias": "bias",
+}  # fmt: skip
+# Keys that do not change which text a model generates: lengths, which the caller gives, ids of the tokenizer, beams
+# beside `num_beams`, what is returned, and how the same text is computed.
+_WITHOUT_EFFECT = """
+    max_length max_new_tokens eos_token_id pad_token_id bos_token_id decoder_start_token_id forced_bos_token_id
+    mask_token_id num_beam_groups diversity_penalty early_stopping length_penalty renormalize_logits
+    remove_invalid_values num_return_sequences output_attentions output_hidden_states output_scores output_logits
+    output_history return_dict_in_generate use_cache cache_implementation cache_config max_cache_len use_mtp
+    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind
+    assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config low_memory
+    prefill_chunk_size encoder_repetition_penalty encoder_no_repeat_ngram_size generation_config
+    transformers_version trust_remote_code
+"""
+# Keys that change the text and are not applied; the first line has effect only where tokens are drawn. `not_applied`
+# names unknown keys too.
+_SAMPLING = "top_h typical_p epsilon_cutoff eta_cutoff"
+_NOT_APPLIED = """
+    min_length max_time stop_strings num_beams no_repeat_ngram_size forced_eos_token_id token_healing guidance_scale
+    exponential_decay_length_penalty watermarking_config penalty_alpha dola_layers constraints force_words_ids
+"""
+# Keys that families read in functions of their own.
+_OF_FAMILIES = """
+    alg alg_temp eps sampler_config t_min t_max stability_threshold confidence_threshold max_denoising_steps
+"""
+# Every key of transformers' GenerationConfig: older releases wrote them into config.json as well.
+_READ = frozenset({"do_sample", "steps", *PROCESSOR_KEYS, *_WITHOUT_EFFECT.split(), *_OF_FAMILIES.split()})
+KEYS = frozenset(
+    {
+        "do_sample",
+        *PROCESSOR_KEYS,
+        *TABLES,
+        *_WITHOUT_EFFECT.split(),
+        *_SAMPLING.split(),
+        *_NOT_APPLIED.split(),
+    }
+)
 # `alg` in Dream's generation_config.json -> our rule.
 DREAM_RULES = {
     "origin": "dream_origin",
@@ -68,7 +113,8 @@ DREAM_RULES = {
 def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides a family's published settings by those of a checkpoint's generation_config.json.
 
-    The keys do_sample, temperature, top_k, top_p, min_p, repetition_penalty and steps are read as in transformers 5:
+    The keys do_sample, temperature, top_k, top_p, min_p, repetition_penalty, steps and those of `TABLES` are read as in
+    transformers 5:
     with `do_sample: false` the argmax is taken, and temperature, top_k, top_p and min_p are ignored. A next-token model
     samples only with `do_sample: true`. A diffusion model also samples if a temperature is given without `do_sample`,
     because the `generate` of its reference implementation does not know that key.
@@ -83,13 +129,13 @@ def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str,
     Raises:
         ValueError: A value is not allowed; the message names its key.
     """
-    said = _checked(generation)
+    said, tables = _checked(generation), _tables(generation)
     if not said:
-        return dict(decoding)
+        return {**decoding, **tables}
     chain = {name: dict(params) for name, params in decoding.get("processors", {}).items()}
     autoregressive = decoding.get("rule") == "autoregressive"
     sample = said.get("do_sample", None if not autoregressive else False)
-    found = dict(decoding)
+    found = {**decoding, **tables}
     if "steps" in said:
         found["steps"] = said["steps"]
     if "repetition_penalty" in said:
@@ -144,6 +190,64 @@ def _checked(generation: Mapping[str, Any]) -> dict[str, Any]:
             raise refuse(f"{FILE}: {name}", value, allowed)
         found[name] = value
     return found
+
+
+def _tables(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the keys of `TABLES`. Sequences of several ids are left out, and `not_applied` names their key."""
+    whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
+    found: dict[str, Any] = {}
+    for key, setting in TABLES.items():
+        value = generation.get(key)
+        if not value:
+            continue
+        if key == "min_new_tokens":
+            fits, allowed = whole(value) and value > 0, "a whole number, 0 or more"
+        elif key == "bad_words_ids":
+            fits = isinstance(value, list) and all(isinstance(x, list) and all(map(whole, x)) for x in value)
+            allowed = "a list of lists of ids"
+            value = [x[0] for x in value if len(x) == 1] if fits else None
+        elif key == "sequence_bias":
+            pairs = isinstance(value, list) and all(isinstance(x, list) and len(x) == 2 for x in value)
+            fits = pairs and all(
+                isinstance(ids, list) and all(map(whole, ids)) and isinstance(x, int | float)
+                for ids, x in value
+            )
+            allowed = "a list of pairs: a list of ids, and a number"
+            value = [[ids[0], float(x)] for ids, x in value if len(ids) == 1] if fits else None
+        else:
+            fits, allowed = isinstance(value, list) and all(map(whole, value)), "a list of ids"
+        if not fits:
+            raise refuse(f"{FILE}: {key}", generation[key], allowed)
+        if value:
+            found[setting] = [*found.get(setting, []), *value] if isinstance(value, list) else value
+    return found
+
+
+def not_applied(generation: Mapping[str, Any], decoding: Mapping[str, Any]) -> list[str]:
+    """Names the keys of generation_config.json that would change the text in transformers and are not applied.
+
+    Args:
+        generation: The contents of the file.
+        decoding: The settings that were made of it.
+
+    Returns:
+        The keys with their values, such as "no_repeat_ngram_size=3".
+    """
+    names = []
+    for key, value in generation.items():
+        single = key in ("num_beams", "guidance_scale", "typical_p") and value == 1
+        if not value or single or key.startswith("_"):
+            continue
+        if key in TABLES:
+            several = key in ("bad_words_ids", "sequence_bias") and any(
+                len(x if key == "bad_words_ids" else x[0]) != 1 for x in value
+            )
+            lost = several or TABLES[key] not in decoding
+        else:
+            idle = key in _SAMPLING.split() and generation.get("do_sample") is not True
+            lost = key not in _READ and not idle
+        names += [f"{key}={value!r}"] if lost else []
+    return names
 
 
 def _put(chain: dict[str, dict[str, Any]], name: str, value: float) -> None:
@@ -214,4 +318,9 @@ def describe(decoding: Mapping[str, Any]) -> str:
         parts.append("the whole answer as one block" if block == WHOLE_ANSWER else f"blocks of {block}")
     if (steps := decoding.get("steps")) is not None:
         parts.append(f"{steps} steps")
+    for name, words in (("ban", "never generated"), ("begin_ban", "not generated first"), ("bias", "biased")):
+        if ids := decoding.get(name):
+            parts.append(f"{len(ids)} ids {words}")
+    if (least := decoding.get("min_tokens")) is not None:
+        parts.append(f"at least {least} tokens")
     return ", ".join(parts)

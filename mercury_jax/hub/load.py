@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from mercury_jax.checkpoint.export import PARAMS
 from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse, to_dict
 from mercury_jax.hub import generation
 from mercury_jax.hub.adapters import Adapter, open_adapter
-from mercury_jax.hub.family import Family, family_of
+from mercury_jax.hub.family import Family, family_of, without
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
 from mercury_jax.hub.params import (
     check_memory,
@@ -66,6 +67,7 @@ def load(
     kv: str | None = None,
     mask: int | None = None,
     adapter: str | Path | None = None,
+    ignore_config: Sequence[str] = (),
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LM:
@@ -84,6 +86,8 @@ def load(
         mask: The mask id of a masked diffusion model, for a checkpoint that does not name it or names a wrong one.
         adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. Each
             parameter is merged with it when it is read, before quantisation.
+        ignore_config: Keys of config.json that you vouch for: no logit depends on them. A key that this library does
+            not know is otherwise refused. A key of a nested object has its path: "text_config.new_key".
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
         progress: Called after each parameter with its number of bytes.
 
@@ -92,7 +96,8 @@ def load(
 
     Raises:
         ValueError: The architecture is not supported, the model does not fit into memory, `mask` is given for a model
-            that has no mask (an autoregressive one, or uniform noise), or the adapter belongs to another model.
+            that has no mask (an autoregressive one, or uniform noise), the adapter belongs to another model, or
+            config.json has a key that is unknown here and could change logits.
         CheckpointError: A file or tensor is missing, damaged, or has the wrong shape; the message names it.
 
     Example:
@@ -110,7 +115,11 @@ def load(
         cache.check_kv_kind(kv)
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
-    opened = open_checkpoint(NANO if source is None else source, dtype=dtype, mask=mask, verify=True)
+    opened = open_checkpoint(
+        NANO if source is None else source, dtype=dtype, mask=mask, verify=True, ignore_config=ignore_config
+    )
+    for note in opened.lost:
+        logging.getLogger("mercury_jax").warning(note)
     found = None if adapter is None else open_adapter(adapter)
     opened = opened if found is None else found.config_for(opened, dtype)
     check_mask(opened, mask)
@@ -137,12 +146,15 @@ def model_name(source: str | Path | None, opened: Opened) -> str:
     return str(source) if is_id else opened.name
 
 
-def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) -> ModelConfig:
+def config_of(
+    source: str | Path, *, mask: int | None = None, ignore_config: Sequence[str] = (), **changes: Any
+) -> ModelConfig:
     """Reads the config of a saved model, for a training recipe that starts from it.
 
     Args:
         source: As in `load`.
         mask: The mask id, for a checkpoint that does not name it.
+        ignore_config: As in `load`.
         **changes: Fields of the config to change.
 
     Returns:
@@ -156,7 +168,7 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
 
         >>> hub.config_of("Qwen/Qwen3-0.6B", mask=151669, pattern="bidirectional", predicts_next=False)
     """
-    config = open_checkpoint(source, mask=mask).config
+    config = open_checkpoint(source, mask=mask, ignore_config=ignore_config).config
     names = [f.name for f in dataclasses.fields(config)]
     for name in changes:
         if name not in names:
@@ -164,11 +176,12 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
     return dataclasses.replace(config, **({} if mask is None else {"mask": mask}), **changes)
 
 
-def tokenizer_of(source: str | Path) -> AnyTokenizer:
+def tokenizer_of(source: str | Path, *, ignore_config: Sequence[str] = ()) -> AnyTokenizer:
     """Reads the tokenizer of a saved model, without its parameters.
 
     Args:
         source: As in `load`.
+        ignore_config: As in `load`.
 
     Returns:
         The tokenizer; an `IdTokenizer` if the checkpoint has none.
@@ -176,7 +189,7 @@ def tokenizer_of(source: str | Path) -> AnyTokenizer:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(source, ignore_config=ignore_config)
     if not isinstance(opened.folder, Exported):
         return _folder_tokenizer(opened.path, opened.config)
     if opened.folder.tokenizer is None:
@@ -184,18 +197,19 @@ def tokenizer_of(source: str | Path) -> AnyTokenizer:
     return unpack(opened.folder.tokenizer)
 
 
-def takes_mask(source: str | Path, mask: int) -> bool:
+def takes_mask(source: str | Path, mask: int, *, ignore_config: Sequence[str] = ()) -> bool:
     """Says whether a checkpoint is a masked diffusion model when given this mask id. No tensor is read.
 
     Args:
         source: As in `open_checkpoint`.
         mask: The mask id.
+        ignore_config: As in `load`.
 
     Returns:
         False for an autoregressive model and for a model with uniform noise. A recipe can train an autoregressive
         checkpoint into a diffusion model; see `config_of`.
     """
-    return open_checkpoint(source, mask=mask).config.mask == mask
+    return open_checkpoint(source, mask=mask, ignore_config=ignore_config).config.mask == mask
 
 
 def check_mask(opened: Opened, mask: int | None) -> None:
@@ -259,6 +273,7 @@ class Opened:
         card: Metadata. In Hugging Face's layout: family, architecture, licence and notes.
         decoding: Sampling settings of the reference implementation; see `LM.decoding`.
         quantised: The matrices that the checkpoint has quantised; None without any.
+        lost: Notes about settings of generation that are not applied.
     """
 
     path: Path
@@ -271,6 +286,7 @@ class Opened:
     card: Mapping[str, Any]
     decoding: Mapping[str, Any]
     quantised: QuantisedTensors | None = None
+    lost: tuple[str, ...] = ()
 
     @property
     def stored_dtype(self) -> np.dtype:
@@ -284,7 +300,12 @@ class Opened:
 
 
 def open_checkpoint(
-    source: str | Path, *, dtype: str | None = None, mask: int | None = None, verify: bool = False
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mask: int | None = None,
+    verify: bool = False,
+    ignore_config: Sequence[str] = (),
 ) -> Opened:
     """Reads the config and all headers of a checkpoint, and checks every tensor against the model's parameters.
 
@@ -294,6 +315,7 @@ def open_checkpoint(
         dtype: Dtype of the computation. Default: the dtype of the checkpoint.
         mask: The mask id, if the config has none or a wrong one. Ignored by a model without masks; see `check_mask`.
         verify: Check the SHA-256 of every file first. Applies to our own layout only.
+        ignore_config: As in `load`.
 
     Returns:
         The opened checkpoint.
@@ -304,9 +326,13 @@ def open_checkpoint(
     """
     if dtype is not None:
         one_of(ComputeType, dtype=dtype)
+    if isinstance(ignore_config, str) or not all(isinstance(key, str) for key in ignore_config):
+        raise refuse("ignore_config", ignore_config, "a list of keys of config.json")
     alone = Path(source).suffix == ".json" and Path(source).is_file()
     path = Path(source) if alone else folder_of(source)
     if not alone and is_native(path):
+        if ignore_config:
+            raise refuse("ignore_config", ignore_config, f"none: {path} is in our own layout")
         return _open_native(path, dtype, mask, verify)
     folder = Folder(path.parent, read_json(path.parent, path.name), {}, {}, []) if alone else scan(path)
     about = folder.config
@@ -317,7 +343,11 @@ def open_checkpoint(
     where = folder.path / (path.name if alone else "config.json")
     quantisation = quantisation_of(about, str(where))
     family, notes = family_of(about)
-    config = family.read({key: x for key, x in about.items() if key not in QUANTISATION}, str(where))
+    about = without(about, ignore_config, str(where), family)
+    read = {key: x for key, x in about.items() if key not in QUANTISATION}
+    if ignored := [*ignore_config, *family.ignored_keys(read, str(where))]:
+        notes = [*notes, f"config.json: ignored, since no logit depends on them: {', '.join(ignored)}"]
+    config = family.config(read)
     if config.tied and HEAD in folder.tensors and not family.uses(HEAD, config):
         # As in transformers 5: with `tie_word_embeddings`, embedding and head share a parameter if the two stored
         # tensors are equal. If they differ, the head is a parameter of its own.
@@ -337,15 +367,17 @@ def open_checkpoint(
         decoding = family.decoding(about, written)
     else:
         decoding = generation.with_generation_config(family.decoding, written)
+    lost = generation.not_applied(written, decoding)
+    lost = [f"{generation.FILE}: not applied, and would change the text: {', '.join(lost)}"] if lost else []
     return Opened(
         path=path, folder=folder, family=family, config=config, model=model,
         name=str(about.get("_name_or_path") or (path.stem if alone else path.resolve().name)),
         noise=family.noise(about) if callable(family.noise) else family.noise,
         card={
             "family": family.name, "architecture": about["architectures"][0],
-            "licence": _licence(folder.path) or family.licence, "notes": [*folder.notes, *notes],
+            "licence": _licence(folder.path) or family.licence, "notes": [*folder.notes, *notes, *lost],
         },
-        decoding=decoding, quantised=quantised,
+        decoding=decoding, quantised=quantised, lost=tuple(lost),
     )  # fmt: skip
 
 
@@ -593,7 +625,9 @@ def load_opened(
     )
 
 
-def load_tokenizer(source: str | Path, *, mask: int | None = None) -> AnyTokenizer:
+def load_tokenizer(
+    source: str | Path, *, mask: int | None = None, ignore_config: Sequence[str] = ()
+) -> AnyTokenizer:
     """Loads the tokenizer that `load` would give the model, without its parameters.
 
     Unlike `tokenizer_of`, this checks that the tokenizer belongs to the model and applies `mask`.
@@ -601,6 +635,7 @@ def load_tokenizer(source: str | Path, *, mask: int | None = None) -> AnyTokeniz
     Args:
         source: As in `load`.
         mask: The mask id, for a checkpoint that does not name it.
+        ignore_config: As in `load`.
 
     Returns:
         The tokenizer.
@@ -609,7 +644,7 @@ def load_tokenizer(source: str | Path, *, mask: int | None = None) -> AnyTokeniz
         ValueError: The model is not supported.
         CheckpointError: A file is missing or damaged.
     """
-    return _opened_tokenizer(open_checkpoint(source, mask=mask))
+    return _opened_tokenizer(open_checkpoint(source, mask=mask, ignore_config=ignore_config))
 
 
 def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
@@ -646,12 +681,13 @@ def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:
 # --- describing
 
 
-def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
+def info(source: str | Path, *, mask: int | None = None, ignore_config: Sequence[str] = ()) -> dict[str, Any]:
     """Describes a checkpoint, or the model of a config.json alone. No parameter is read.
 
     Args:
         source: A folder, an id on the Hugging Face hub, or a config.json in Hugging Face's form.
         mask: The mask id, for a checkpoint that does not name it.
+        ignore_config: As in `load`.
 
     Returns:
         JSON-ready values: family, sizes, special ids, noise, licence, sampling settings, the bytes per device on 1, 2,
@@ -661,7 +697,7 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
         ValueError: The model is not supported.
         CheckpointError: A file is missing or damaged.
     """
-    opened = open_checkpoint(source, mask=mask)
+    opened = open_checkpoint(source, mask=mask, ignore_config=ignore_config)
     check_mask(opened, mask)
     c, family, devices, dtype = opened.config, opened.family, jax.local_devices(), opened.stored_dtype
     about: dict[str, Any] = {"name": opened.name, "folder": str(opened.path)}

@@ -140,6 +140,7 @@ class TrainConfig:
     wandb: str = ""  # project of Weights & Biases to log to as well; "": none
     tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
     init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
+    ignore_config: tuple[str, ...] = ()  # keys of config.json of `init` that change no logit, by your word
     out: str = ""  # folder of the run; "": runs/<name>
     resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
     distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... are detected)

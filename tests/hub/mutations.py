@@ -353,7 +353,10 @@ CASES = (
     Case("qwen2 yarn original beside", "qwen2", {**_yarn(), "original_max_position_embeddings": 40}),
     Case("qwen2 yarn, newer names", "qwen2", {**_NEWER, "rope_parameters": _NEWER_YARN}),
     Case(
-        "qwen2 yarn unknown key", "qwen2", _yarn(mscale_y=2.0), ("rope_scaling.mscale_y", "2.0", "beta_fast")
+        "qwen2 yarn unknown key",
+        "qwen2",
+        _yarn(mscale_y=2.0),
+        ("rope_scaling.mscale_y", "2.0", "--ignore-config"),
     ),
     Case(
         "qwen2 llama3 key under yarn",
@@ -433,7 +436,12 @@ CASES = (
     Case("qwen2 rms_norm_eps", "qwen2", dict(rms_norm_eps=0.3)),
     Case("qwen2 swish", "qwen2", dict(hidden_act="swish")),
     Case("qwen2 gelu", "qwen2", dict(hidden_act="gelu"), ("hidden_act", "gelu", "silu")),
-    Case("qwen2 unknown key", "qwen2", dict(logit_scale=0.5), ("logit_scale", "0.5", "delete the key")),
+    Case(
+        "qwen2 unknown key",
+        "qwen2",
+        dict(logit_scale=0.5),
+        ("logit_scale", "0.5", "--ignore-config logit_scale"),
+    ),
     Case("qwen2 size as text", "qwen2", dict(hidden_size="24"), ("hidden_size", "'24'", "an integer")),
     Case("qwen2 unknown null", "qwen2", dict(logit_scale=None), ("logit_scale", "None")),
     Case(

@@ -1,12 +1,14 @@
 """The published settings of a family, what generation_config.json changes in them, and that `mj.sample` uses them."""
 
 import json
+import logging
 import shutil
 
 import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.cli import main
 from mercury_jax.decode import defaults
 from mercury_jax.decode.rules import ALL as RULES
 from mercury_jax.hub import generation
@@ -26,7 +28,7 @@ def checkpoint(tmp_path):
     """A copy of a golden checkpoint with this generation_config.json, loaded."""
 
     def load(name: str, **written):
-        folder = shutil.copytree(GOLDENS / name, tmp_path / name)
+        folder = shutil.copytree(GOLDENS / name, tmp_path / name, dirs_exist_ok=True)
         if written:
             (folder / "generation_config.json").write_text(json.dumps(written))
         return mj.load(folder, dtype="float32")
@@ -171,3 +173,47 @@ def test_a_request_to_the_server_replaces_the_published_numbers(checkpoint):
     assert numbers(cut, top_p=0.5)[0] == {"temperature": 0.2, "top_p": 1.0, "top_k": 7}
     # Beside another rule the model's own processors change nothing.
     assert numbers(plain, rule="threshold") == ({"temperature": 1.0, "top_p": 1.0, "top_k": 101}, 0.0)
+
+
+def test_tables_of_generation_config_are_applied(checkpoint):
+    """Ids that must not be generated, a least length, and biases, as transformers applies them."""
+    greedy = lambda lm: mj.sample(lm, PROMPT, max_tokens=6).tokens[0].tolist()
+    first, second = greedy(checkpoint("qwen3"))[:2]
+    loud, other = [i for i in (7, 9, 11, 13) if i not in (first, second)][:2]
+    lm = checkpoint(
+        "qwen3", suppress_tokens=[first, 999_999], bad_words_ids=[[second]], begin_suppress_tokens=[other],
+        sequence_bias=[[[loud], 2e4], [[other], 1e4]], min_new_tokens=3, eos_token_id=[loud, 1],
+    )  # fmt: skip
+    out = mj.sample(lm, PROMPT, max_tokens=6)
+    found = out.tokens[0].tolist()
+    # `loud` ends an answer, and may not before the third token; `other` is the next best, but not as the first one.
+    assert found[0] not in (first, second, loud, other) and found[1:] == [other, other]
+    dream = checkpoint("dream", suppress_tokens=list(range(20, 60)))
+    assert "40 ids never generated" in generation.describe(dream.decoding)
+
+
+def test_keys_of_generation_config_that_are_not_applied_are_named(checkpoint, tmp_path, capsys, caplog):
+    lost = {"no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]], "num_beams": 4, "new_processor": {"a": 1}}
+    idle = {"num_beam_groups": 1, "typical_p": 1.0, "guidance_scale": None, "top_h": 0.4, "max_length": 20}
+    logging.getLogger("mercury_jax").addHandler(caplog.handler)
+    lm = checkpoint("qwen3", **lost, **idle)
+    logging.getLogger("mercury_jax").removeHandler(caplog.handler)
+    said = [*{record.getMessage() for record in caplog.records if "not applied" in record.getMessage()}]
+    assert len(said) == 1 and said[0] in lm.card["notes"]
+    assert all(key in said[0] for key in lost) and not any(key in said[0] for key in idle)
+    assert main(["info", str(tmp_path / "qwen3")]) == 0
+    assert "no_repeat_ngram_size=3" in capsys.readouterr().out
+    # DiffusionGemma's own `generate` has no such processors, and neither has ours.
+    gemma = checkpoint("diffusion_gemma", suppress_tokens=[4])
+    assert any("suppress_tokens=[4]" in note for note in gemma.card["notes"])
+
+
+def test_values_of_generation_config_have_the_types_of_transformers(checkpoint):
+    for written in (
+        {"suppress_tokens": 5},
+        {"bad_words_ids": [5]},
+        {"min_new_tokens": "3"},
+        {"sequence_bias": [[5, 1]]},
+    ):
+        with pytest.raises(ValueError, match=next(iter(written))):
+            checkpoint("qwen3", **written)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mercury_jax as mj
 from mercury_jax import hub, sharding
 from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.cli import main
@@ -86,7 +87,7 @@ def test_unsupported_configs_are_refused(folder, changes, words):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_family_refuses_an_unknown_key(name, tmp_path):
+def test_every_family_refuses_an_unknown_key_unless_the_user_vouches_for_it(name, tmp_path):
     config = json.loads((GOLDENS / name / "config.json").read_text())
     nested = [
         k for k in ("text_config", "rope_parameters", "rope_scaling", "per_layer_config") if config.get(k)
@@ -96,12 +97,87 @@ def test_every_family_refuses_an_unknown_key(name, tmp_path):
         inner = functools.reduce(dict.__getitem__, path, changed)
         inner["some_scale"] = 0.25
         (tmp_path / "config.json").write_text(json.dumps(changed))
-        where = rf"config.json .*: {'.'.join((*path, 'some_scale'))} is 0.25; allowed: "
-        with pytest.raises(ValueError, match=where):
-            hub.info(tmp_path / "config.json", mask=5)
-        if "mask_id" not in golden(name).said:
-            (tmp_path / "config.json").write_text(json.dumps(config))
-            assert hub.info(tmp_path / "config.json")["vocab"]
+        key = ".".join((*path, "some_scale"))
+        with pytest.raises(ValueError, match=rf"config.json .*: {key}=0.25 is unknown") as error:
+            hub.config_of(tmp_path / "config.json", mask=5)
+        assert f"--ignore-config {key}" in str(error.value) and len(str(error.value)) < 300
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = hub.config_of(tmp_path / "config.json", mask=5)
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    assert hub.config_of(tmp_path / "config.json", mask=5, ignore_config=[key]) == plain
+    # Keys that a base class of any release writes, and whatever begins with an underscore.
+    written = json.loads((GOLDENS.parent / "config_keys.json").read_text())["base"]
+    (tmp_path / "config.json").write_text(json.dumps({**written, **config, "_mine": {"a": [1]}}))
+    assert hub.config_of(tmp_path / "config.json", mask=5) == plain
+
+
+WRITTEN = json.loads((GOLDENS.parent / "config_keys.json").read_text())["classes"]
+ODD = {int: 3, float: 0.375, bool: None, str: "odd", list: [0], dict: {"odd": 1}}  # None: the other one
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each_key_that_transformers_writes_is_read_refused_or_without_effect(name, tmp_path):
+    """With its default it is accepted; with another value it changes the config, is refused by name, or is noted."""
+
+    def read(path, value):
+        changed = json.loads(json.dumps(WRITTEN[name]))
+        functools.reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = value
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        return hub.config_of(tmp_path / "config.json")
+
+    plain = read(["architectures"], [name])
+    mine = family.family_of(WRITTEN[name])[0]
+    keys = mine.keys if isinstance(mine.keys, family.ConfigKeys) else mine.keys(WRITTEN[name])
+    inner = WRITTEN[name].get("text_config", {})
+    without_effect = {*keys.unused, *NO_MATTER, *mine.ignored_keys(WRITTEN[name], "config.json")}
+    for path in [*([key] for key in WRITTEN[name]), *(["text_config", key] for key in inner)]:
+        value = functools.reduce(dict.__getitem__, path, WRITTEN[name])
+        odd = (not value) if isinstance(value, bool) else ODD.get(type(value), 3)
+        try:
+            matters = read(path, odd) != plain
+        except (ValueError, TypeError):
+            matters = True
+        assert matters or {".".join(path), path[-1]} & without_effect, path
+
+
+# Keys that have an effect only beside another one: a window, experts, layers that share keys.
+NO_MATTER = {
+    "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "num_experts", "top_k_experts",
+    "moe_intermediate_size", "use_double_wide_mlp",
+}  # fmt: skip
+
+
+def test_what_a_user_vouches_for_must_be_there_and_not_be_read(folder):
+    reconfigure(folder, _model_name_or_path="mine", logit_scale=0.5, use_mrope_2=True)
+    with pytest.raises(ValueError, match=r"logit_scale=0.5 is unknown"):
+        mj.load(folder)
+    lm = mj.load(folder, ignore_config=["logit_scale", "use_mrope_2"])
+    notes = " ".join(lm.card["notes"])
+    assert all(key in notes for key in ("logit_scale", "use_mrope_2", "_model_name_or_path"))
+    for keys, words in (
+        (["logitscale"], "a key of"),
+        (["hidden_size"], "does not read"),
+        ("hidden_act", "a list"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mj.load(folder, ignore_config=keys)
+
+
+def test_the_commands_take_ignore_config(folder, tmp_path, capsys):
+    reconfigure(folder, logit_scale=0.5)
+    keys = ["--ignore-config", "logit_scale"]
+    commands = (
+        ["info", str(folder), "--json"],
+        ["convert", str(folder), str(tmp_path / "out")],
+        ["eval", "exact", "--model", str(folder), "--file", str(tmp_path / "none.jsonl")],
+        ["serve", "--model", str(folder), "--port", "0", "--bench-nothing"],
+    )
+    assert main(commands[0]) == 2 and "--ignore-config logit_scale" in capsys.readouterr().err
+    assert main([*commands[0], *keys]) == 0 and "logit_scale" in capsys.readouterr().out
+    assert main([*commands[1], *keys]) == 0 and (tmp_path / "out").is_dir()
+    for command in commands[2:]:  # refused for another reason: the option itself is known
+        assert main([*command, *keys]) == 2
+        assert "ignore-config" not in capsys.readouterr().err
 
 
 def test_a_config_that_fits_two_families_is_noted(tmp_path, capsys):
@@ -112,7 +188,7 @@ def test_a_config_that_fits_two_families_is_noted(tmp_path, capsys):
     assert main(["info", str(about), "--mask", "94", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["family"] == "Open-dCoder" and not any("pass mask=" in x for x in row["notes"])
-    assert len(hub.info(GOLDENS / "qwen2")["notes"]) == 0
+    assert not any("fits" in x for x in hub.info(GOLDENS / "qwen2")["notes"])
 
 
 def test_the_mask_may_be_given_and_is_required_where_it_is_unknown():

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -169,3 +170,21 @@ def test_noise_that_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path, m
     )  # fmt: skip
     with pytest.raises(ValueError, match=words):
         mj.train(made)
+
+
+def test_training_takes_the_keys_that_the_user_vouches_for(tmp_path, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def load(*args, ignore_config, **more):
+        raise Loaded(ignore_config)
+
+    folder = shutil.copytree(GOLDENS / "sdar", tmp_path / "m")
+    made = recipe(folder, tmp_path / "run")
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "logit_scale": 0.5}))
+    monkeypatch.setattr(hub, "load", load)
+    with pytest.raises(ValueError, match="logit_scale=0.5 is unknown"):
+        mj.train(made)
+    with pytest.raises(Loaded, match="logit_scale"):
+        mj.train(dataclasses.replace(made, ignore_config=("logit_scale",)))
