@@ -34,7 +34,8 @@ class Scheme(NamedTuple):
         bits: Bits of a value.
         block: Rows and columns [out, in] of the matrix that share a scale, for scales of blocks.
         group: Inputs that share a scale, for scales of groups.
-        symmetric: Whether there are no zero points.
+        symmetric: Whether there are no zero points. Those of a symmetric matrix that a file stores all the same are not
+            read: by definition they are in the middle of the range (8 of 4 bits), and some files store other ones.
     """
 
     targets: tuple[str, ...] = ("Linear",)
@@ -152,10 +153,13 @@ def _fp8(about: Json, where: str) -> Quantisation:
 def _gptq(about: Json, where: str) -> Quantisation:
     _allowed(
         where, about, bits=(4, 8), checkpoint_format=("gptq", "gptq_v2"), is_marlin_format=(False, None),
-        pack_dtype=("int32",),
+        pack_dtype=("int32",), sym=(True, False, None),
     )  # fmt: skip
+    symmetric = about.get("sym")
+    for pattern, changes in (about.get("dynamic") or {}).items():  # other settings for some modules
+        _allowed(f"{where}.dynamic.{pattern}", changes or {}, sym=(symmetric,))
     first = about.get("checkpoint_format", "gptq") == "gptq"
-    return Quantisation("gptq", "GPTQ", (Scheme(),), offset=1 if first else 0)
+    return Quantisation("gptq", "GPTQ", (Scheme(symmetric=symmetric),), offset=1 if first else 0)
 
 
 def _awq(about: Json, where: str) -> Quantisation:

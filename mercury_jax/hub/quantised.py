@@ -180,6 +180,7 @@ def _find_values(f: _Finder) -> StoredMatrix:
     zeros = f.optional(f"{f.name}_zero_point", (entry.dtype,), tuple(f.entries[scale].shape))
     if zeros:
         tensors["zero"] = f"{f.name}_zero_point"
+    zeros &= not f.scheme.symmetric
     kind = WeightFormat(entry.dtype, groups or int(zeros), f.entries[scale].dtype, zeros)
     return StoredMatrix(f.name, "values", f.shape, block, tensors, kind)
 
@@ -203,6 +204,7 @@ def _find_packed(f: _Finder) -> StoredMatrix:
     if zeros:
         tensors["zero"] = f"{f.name}_zero_point"
         f.need(tensors["zero"], (INT32,), zero_shape)
+    zeros &= not f.scheme.symmetric
     ordered = f.optional(f"{f.name}_g_idx", (INT32, INT64), (columns,)) and groups > 1
     if ordered:
         tensors["order"] = f"{f.name}_g_idx"
@@ -255,7 +257,8 @@ def _find_words(f: _Finder, module: str, layout: str, offset: int) -> StoredMatr
     ordered = layout == "gptq" and f.optional(field("g_idx"), (INT32, INT64), (columns,))
     if ordered:
         tensors["order"] = field("g_idx")
-    kind = WeightFormat(INT4 if bits == 4 else INT8, groups, scale.dtype, True, ordered and groups > 1)
+    zeros = not f.scheme.symmetric
+    kind = WeightFormat(INT4 if bits == 4 else INT8, groups, scale.dtype, zeros, ordered and groups > 1)
     return StoredMatrix(f.name, layout, f.shape, (1, columns // groups), tensors, kind, offset)
 
 
@@ -293,7 +296,8 @@ def unpack_matrix(stored: StoredMatrix, read: Callable[[str], np.ndarray]) -> Un
     Raises:
         CheckpointError: A scale is not finite, a group does not exist, or `weight_shape` is another shape.
     """
-    named = {field: read(tensor) for field, tensor in stored.tensors.items() if field != "values"}
+    unread = {"values"} if stored.format.zeros else {"values", "zero"}
+    named = {field: read(tensor) for field, tensor in stored.tensors.items() if field not in unread}
     values = read(stored.tensors["values"])
     kind, (*_, rows, columns) = stored.format, stored.shape
     if "shape" in named and tuple(named["shape"].tolist()) != stored.shape:
@@ -314,7 +318,6 @@ def unpack_matrix(stored: StoredMatrix, read: Callable[[str], np.ndarray]) -> Un
     elif stored.layout == "nvfp4":
         values = _unpacked(values, kind.values, columns).view(FP4)
     elif stored.layout in ("gptq", "awq"):
-        assert zero is not None
         values, zero = _unpacked_words(stored, values, zero)
         named["scale"] = named["scale"].T
     if zero is not None and not np.any(zero.astype(np.float32)):
@@ -342,12 +345,14 @@ def _signed(numbers: np.ndarray, kind: np.dtype) -> np.ndarray:
 
 
 def _unpacked_words(
-    stored: StoredMatrix, values: np.ndarray, zero: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Unpacks values and zero points of GPTQ or AWQ to [out, in] and [out, G]."""
+    stored: StoredMatrix, values: np.ndarray, zero: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Unpacks values and zero points of GPTQ or AWQ to [out, in] and [out, G]; None where zero points are not read."""
     kind, (rows, columns) = stored.format.values, stored.shape
     if stored.layout == "gptq":
         values = _signed(_unpacked(values.T, kind, columns), kind)
+        if zero is None:
+            return values, None
         # The first format stores each zero point less one. Whole words are added, because a zero point of 0 borrowed
         # from the next one when it was stored.
         ones = np.uint32(stored.offset * (0x11111111 if kind == INT4 else 0x01010101))
@@ -359,7 +364,7 @@ def _unpacked_words(
         numbers = _unpacked(words, kind, rows).reshape(len(words), -1, len(AWQ_ORDER))
         return _signed(np.ascontiguousarray(numbers[..., order].reshape(len(words), rows).T), kind)
 
-    return outputs(values), outputs(zero)
+    return outputs(values), None if zero is None else outputs(zero)
 
 
 def _group_index(stored: StoredMatrix, order: np.ndarray | None) -> np.ndarray | None:

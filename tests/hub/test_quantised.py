@@ -143,6 +143,50 @@ def test_a_published_format_has_the_logits_of_the_matrices_it_stands_for(name, t
     assert len(found) == 7 and {x.values.dtype.name for x in found} == {kind}
 
 
+SYMMETRIC = {  # quantization_config, writer, name and value of a zero point that contradicts it
+    "GPTQ": (of_gptq(4, sym=True), writer.gptq(), {"qzeros": 0x33333333}),
+    "GPTQ, second format": (of_gptq(4, False, sym=True), writer.gptq(first=False), {"qzeros": 0x77777777}),
+    "GPTQ of 8 bits": (of_gptq(8, sym=True), writer.gptq(8), {"qzeros": 0x01010101}),
+    "packed int4": (integers(4, True), writer.packed(4, 16), {"weight_zero_point": 0x33333333}),
+    "int8": (
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), writer.int8(),
+        {"weight_zero_point": 5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_the_zero_point_of_a_symmetric_matrix_is_the_middle_whatever_the_file_stores(name, tmp_path):
+    about, write, stray = SYMMETRIC[name]
+
+    def contradicting(w):
+        found, twin = write(w)
+        if "weight_packed" in found:  # int32 [out / 8, groups]
+            found["weight_zero_point"] = np.zeros((len(w) // 8, found["weight_scale"].shape[1]), np.int32)
+        elif "weight" in found:
+            found["weight_zero_point"] = np.zeros_like(found["weight_scale"], np.int8)
+        for key, value in stray.items():
+            found[key] = np.full_like(found[key], value)
+        return found, twin
+
+    folders = [
+        writer.write_pair(tmp_path / str(i), SDAR, about, linear(w))
+        for i, w in enumerate((write, contradicting))
+    ]
+    plain, other = (mj.load(quantised) for quantised, _ in folders)
+    assert len(matrices(plain)) == 7
+    for one, two in zip(matrices(plain), matrices(other), strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(two)
+        jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def test_gptq_of_several_symmetries_is_refused_by_module(tmp_path):
+    about = of_gptq(4, sym=True, dynamic={"+:.*down.*": {"bits": 8}, "+:.*up.*": {"sym": False}})
+    folder, _ = writer.write_pair(tmp_path, SDAR, about, linear(writer.gptq()))
+    with pytest.raises(ValueError, match=r"dynamic\.\+:\.\*up\.\*\.sym is False"):
+        mj.load(folder)
+
+
 FUSED = {  # config.json, format
     "biases": (DREAM, "GPTQ"),
     "experts": (SDAR_MOE, "packed int4 in another order"),
