@@ -49,12 +49,20 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "mercury.json"
 PREFIX = "base_model.model."
 FORMAT = 1
-# Keys of adapter_config.json that change the arithmetic -> the values that are supported.
+# Keys of adapter_config.json -> the values that are supported. Some ways to draw the first factors also change the
+# base model (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), and PEFT changes it again when it loads the adapter.
 PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False, None), "use_dora": (False, None),
-    "use_rslora": (False, None), "lora_bias": (False, None), "modules_to_save": (None, []),
-    "layer_replication": (None, []), "trainable_token_indices": (None, [], {}),
+    "peft_type": ("LORA",), "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }  # fmt: skip
+# Keys that are read, that only matter while an adapter is made or trained, or that say which modules have adapters, as
+# the tensors do. Every other key must be null, false or empty: it could change the arithmetic.
+OTHERS = """
+    r lora_alpha rank_pattern alpha_pattern target_modules target_parameters
+    exclude_modules layers_to_transform layers_pattern
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config megatron_core
+    lora_dropout loftq_config eva_config corda_config lora_ga_config velora_config qalora_group_size
+"""
 
 
 class Factors(NamedTuple):
@@ -475,9 +483,14 @@ def open_adapter(folder: str | Path) -> Adapter:
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing: the folder holds no adapter in PEFT's format")
     about = manifest.read_json(path / CONFIG)
-    for key, allowed in PLAIN.items():
-        if (value := about.get(key)) not in allowed and not (key not in about and key != "peft_type"):
-            raise refuse(f"{path / CONFIG}: {key}", value, " or ".join(map(repr, allowed)))
+    for key, value in {"peft_type": None, **about}.items():
+        if key in PLAIN and value not in PLAIN[key]:
+            raise refuse(f"{path / CONFIG}: {key}", value, " or ".join(map(repr, PLAIN[key])))
+        neutral = value is None or value is False or value in ([], {}, "")
+        if key not in PLAIN and key not in OTHERS.split() and not neutral:
+            raise refuse(
+                f"{path / CONFIG}: {key}", value, "null, false or empty: it may change the arithmetic"
+            )
     rank, alpha = about.get("r"), about.get("lora_alpha")
     for key, value in (("r", rank), ("lora_alpha", alpha)):
         if (

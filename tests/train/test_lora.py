@@ -284,7 +284,7 @@ def test_a_damaged_or_foreign_adapter_is_refused(run, tmp_path):
         mj.load(adapter=folder)
     about = json.loads((folder / "adapter_config.json").read_text())
     for changes, words in (
-        ({"use_dora": True}, "use_dora is True; allowed: False or None"),
+        ({"use_dora": True}, "use_dora is True; allowed: null, false or empty"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; allowed: 'LORA'"),
         ({"r": 0}, "r is 0; allowed: a number above 0"),
     ):
