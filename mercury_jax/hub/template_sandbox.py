@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import partialmethod, wraps
+from functools import wraps
 from typing import Any, NoReturn
 
 from jinja2 import filters as library, nodes
@@ -43,7 +44,7 @@ POINTER, OBJECT = 8, 64  # bytes of one slot of a list, and of a short string
 
 STR_METHODS = """
     strip lstrip rstrip split rsplit splitlines partition rpartition replace join startswith endswith
-    removeprefix removesuffix upper lower title capitalize swapcase casefold find rfind index rindex count
+    removeprefix removesuffix upper lower title capitalize swapcase casefold find rfind index rindex count format
     isdigit isalpha isalnum isspace isupper islower isnumeric isdecimal istitle
 """
 METHODS: tuple[tuple[type, frozenset[str]], ...] = (
@@ -129,24 +130,6 @@ class TracedText(str):
         """As in `str`; keeps the mask."""
         return self[: len(super().rstrip(chars))]
 
-    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[Any]:
-        """As in `str`, but splitting at whitespace returns untraced strings.
-
-        Args:
-            sep: The separator. Default: whitespace.
-            maxsplit: Largest number of splits. Default: no limit.
-
-        Returns:
-            The parts.
-        """
-        if not sep:
-            return super().split(sep, maxsplit)
-        parts, at = [], 0
-        for part in super().split(sep, maxsplit):
-            parts.append(self[at : at + len(part)])
-            at += len(part) + len(sep)
-        return parts
-
     def replace(self, old: str, new: str, count: int = -1, /) -> Any:
         """As in `str`.
 
@@ -164,15 +147,72 @@ class TracedText(str):
         """As in `str`; keeps the masks of all parts and of the separator."""
         return joined(parts, self)
 
+    def removeprefix(self, prefix: str, /) -> TracedText:
+        """As in `str`; keeps the mask."""
+        return self[len(self) - len(super().removeprefix(prefix)) :]
 
-def _same_length(self: TracedText, method: str) -> str:
-    """Calls a method of `str` and keeps the mask; untraced if the length changes (the upper case of ß is SS)."""
-    text = getattr(str, method)(self)
-    return TracedText(text, self.mask) if len(text) == len(self) else text
+    def removesuffix(self, suffix: str, /) -> TracedText:
+        """As in `str`; keeps the mask."""
+        return self[: len(super().removesuffix(suffix))]
 
 
-for _name in ("lower", "upper", "title", "capitalize"):
-    setattr(TracedText, _name, partialmethod(_same_length, _name))
+def _traced(name: str) -> Callable[..., Any]:
+    """Makes a method of `TracedText`: that of `str` with this name, whose result keeps the mask."""
+    plain = getattr(str, name)
+
+    @wraps(plain)
+    def method(self: TracedText, *args: Any, **named: Any) -> Any:
+        found = plain(self, *args, **named)
+        if isinstance(
+            found, str
+        ):  # the same characters in another case; untraced if there are more (ß becomes SS)
+            return TracedText(found, self.mask) if len(found) == len(self) else found
+        sep = named.get("sep", args[0] if args and "split" in name else None)
+        lines = [len(line) for line in str.splitlines(self, True)] if name == "splitlines" else []
+        parts, at = [], 0
+        for part in found:
+            if "split" in name and sep is None:  # only whitespace stands before the part
+                at = self.find(part, at)
+            parts.append(self[at : at + len(part)])
+            at += lines[len(parts) - 1] if lines else len(part) + (len(sep) if isinstance(sep, str) else 0)
+        return type(found)(parts)
+
+    return method
+
+
+_CASES = ("lower", "upper", "title", "capitalize", "swapcase", "casefold")
+_PARTS = ("split", "rsplit", "splitlines", "partition", "rpartition")
+for _name in (*_CASES, *_PARTS):
+    setattr(TracedText, _name, _traced(_name))
+
+
+def formatted(text: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """Formats as `str.format`, and keeps the masks of the text and of strings that plain fields insert.
+
+    Args:
+        text: The format. Its fields have a number, a name, or neither.
+        args: Values of the numbered fields.
+        named: Values of the named fields.
+
+    Returns:
+        The text.
+
+    Raises:
+        SecurityError: A field reads an attribute or an item, or has a width above 999.
+    """
+    mark, parts, count = (str if 0 in mask_of(text) else own), list[str](), 0
+    for before, field, spec, conversion in string.Formatter().parse(str.__str__(text)):
+        parts.append(mark(before))
+        if field is None:
+            continue
+        if not re.fullmatch(r"\w*", field) or "{" in (spec or "") or re.search(r"\d{4}", spec or ""):
+            raise SecurityError(f"the field {field!r} of a format with {spec!r} is not allowed")
+        value = named[field] if field in named else args[int(field or count)]
+        count += not field
+        plain = isinstance(value, str) and not spec and conversion in (None, "s")
+        convert = {"s": str, "r": repr, "a": ascii}.get(conversion or "", lambda x: x)
+        parts.append(value if plain else format(convert(value), spec or ""))
+    return joined(parts)
 
 
 def own(text: str) -> TracedText:
@@ -284,6 +324,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "round": _round,
             "safe": lambda value: value,  # there is no HTML escaping to switch off
             "sum": self._sum,
+            "title": _title,
             "tojson": _tojson,
         }
         self.filters = {name: self._checked(f) for name, f in checked.items()}
@@ -432,7 +473,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         Raises:
             SecurityError: Always.
         """
-        raise SecurityError(f"reaches for {attribute!r} of a {type(obj).__name__}")
+        kinds = {str: "text", dict: "mapping", list: "list", tuple: "list"}
+        kind = next((words for kind, words in kinds.items() if isinstance(obj, kind)), type(obj).__name__)
+        raise SecurityError(f"reaches for {attribute!r} of a {kind}, which is not supported")
 
     def wrap_str_format(self, value: Any) -> None:
         """Returns None, so that jinja2 offers no sandboxed `str.format`, which could pad to any width."""
@@ -463,13 +506,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         Returns:
             The result, which is charged to the budget.
         """
-        target = getattr(__obj, "__self__", None)
+        target, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(target, str) and name == "format":
+            named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
+            __self._spend(len(target) + target.count("{") * __self._weigh(*args, *named.values()))
+            return __self._made(formatted(target, args, named))
         if isinstance(__obj, Macro):  # a macro may collect its arguments in `varargs`
             __self._weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
-        elif isinstance(target, str) and __obj.__name__ in _METHOD_SIZES:
+        elif isinstance(target, str) and name in _METHOD_SIZES:
             args = tuple(list(__self._each(a)) if isinstance(a, Iterator) else a for a in args)
             named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
-            __self._spend(_METHOD_SIZES[__obj.__name__](target, *args, **named))
+            __self._spend(_METHOD_SIZES[name](target, *args, **named))
         return __self._made(super().call(__context, __obj, *args, **kwargs))
 
     # --- filters
@@ -530,6 +577,12 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _title(value: Any) -> str:
+    """As in jinja2, where the letter after an apostrophe stays small; keeps the mask."""
+    text = library.do_title(value)
+    return TracedText(text, value.mask) if isinstance(value, TracedText) and len(text) == len(value) else text
 
 
 def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:

@@ -24,10 +24,10 @@ PEFT = dict(
 # Values of keys that change the arithmetic, and of keys that do not.
 REFUSED = dict(
     alora_invocation_tokens=[5, 6], arrow_config={"top_k": 3}, bias="all", ensure_weight_tying=True,
-    fan_in_fan_out=True, init_lora_weights="pissa", kasa_config={"beta": 1.0}, layer_replication=[[0, 2]], lora_bias=True,
-    megatron_config={"a": 1}, modules_to_save=["lm_head"], monteclora_config={"num_groups": 2}, peft_type="IA3",
-    trainable_token_indices=[3], use_bdlora={"nblocks": 2}, use_dora=True, use_qalora=True, use_rslora=True,
-    new_in_2027=0.5, also_new="on", zero=0,
+    fan_in_fan_out=True, init_lora_weights="pissa", kasa_config={"beta": 1.0}, layer_replication=[[0, 2]],
+    lora_bias=True, megatron_config={"a": 1}, modules_to_save=["lm_head"], monteclora_config={"num_groups": 2},
+    peft_type="IA3", trainable_token_indices=[3], use_bdlora={"nblocks": 2}, use_dora=True, use_qalora=True,
+    use_rslora=True, new_in_2027=0.5, also_new="on", zero=0,
 )  # fmt: skip
 IDLE = dict(
     auto_mapping={"parent_library": "x"}, corda_config={"verbose": True}, eva_config={"rho": 2.0},
