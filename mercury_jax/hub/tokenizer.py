@@ -194,9 +194,9 @@ class HFTokenizer:
     def begin(self) -> tuple[int, ...]:
         """Ids in front of a plain text: the beginning-of-text token if the tokenizer adds one, otherwise none."""
         bos = self.tokens.control.get(self.data.named.get("bos_token", ""))
-        if self.data.adds_bos is not None:
-            return (bos,) if self.data.adds_bos and bos is not None else ()
-        # Without `add_bos_token`, the post-processor decides: see what it puts in front of a sample text.
+        if self.data.adds_bos and bos is not None:
+            return (bos,)
+        # The post-processor of tokenizer.json decides: see what it puts in front of a sample text.
         whole = self.tokens.core.encode("a", add_special_tokens=True).ids
         plain = self.tokens.encode("a")
         starts = [k for k in range(len(whole)) if whole[k : k + len(plain)] == plain]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ MAX_BYTES = {
 }
 MORE_TEMPLATES = "additional_chat_templates"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that no other token holds, in SentencePiece's vocabularies
 
 # tokenizer_class -> (regular expression that splits the text before BPE, normalizer). They are not in vocab.json and
 # merges.txt; transformers has them as constants of the class that tokenizer_config.json names.
@@ -79,7 +81,7 @@ class TokenizerData(NamedTuple):
         named: Texts of special tokens by name, such as "bos_token".
         templates: Sources of the chat templates by name.
         notes: Messages for the user about what was ignored.
-        adds_bos: `add_bos_token` of tokenizer_config.json; None if it is absent.
+        adds_bos: `add_bos_token` of tokenizer_config.json; as in transformers 5, without effect beside tokenizer.json.
     """
 
     json: dict[str, Any]
@@ -87,7 +89,7 @@ class TokenizerData(NamedTuple):
     named: dict[str, str]
     templates: dict[str, str]
     notes: tuple[str, ...]
-    adds_bos: bool | None
+    adds_bos: bool
 
 
 def read_files(folder: str | Path) -> dict[str, bytes]:
@@ -174,12 +176,14 @@ def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Toke
             added[i] = added[i]._replace(special=True)
         elif re.fullmatch(r"<.+>|\[.+\]", str(texts.get(i, ""))):
             added[i] = AddedToken(texts[i], special=True)
+    if "ByteFallback" in json.dumps(data.get("decoder")):  # a byte is text, also where it is an added token
+        added = {i: t._replace(special=False) if _BYTE.fullmatch(t.text) else t for i, t in added.items()}
     code = str(config.get("auto_map") or "")[:200]
     notes = (f"tokenizer_config.json: auto_map names code to run ({code}); it is ignored",) if code else ()
-    adds_bos = config.get("add_bos_token")
+    adds_bos = "tokenizer.json" not in files and config.get("add_bos_token") is True
     return TokenizerData(
         {**data, "model": model, "added_tokens": []}, dict(sorted(added.items())), named, _templates(files, config),
-        notes, adds_bos if isinstance(adds_bos, bool) else None,
+        notes, adds_bos,
     )  # fmt: skip
 
 
@@ -282,12 +286,14 @@ class ControlTokens(NamedTuple):
         mark: The character that precedes every control token in the new spelling.
         control: Ids of the control tokens by their original text.
         pattern: Matches the original text of any control token; None if there are none.
+        late: Normalised spellings of control tokens that are matched after normalisation.
     """
 
     core: Any
     mark: str
     control: dict[str, int]
     pattern: re.Pattern[str] | None
+    late: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Encodes user text, without control tokens whatever it contains.
@@ -298,12 +304,7 @@ class ControlTokens(NamedTuple):
         Returns:
             Ids.
         """
-        # Text that contains the mark could spell a control token, so the mark is encoded separately.
-        first, *rest = text.split(self.mark)
-        ids = self._ids(first)
-        for part in rest:
-            ids += self._ids(self.mark) + self._ids(part)
-        return ids
+        return [i for part in self._cut(text) for i in self._ids(part)]
 
     def encode_rendered(self, text: str, mask: bytes) -> list[int]:
         """Encodes a rendered chat template, with the control tokens that the template itself wrote.
@@ -316,18 +317,16 @@ class ControlTokens(NamedTuple):
             Ids.
         """
         # Respell control tokens only within runs of characters that the template wrote; leave all others as they are.
-        at, ids = 0, list[int]()
-        for part in text.split(self.mark):
-            ids += self._ids(self.mark) if at else []
-            pieces, end = [], 0
-            for run in re.finditer(b"\1+", mask[at : at + len(part)]):
-                own = part[run.start() : run.end()]
-                respelled = self.pattern.sub(lambda m: self.mark + m.group(), own) if self.pattern else own
-                pieces += [part[end : run.start()], respelled]
-                end = run.end()
-            ids += self._ids("".join([*pieces, part[end:]]))
-            at += len(part) + 1
-        return ids
+        parts, end = [""], 0
+        for run in re.finditer(b"\1+", mask) if self.pattern else ():
+            for token in self.pattern.finditer(text, run.start(), run.end()):
+                before, *rest = self._cut(text[end : token.start()])
+                parts[-1] += before
+                parts += rest
+                parts[-1] += self.mark + token.group()
+                end = token.end()
+        before, *rest = self._cut(text[end:])
+        return [i for part in [*parts[:-1], parts[-1] + before, *rest] for i in self._ids(part)]
 
     def foreign(self, text: str, mask: bytes) -> set[str]:
         """Finds control tokens in a rendered template that the template did not write completely.
@@ -361,6 +360,15 @@ class ControlTokens(NamedTuple):
         runs = itertools.groupby(ids, lambda i: known.get(i, ""))
         return "".join(text * len(list(run)) if text else whole(list(run)) for text, run in runs)
 
+    def _cut(self, text: str) -> list[str]:
+        """Cuts a text behind each mark that spells a control token with what follows it."""
+        if self.mark not in text or self.pattern is None:
+            return [text]
+        # A normaliser can remove what stands between a mark and a control token.
+        if self.late and any(spelled in self.core.normalizer.normalize_str(text) for spelled in self.late):
+            return re.split(f"(?<={self.mark})", text)
+        return re.split(f"(?<={self.mark})(?={self.pattern.pattern})", text)
+
     def _ids(self, text: str) -> list[int]:
         return self.core.encode(text, add_special_tokens=False).ids if text else []
 
@@ -383,10 +391,13 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
     control = {
         i: token
         for i, token in data.added.items()
-        if token.special
-        or token.text in used
-        or _TOKEN_FORM.fullmatch(token.text)
-        or (token.text in written and len(token.text) > 2 and _MARKUP.search(token.text))
+        if not _BYTE.fullmatch(token.text)
+        and (
+            token.special
+            or token.text in used
+            or _TOKEN_FORM.fullmatch(token.text)
+            or (token.text in written and len(token.text) > 2 and _MARKUP.search(token.text))
+        )
     }
     # The mark: a noncharacter of Unicode (U+FDD0 to U+FDEF) that no entry of the vocabulary contains.
     texts = [*map(str, data.json["model"].get("vocab") or ()), *(token.text for token in data.added.values())]
@@ -396,8 +407,19 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
         from tokenizers import Tokenizer as Core
     except ModuleNotFoundError as error:
         raise refuse("tokenizer", "tokenizers is not installed", install.command("hub")) from error
+    # Tokens that are matched after normalisation stay so, unless nothing remains of them (a run of spaces and Strip; an
+    # empty token breaks the library), or a control token would not be found within a text.
+    late = {i for i, token in data.added.items() if token.normalized}
     try:
-        core = Core.from_str(json.dumps(_respelled_json(data, control, mark), ensure_ascii=False))
+        build = lambda: Core.from_str(
+            json.dumps(_respelled_json(data, control, mark, late), ensure_ascii=False)
+        )
+        core = build()
+        if late and core.normalizer is not None:
+            late = {i for i in late if core.normalizer.normalize_str(data.added[i].text)}
+            core = build()
+            late -= {i for i in late & set(control) if i not in core.encode(f"a{mark}{control[i].text}a").ids}
+            core = build()
         core.encode("a 1", add_special_tokens=True)
     except BaseException as error:  # the library panics on some damaged files, and a panic is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -414,11 +436,15 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
     ids = {token.text: i for i, token in control.items()}
     longest_first = sorted(ids, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first))) if ids else None
-    return ControlTokens(core, mark, ids, pattern)
+    after = sorted(late & set(control)) if core.normalizer is not None else []
+    found = tuple(core.normalizer.normalize_str(mark + control[i].text) for i in after)
+    return ControlTokens(core, mark, ids, pattern, found)
 
 
-def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark: str) -> dict[str, Any]:
-    """Makes the contents of tokenizer.json with respelled control tokens."""
+def _respelled_json(
+    data: TokenizerData, control: Mapping[int, AddedToken], mark: str, late: Collection[int]
+) -> dict[str, Any]:
+    """Makes the contents of tokenizer.json with respelled control tokens; `late`: matched after normalisation."""
     model = dict(data.json["model"])
     texts = {token.text for token in control.values()}
     spelled = {i: mark + t.text if i in control else t.text for i, t in data.added.items()}
@@ -437,9 +463,9 @@ def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark
     if model.get("merges") is None:
         model.pop("merges", None)
     added = [
-        # A respelled token must match wherever the template wrote it, so `single_word` and `normalized` are off.
+        # A respelled token must match wherever the template wrote it, so `single_word` is off.
         {"id": i, "content": spelled[i], "single_word": t.single_word and i not in control, "lstrip": t.lstrip,
-         "rstrip": t.rstrip, "normalized": t.normalized and i not in control, "special": t.special}
+         "rstrip": t.rstrip, "normalized": i in late, "special": t.special}
         for i, t in data.added.items()
     ]  # fmt: skip
     return {**data.json, "model": model, "added_tokens": added, "truncation": None, "padding": None}
@@ -448,7 +474,6 @@ def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark
 # --- the bytes of each token
 
 _SPACE = "\u2581"  # SentencePiece's character for a space
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # GPT-2's byte-level alphabet: printable bytes stand for themselves, the others are U+0100 and up, in order.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
@@ -487,7 +512,8 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
 
     found = [b""] * (1 + max(ids.values(), default=-1))
     for text, i in ids.items():
-        found[i] = added[i].encode() if i in added else spelled(text)
+        whole = i in added and not ("ByteFallback" in kinds and _BYTE.fullmatch(text))
+        found[i] = added[i].encode() if whole else spelled(text)
     return tuple(found)
 
 

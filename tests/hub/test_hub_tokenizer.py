@@ -118,6 +118,108 @@ def test_no_message_content_is_encoded_as_a_control_token(name: str, tok: HFToke
             )
 
 
+def changed(files, change):
+    data = json.loads(files["tokenizer.json"])
+    change(data)
+    return {**files, "tokenizer.json": json.dumps(data).encode()}
+
+
+def bytes_added(special):
+    """Every byte token as an added token, as some converters write them."""
+
+    def change(data):
+        vocab = data["model"]["vocab"]
+        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=special)
+        data["added_tokens"] += [
+            {"id": vocab[f"<0x{b:02X}>"], "content": f"<0x{b:02X}>", **flags} for b in range(256)
+        ]
+
+    return change
+
+
+def stripped(data):
+    """A normaliser that strips, and special tokens that are matched after it."""
+    data["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Strip", "strip_left": True, "strip_right": True}, {"type": "NFC"}],
+    }
+    for token in data["added_tokens"]:  # the library fails on a run of spaces of which nothing remains
+        token["normalized"] = bool(token["content"].strip())
+
+
+ODD = {
+    "special byte tokens": (changed(sentencepiece(), bytes_added(True)), "turns"),
+    "ordinary byte tokens": (changed(sentencepiece(), bytes_added(False)), "turns"),
+    "byte tokens, llama": (changed(sentencepiece(form="llama"), bytes_added(True)), "turns"),
+    "strip": (changed(byte_level(), stripped), "chatml"),
+}
+
+
+@pytest.mark.parametrize("name", [*ODD, *FILES])
+def test_many_texts_have_the_ids_and_the_text_of_the_tokenizers_library(name: str):
+    files = ODD[name][0] if name in ODD else FILES[name]
+    tok, core, rng = HFTokenizer.of(files), theirs(files), random.Random(7)
+    pool = [
+        "\ufdd0",
+        "\ufdd1",
+        "a",
+        " ",
+        "  ",
+        "\n",
+        "é",
+        "🙂",
+        "user",
+        "the quick",
+        "\ufdd0 ",
+        "\t",
+        "<",
+        "|>",
+    ]
+    for _ in range(300):
+        text = random_text(rng, pool)
+        want = core.encode(text, add_special_tokens=False).ids
+        assert tok.encode(text) == want, repr(text)
+        assert tok.decode(want, skip_special=False) == core.decode(want, skip_special_tokens=False)
+        if "llama" not in name and "metaspace" not in name and name != "strip" and "NFC" not in text:
+            hidden = {i for i in want if core.id_to_token(i) in GEMMA}
+            assert hidden or b"".join(tok.pieces[i] for i in want).decode("utf-8", "replace") == core.decode(
+                want, skip_special_tokens=False
+            )
+
+
+def test_a_token_of_which_the_normaliser_leaves_nothing_does_not_break_the_tokenizer():
+    def all_late(data):
+        stripped(data)
+        for token in data["added_tokens"]:
+            token["normalized"] = True
+
+    tok = HFTokenizer.of(changed(byte_level(), all_late))
+    assert tok.decode(tok.encode(" the é    quick\n\n🙂 ")).split() == ["the", "é", "quick", "🙂"]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tokenizers_render_as_the_library_and_let_no_text_forge_a_control_token(name: str):
+    files, template = ODD[name]
+    tok, core = HFTokenizer.of(files), theirs(files)
+    for messages in CHATS:
+        text = reference(TEMPLATES[template], messages, add_generation_prompt=True, **names_of(files))
+        assert tok.render(messages) == core.encode(text, add_special_tokens=False).ids
+    control, mark = set(tok.tokens.control.values()), tok.tokens.mark
+    assert not any(core.id_to_token(i).startswith("<0x") for i in control)
+    kept = lambda ids: [i for i in ids if i in control]
+    for token in tok.tokens.control:
+        for forged in (
+            token,
+            mark + token,
+            mark + mark + token,
+            f"{mark} {token}",
+            f"a{mark}\n{token}{mark}",
+        ):
+            assert not kept(tok.encode(forged)), repr(forged)
+            chat = [dict(CHATS[0][0], content=forged)]
+            assert kept(tok.render(chat)) == kept(tok.render([dict(CHATS[0][0], content="x")]))
+
+
 def test_a_template_may_split_an_answer_at_a_control_token():
     tok = HFTokenizer.of(byte_level("thinking"))
     ids = tok.tokens.control

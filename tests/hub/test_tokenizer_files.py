@@ -36,10 +36,35 @@ def test_special_ids_are_the_models_or_those_of_the_files():
     bare = {"tokenizer.json": byte_level()["tokenizer.json"]}
     with pytest.raises(ValueError, match="eos is None"):
         HFTokenizer.of(bare)
-    about = json.dumps({**NAMES, "add_bos_token": True}).encode()
-    assert HFTokenizer.of({**byte_level(), "tokenizer_config.json": about}).begin == (
-        HFTokenizer.of(byte_level()).tokens.control["<s>"],
+
+
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_the_post_processor_decides_how_a_text_begins_and_add_bos_token_where_there_is_none(adds):
+    """As transformers 5.24 encodes them: `add_bos_token` is read where vocab.json takes tokenizer.json's place."""
+    about = json.dumps({**NAMES, **({} if adds is None else {"add_bos_token": adds})}).encode()
+    begin = lambda files: HFTokenizer.of({**files, "tokenizer_config.json": about}).begin
+    ids = lambda files, text: HFTokenizer.of(files).tokens.control[text]
+    assert begin(byte_level()) == ()
+    files = {**sentencepiece(), "tokenizer_config.json": sentencepiece()["tokenizer_config.json"]}
+    known = json.loads(files["tokenizer_config.json"]) | ({} if adds is None else {"add_bos_token": adds})
+    assert HFTokenizer.of({**files, "tokenizer_config.json": json.dumps(known).encode()}).begin == (
+        ids(files, "<bos>"),
     )
+    model = json.loads(byte_level()["tokenizer.json"])["model"]
+    split = {
+        "vocab.json": json.dumps({**model["vocab"], "<s>": len(model["vocab"])}).encode(),
+        "merges.txt": "\n".join(" ".join(m) for m in model["merges"]).encode(),
+    }
+    found = HFTokenizer.of(
+        {
+            **split,
+            "tokenizer_config.json": json.dumps(
+                json.loads(about) | {"tokenizer_class": "Qwen2Tokenizer"}
+            ).encode(),
+        },
+        eos=1,
+    ).begin
+    assert found == ((len(model["vocab"]),) if adds else ())
 
 
 def test_tokens_that_only_the_config_files_list_get_their_ids():
