@@ -234,9 +234,10 @@ class RopeScaling:
     """How RoPE frequencies are scaled for contexts longer than the one a model was first trained with.
 
     Beyond `original` positions, dynamic and longrope change the frequencies of the whole sequence, including the tokens
-    that are already in the KV cache. Keys are cached after rotation and cannot be rotated again. A model with one of
-    these two kinds therefore has a context of at most `original` (`ModelConfig` checks it), within which both kinds are
-    exact. `factor` and `long` are then unused; they are kept for the export.
+    that are already in the KV cache. Keys are cached after rotation and cannot be rotated again. These two kinds
+    therefore have the frequencies of one length, the model's `context`, as in vLLM. With a context of at most
+    `original`, both kinds are exact. With a longer one, longrope is exact for sequences beyond `original`, and dynamic
+    for those that fill the context. The context of a checkpoint is `original` unless the caller asks for more.
 
     Attributes:
         kind: One of
@@ -245,9 +246,9 @@ class RopeScaling:
                       original / high (report of Llama 3.1);
             yarn      blends between `fast` and `slow` rotations over `original` positions, and multiplies cos and sin
                       by `attention` (arXiv 2309.00071);
-            dynamic   plain RoPE up to `original` positions ("dynamic NTK");
-            longrope  divides frequency i by short[i] up to `original` positions, and multiplies cos and sin by
-                      `attention` (arXiv 2402.13753).
+            dynamic   plain RoPE up to `original` positions; beyond, a base that grows with the context ("dynamic NTK");
+            longrope  divides frequency i by short[i] up to `original` positions and by long[i] beyond, and multiplies
+                      cos and sin by `attention` (arXiv 2402.13753).
         factor: Ratio of the long to the original context.
         original: Positions of the original context.
         low: Ratio of `original` to the longest blended wavelength, for llama3.
@@ -287,7 +288,7 @@ class RopeScaling:
 
     @property
     def bounded(self) -> bool:
-        """Whether the frequencies are defined for sequences of at most `original` positions only."""
+        """Whether the frequencies depend on the length of the sequence."""
         return self.kind in ("dynamic", "longrope")
 
 
@@ -447,9 +448,11 @@ class ModelConfig:
                 allowed = "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
                 raise refuse("window", self.window, allowed)
         if (scaling := self.rope_scaling) is not None:
-            if scaling.bounded and self.context > scaling.original:
-                beyond = f"beyond it {scaling.kind} RoPE changes the keys already in the cache"
-                raise refuse("context", self.context, f"at most {scaling.original}: {beyond}")
+            most = int(scaling.original * max(scaling.factor, 1.0))
+            if scaling.bounded and self.context > most:
+                raise refuse(
+                    "context", self.context, f"at most {most}, {scaling.factor:g} times the original"
+                )
             pairs = int(self.head_dim * self.rope_fraction) // 2
             for name in ("short", "long"):
                 count = len(getattr(scaling, name))

@@ -382,11 +382,13 @@ class Loading:
 
     model: Annotated[str | None, option("MODEL")] = None
     """Folder or Hugging Face id of a model. Default: the embedded one."""
+    context: OptionalInt = None
+    """Longest sequence in tokens. RoPE of the types dynamic and longrope can go beyond the default."""
     checkpoint: Annotated[CheckpointOptions, Group] = dataclasses.field(default_factory=CheckpointOptions)
 
     def load(self) -> LM:
         """The model."""
-        return self.checkpoint.load(self.model)
+        return self.checkpoint.load(self.model, context=self.context)
 
 
 @dataclass(frozen=True, kw_only=True)

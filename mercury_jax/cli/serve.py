@@ -28,6 +28,7 @@ from mercury_jax.config import count, refuse
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from mercury_jax.hub.load import Opened
     from mercury_jax.serve.engine.engine import Engine
     from mercury_jax.serve.engine.request import EngineConfig
     from mercury_jax.serve.options import ServerOptions
@@ -225,19 +226,23 @@ def check_names(args: Serve, models: Sequence[NamedSource], options: ServerOptio
         ValueError: Two models of one name, or an alias that is not possible.
         CheckpointError: There is no such model, or its files are damaged.
     """
-    from mercury_jax.hub.load import NANO, model_name, open_checkpoint
+    from mercury_jax.hub.load import model_name
     from mercury_jax.serve.options import model_names
 
     names = []
     for name, source in models:
         if name is None:
-            opened = open_checkpoint(
-                NANO if source is None else source, mask=args.checkpoint.mask,
-                ignore_config=args.checkpoint.ignore_config,
-            )  # fmt: skip
-            name = model_name(source, opened)
+            name = model_name(source, _opened(args, source))
         names.append(name)
     model_names(names, dataclasses.replace(options, aliases=aliases_of(args.alias, names[0])))
+
+
+def _opened(args: Serve, source: str | None) -> Opened:
+    """Opens the checkpoint of a model, before its parameters are read."""
+    from mercury_jax.hub.load import NANO, open_checkpoint
+
+    how = args.checkpoint
+    return open_checkpoint(NANO if source is None else source, mask=how.mask, ignore_config=how.ignore_config)
 
 
 def load_engines(
@@ -264,7 +269,12 @@ def load_engines(
 
     lms = []
     for name, source in models:
-        lm = with_rule(args.checkpoint.load(source, mesh=mesh_of(args.mesh)), args.rule, parameters)
+        config = _opened(args, source).config
+        # RoPE that depends on the length is computed for the longest one, if that is beyond the original context.
+        longer = config.rope_scaling is not None and config.rope_scaling.bounded and args.context is not None
+        context = max(config.context, args.context or 0) if longer else None
+        lm = args.checkpoint.load(source, mesh=mesh_of(args.mesh), context=context)
+        lm = with_rule(lm, args.rule, parameters)
         lms.append(lm if name is None else dataclasses.replace(lm, name=name))
     available = memory.free_memory(lms[0], settings)  # all models are on the same devices
     if available is not None:

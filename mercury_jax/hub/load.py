@@ -28,7 +28,16 @@ from jax.sharding import Mesh
 from mercury_jax import checkpoint, compilation, models, noise
 from mercury_jax.checkpoint import CheckpointError, Exported, manifest
 from mercury_jax.checkpoint.export import PARAMS
-from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse, to_dict
+from mercury_jax.config import (
+    ComputeType,
+    ModelConfig,
+    NoiseConfig,
+    at_least,
+    from_dict,
+    one_of,
+    refuse,
+    to_dict,
+)
 from mercury_jax.hub import generation
 from mercury_jax.hub.adapters import Adapter, open_adapter
 from mercury_jax.hub.family import Family, family_of, without
@@ -67,6 +76,7 @@ def load(
     kv: str | None = None,
     mask: int | None = None,
     adapter: str | Path | None = None,
+    context: int | None = None,
     ignore_config: Sequence[str] = (),
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
@@ -86,6 +96,9 @@ def load(
         mask: The mask id of a masked diffusion model, for a checkpoint that does not name it or names a wrong one.
         adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. Each
             parameter is merged with it when it is read, before quantisation.
+        context: Longest sequence, prompt and answer, in tokens. RoPE of the types dynamic and longrope has other
+            frequencies beyond the original context, which is the default: a longer one is computed with the frequencies
+            of that length, as in vLLM. Default: the checkpoint's.
         ignore_config: Keys of config.json that you vouch for: no logit depends on them. A key that this library does
             not know is otherwise refused. A key of a nested object has its path: "text_config.new_key".
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
@@ -116,7 +129,12 @@ def load(
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
     opened = open_checkpoint(
-        NANO if source is None else source, dtype=dtype, mask=mask, verify=True, ignore_config=ignore_config
+        NANO if source is None else source,
+        dtype=dtype,
+        mask=mask,
+        verify=True,
+        ignore_config=ignore_config,
+        context=context,
     )
     for note in opened.lost:
         logging.getLogger("mercury_jax").warning(note)
@@ -305,6 +323,7 @@ def open_checkpoint(
     dtype: str | None = None,
     mask: int | None = None,
     verify: bool = False,
+    context: int | None = None,
     ignore_config: Sequence[str] = (),
 ) -> Opened:
     """Reads the config and all headers of a checkpoint, and checks every tensor against the model's parameters.
@@ -315,6 +334,7 @@ def open_checkpoint(
         dtype: Dtype of the computation. Default: the dtype of the checkpoint.
         mask: The mask id, if the config has none or a wrong one. Ignored by a model without masks; see `check_mask`.
         verify: Check the SHA-256 of every file first. Applies to our own layout only.
+        context: As in `load`.
         ignore_config: As in `load`.
 
     Returns:
@@ -333,7 +353,7 @@ def open_checkpoint(
     if not alone and is_native(path):
         if ignore_config:
             raise refuse("ignore_config", ignore_config, f"none: {path} is in our own layout")
-        return _open_native(path, dtype, mask, verify)
+        return _open_native(path, dtype, mask, verify, context)
     folder = Folder(path.parent, read_json(path.parent, path.name), {}, {}, []) if alone else scan(path)
     about = folder.config
     if not alone:
@@ -355,6 +375,17 @@ def open_checkpoint(
         if not (isinstance(embed, str) and embed in folder.tensors and _equal(folder, embed, HEAD)):
             config = dataclasses.replace(config, tied=False)
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
+    config = _with_context(config, context)
+    if (
+        (scaling := config.rope_scaling) is not None
+        and scaling.bounded
+        and config.context <= scaling.original
+    ):
+        more = int(scaling.original * scaling.factor)
+        notes = [
+            *notes,
+            f"rope_scaling {scaling.kind}: a longer context, up to {more}, by context= (--context)",
+        ]
     model = models.build(config)
     quantised = None
     if quantisation is not None and not alone:
@@ -409,7 +440,20 @@ def is_native(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (manifest.NAME, PARAMS))
 
 
-def _open_native(path: Path, dtype: str | None, mask: int | None, verify: bool) -> Opened:
+def _with_context(config: ModelConfig, context: int | None) -> ModelConfig:
+    """Replaces the context of a config; a longer one needs RoPE that depends on the length."""
+    if context is None:
+        return config
+    at_least(1, context=context)
+    scaling = config.rope_scaling
+    if context > config.context and not (scaling is not None and scaling.bounded):
+        raise refuse("context", context, f"at most {config.context}, the checkpoint's")
+    return dataclasses.replace(config, context=context)
+
+
+def _open_native(
+    path: Path, dtype: str | None, mask: int | None, verify: bool, context: int | None
+) -> Opened:
     folder = checkpoint.load_exported(path, verify=verify)
     about = folder.config
     name = about.get("architecture", "transformer")
@@ -420,6 +464,7 @@ def _open_native(path: Path, dtype: str | None, mask: int | None, verify: bool) 
         config = dataclasses.replace(config, dtype=dtype)
     if mask is not None and config.mask is not None:
         config = dataclasses.replace(config, mask=mask)
+    config = _with_context(config, context)
     return Opened(
         path=path, folder=folder, family=None, name=about["name"], config=config, model=models.build(config),
         noise=None if about["noise"] is None else from_dict(NoiseConfig, about["noise"]),

@@ -245,7 +245,7 @@ def rope_table(
 
 
 def rope_frequencies(
-    theta: float, half: int, scaling: RopeScaling | None = None
+    theta: float, half: int, scaling: RopeScaling | None = None, context: int = 0
 ) -> Float[np.ndarray, "half"]:
     """Computes the angle per position of each rotated pair: theta**(-i/half), scaled.
 
@@ -253,17 +253,21 @@ def rope_frequencies(
         theta: Base of the frequencies.
         half: Number of pairs.
         scaling: Scaling for long contexts, of the kinds described in `RopeScaling`; None: none.
+        context: The model's context, on which dynamic and longrope depend.
 
     Returns:
         Frequencies in float64, so that every caller rounds once.
     """
     plain = float(theta) ** (-np.arange(half) / half)
-    if scaling is None or scaling.kind == "dynamic":  # plain within the context that `RopeScaling` allows
+    if scaling is None:
         return plain
+    if scaling.kind == "dynamic":
+        stretch = scaling.factor * max(context / scaling.original, 1.0) - (scaling.factor - 1.0)
+        return plain * stretch ** (-np.arange(half) / (half - 1)) if half > 1 else plain
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "longrope":
-        return plain / np.asarray(scaling.short)
+        return plain / np.asarray(scaling.long if context > scaling.original else scaling.short)
     if scaling.kind == "llama3":
         wavelength = 2 * math.pi / plain
         share = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)

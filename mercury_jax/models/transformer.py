@@ -99,7 +99,8 @@ class Attention(nn.Module):
             inverse = inverse_rms([q, k], c.norm_eps) if joint else [None] * 2
             q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q, inverse[0])
             k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k, inverse[1])
-        frequencies = rope_frequencies(c.rope_theta, int(c.head_dim * c.rope_fraction) // 2, c.rope_scaling)
+        half = int(c.head_dim * c.rope_fraction) // 2
+        frequencies = rope_frequencies(c.rope_theta, half, c.rope_scaling, c.context)
         amplitude = 1.0 if c.rope_scaling is None else c.rope_scaling.attention
         q, k = (rope(y, inputs.positions, frequencies, amplitude, c.context) for y in (q, k))
         if kv is not None and inputs.slots is not None:

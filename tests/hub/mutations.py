@@ -28,6 +28,7 @@ class Case(NamedTuple):
     base: the checkpoint that it starts from, a name of `BASES`.
     change: keys of config.json and their values; objects are merged, `DROP` takes a key out.
     refused: words of the error, where we do not load it; empty where its logits must be transformers'.
+    context: an argument of `mj.load`, for sequences beyond the original context.
     head: "own" adds an lm_head of its own to the files, "same" one that equals the embedding.
     """
 
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     change: Mapping[str, Any] = {}
     refused: tuple[str, ...] = ()
     head: str = ""
+    context: int | None = None
 
 
 _PLAIN = dict(
@@ -328,6 +330,7 @@ CASES = (
         {**_DYNAMIC, "max_position_embeddings": LENGTH - 1},
         ("context", str(LENGTH - 1)),
     ),
+    Case("qwen2 dynamic, beyond", "qwen2", {**_DYNAMIC, "max_position_embeddings": 12}, context=LENGTH),
     Case("qwen2 yarn", "qwen2", _yarn()),
     Case("qwen2 yarn attention_factor", "qwen2", _yarn(attention_factor=0.5)),
     Case("qwen2 yarn attention_factor null", "qwen2", _yarn(attention_factor=None)),
@@ -371,6 +374,13 @@ CASES = (
         "qwen2",
         _long(original_max_position_embeddings=LENGTH - 1),
         ("context", str(LENGTH - 1)),
+    ),
+    Case("qwen2 longrope, beyond", "qwen2", _long(original_max_position_embeddings=12), context=64),
+    Case(
+        "qwen2 longrope, one beyond",
+        "qwen2",
+        _long(original_max_position_embeddings=LENGTH - 1),
+        context=LENGTH,
     ),
     Case("qwen2 longrope factor", "qwen2", _long(factor=9.0)),
     Case("qwen2 longrope attention_factor", "qwen2", _long(attention_factor=1.7)),

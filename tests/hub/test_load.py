@@ -163,6 +163,19 @@ def test_what_a_user_vouches_for_must_be_there_and_not_be_read(folder):
             mj.load(folder, ignore_config=keys)
 
 
+def test_only_rope_that_depends_on_the_length_goes_beyond_the_context(folder, capsys):
+    with pytest.raises(ValueError, match="context is 999999; allowed: at most"):
+        mj.load(folder, context=999_999)
+    assert mj.load(folder, context=32).model.config.context == 32
+    reconfigure(folder, rope_parameters=None, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    own = mj.load(folder)
+    most = own.model.config.context * 2
+    assert any(f"up to {most}, by context=" in note for note in own.card["notes"])
+    assert mj.load(folder, context=most).model.config.context == most
+    with pytest.raises(ValueError, match=f"at most {most}, 2 times the original"):
+        mj.load(folder, context=most + 1)
+
+
 def test_the_commands_take_ignore_config(folder, tmp_path, capsys):
     reconfigure(folder, logit_scale=0.5)
     keys = ["--ignore-config", "logit_scale"]

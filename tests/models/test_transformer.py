@@ -139,8 +139,8 @@ def test_heads_and_norms_are_as_configured(tied, norm):
         (dict(window=4), "window"), (dict(global_layers=(0,)), "global_layers"),
         (dict(pattern="block_causal", block=1, window=0), "window"),
         (dict(pattern="block_causal", block=1, window=4, global_layers=(1, 0)), "global_layers"),
-        (dict(rope_scaling=RopeScaling(kind="dynamic", factor=2.0, original=64), context=65), "context is 65"),
-        (dict(rope_scaling=LONG, context=65), "context is 65"),
+        (dict(rope_scaling=RopeScaling(kind="dynamic", factor=2.0, original=64), context=129), "context is 129"),
+        (dict(rope_scaling=LONG, context=129), "context is 129"),
         (dict(rope_scaling=LONG, context=64, head_dim=10), "rope_scaling.short"),
     ],
 )  # fmt: skip
