@@ -239,10 +239,10 @@ def not_applied(generation: Mapping[str, Any], decoding: Mapping[str, Any]) -> l
         if not value or single or key.startswith("_"):
             continue
         if key in TABLES:
-            several = key in ("bad_words_ids", "sequence_bias") and any(
-                len(x if key == "bad_words_ids" else x[0]) != 1 for x in value
-            )
-            lost = several or TABLES[key] not in decoding
+            lost = TABLES[key] not in decoding
+            if not lost and key in ("bad_words_ids", "sequence_bias"):
+                entries: list[Any] = value
+                lost = any(len(x if key == "bad_words_ids" else x[0]) != 1 for x in entries)
         else:
             idle = key in _SAMPLING.split() and generation.get("do_sample") is not True
             lost = key not in _READ and not idle

@@ -318,8 +318,8 @@ class ControlTokens(NamedTuple):
         """
         # Respell control tokens only within runs of characters that the template wrote; leave all others as they are.
         parts, end = [""], 0
-        for run in re.finditer(b"\1+", mask) if self.pattern else ():
-            for token in self.pattern.finditer(text, run.start(), run.end()):
+        for run in re.finditer(b"\1+", mask):
+            for token in self.pattern.finditer(text, run.start(), run.end()) if self.pattern else ():
                 before, *rest = self._cut(text[end : token.start()])
                 parts[-1] += before
                 parts += rest
@@ -436,9 +436,10 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
     ids = {token.text: i for i, token in control.items()}
     longest_first = sorted(ids, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first))) if ids else None
-    after = sorted(late & set(control)) if core.normalizer is not None else []
-    found = tuple(core.normalizer.normalize_str(mark + control[i].text) for i in after)
-    return ControlTokens(core, mark, ids, pattern, found)
+    found = set[str]()
+    if core.normalizer is not None:
+        found = {core.normalizer.normalize_str(mark + control[i].text) for i in late & set(control)}
+    return ControlTokens(core, mark, ids, pattern, tuple(sorted(found)))
 
 
 def _respelled_json(
