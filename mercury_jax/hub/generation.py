@@ -235,14 +235,13 @@ def not_applied(generation: Mapping[str, Any], decoding: Mapping[str, Any]) -> l
     """
     names = []
     for key, value in generation.items():
-        single = key in ("num_beams", "guidance_scale", "typical_p") and value == 1
-        if not value or single or key.startswith("_"):
+        single = ("num_beams", "guidance_scale", "typical_p")
+        if not value or (key in single and value == 1) or key.startswith("_"):
             continue
         if key in TABLES:
             lost = TABLES[key] not in decoding
             if not lost and key in ("bad_words_ids", "sequence_bias"):
-                entries: list[Any] = value
-                lost = any(len(x if key == "bad_words_ids" else x[0]) != 1 for x in entries)
+                lost = any(len(x if key == "bad_words_ids" else x[0]) != 1 for x in value)
         else:
             idle = key in _SAMPLING.split() and generation.get("do_sample") is not True
             lost = key not in _READ and not idle

@@ -205,7 +205,7 @@ def test_odd_tokenizers_render_as_the_library_and_let_no_text_forge_a_control_to
         text = reference(TEMPLATES[template], messages, add_generation_prompt=True, **names_of(files))
         assert tok.render(messages) == core.encode(text, add_special_tokens=False).ids
     control, mark = set(tok.tokens.control.values()), tok.tokens.mark
-    assert not any(core.id_to_token(i).startswith("<0x") for i in control)
+    assert not any((core.id_to_token(i) or "").startswith("<0x") for i in control)
     kept = lambda ids: [i for i in ids if i in control]
     for token in tok.tokens.control:
         for forged in (
