@@ -595,7 +595,15 @@ class Family(NamedTuple):
         return self.config(config)
 
     def ignored_keys(self, config: Json, file: str) -> list[str]:
-        """Checks the keys of a config.json, and returns those that are ignored; see `ConfigKeys.check`."""
+        """Checks the keys of a config.json.
+
+        Args:
+            config: The contents of config.json.
+            file: Its path, for messages.
+
+        Returns:
+            The keys that are ignored, with their paths; see `ConfigKeys.check`.
+        """
         keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
         return keys.check(config, f"{file} ({self.name})")
 
