@@ -129,7 +129,8 @@ def verify(
     moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
     shown = Frame(
         start=state.cache_length + 1,
-        used=jnp.where(rows, jnp.minimum(count, moved.end - state.cache_length - 1), 0),
+        # At least one: a pass that finds only the end of text counts as a pass of the row, too.
+        used=jnp.where(rows, jnp.clip(moved.end - state.cache_length - 1, 1, count), 0),
         answer=drawn,
         accepted=jnp.ones(drawn.shape, bool),
         confidence=jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype),

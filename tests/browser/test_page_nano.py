@@ -17,11 +17,12 @@ def opened(page, nano):
 
 
 def test_side_by_side_writes_the_same_in_fewer_forwards(page, opened):
-    """A sum, right on both sides; one token a step takes as many forwards as its canvas has tokens."""
+    """A sum, right on both sides; left to right takes a pass for each token and one for the end of text."""
     page.get_by_role("button", name="Addition").click()
     run(page)
     forwards = [int(page.locator(f".{side} dd").nth(2).text_content()) for side in ("main", "beside")]
-    assert forwards[0] < 10 and forwards[1] == opened.engine.lm.model.config.block
+    assert forwards[0] < 10 and forwards[1] == page.locator(".beside .cell").count() + 1
+    expect(page.locator(".beside h2")).to_have_text("Left to right, KV cache")
     expect(page.locator(".verdict")).to_contain_text(f"{forwards[0]} forward passes instead of {forwards[1]}")
     expect(page.locator(".verdict")).to_contain_text("Both wrote the same text.")
     expect(page.locator("#said")).to_contain_text(": 1542")
@@ -29,25 +30,28 @@ def test_side_by_side_writes_the_same_in_fewer_forwards(page, opened):
     settled = [sum(kind == "settled" for _, kind, _ in facts(page, side)) for side in ("main", "beside")]
     assert settled[1] <= 3 < settled[0]
     expect(page.locator(".verdict")).to_contain_text(
-        f"After 3 steps: {settled[0]} tokens here, {settled[1]} token"
+        f"After 3 steps: {settled[0]} tokens here, {settled[1]} token{'s' * (settled[1] != 1)} left to right"
     )
 
 
 def test_the_five_are_those_of_the_pass_that_showed_the_cell(page, opened):
     """The likeliest token of an unsettled cell is the one that stands in it, at the confidence that it shows."""
     page.get_by_role("button", name="Addition").click()
+    page.select_option("#rule", "confidence")
     run(page)
+    page.locator(".beside .cell").first.click()
+    expect(page.locator("#inspector")).to_contain_text("looks at the next token alone")
     seek(page, 2)
-    open_cells = [i for i, (_, kind, _) in enumerate(facts(page, "beside")) if kind == "guess"]
+    open_cells = [i for i, (_, kind, _) in enumerate(facts(page)) if kind == "guess"]
     for i in (open_cells[0], open_cells[len(open_cells) // 2], open_cells[-1]):
-        cell = page.locator(".beside .cell").nth(i)
+        cell = page.locator(".main .cell").nth(i)
         cell.click()
         first = page.locator(".bars li").first
         expect(page.locator(".bars li")).to_have_count(5, timeout=60_000)
         expect(first).to_have_class("own")
-        assert first.locator("code").text_content() == cells(page, "beside")[i]["text"]
+        assert first.locator("code").text_content() == cells(page)[i]["text"]
         said, own = (float(re.findall(r"([\d.]+) %", text)[0]) for text in (
-            cells(page, "beside")[i]["label"], first.locator(".value").text_content()))  # fmt: skip
+            cells(page)[i]["label"], first.locator(".value").text_content()))  # fmt: skip
         assert abs(own - said) <= 0.6
         values = [
             float(v.lstrip("< ").rstrip(" %")) for v in page.locator(".bars .value").all_text_contents()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mercury_jax as mj
 from mercury_jax.decode.display import TokenLabels
 from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.options import ServerOptions
@@ -53,6 +54,18 @@ def test_a_stream_has_one_start_its_passes_and_one_end(served):
     assert job.prompt == tuple(tok.render(CHAT["messages"])) and job.suffix is None
 
 
+def test_the_opponent_of_a_race_is_the_same_model_left_to_right(served):
+    """One frame a pass, and the text and passes of `mj.sample`; the engine is not asked."""
+    before = len(served.engine.tickets)
+    found = events(served.url + "playground/stream", CHAT | {"rule": "autoregressive", "max_tokens": 64})
+    out = mj.sample(served.engine.lm, CHAT["messages"], max_tokens=64, sampler=mj.rules.autoregressive())
+    end, passes = found[-1], [e["forwards"] for e in found[1:-1]]
+    assert (end["text"], end["thinking"], end["finish"]) == (out.text, out.thinking[0], "stop")
+    assert passes == list(range(1, int(out.forwards[0]) + 1)) and end["forwards"] == passes[-1]
+    times = [e["ms"] for e in found[1:-1]]
+    assert times == sorted(times) and times[0] > 0 and len(served.engine.tickets) == before
+
+
 def test_a_hole_is_prompt_and_suffix(served):
     tok, url = served.engine.lm.tokenizer, served.url + "playground/stream"
     events(url, HOLE | {"max_tokens": 5})
@@ -87,7 +100,9 @@ def test_an_effort_fills_in_what_is_not_given(served):
         ({"tools": [{"name": "a"}]}, "tools[0].type"), ({"tool_choice": "b"}, "tool_choice"),
         (HOLE | {"messages": None, "tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),
         ({"kind": "text", "prompt": "x", "tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),
-        ({"rule": "autoregressive"}, "rule"), ({"p": -1}, "p"), ({"p": True}, "p"), ({"steps": 1.5}, "steps"),
+        ({"rule": "greedy"}, "rule"), (HOLE | {"rule": "autoregressive"}, "rule"),
+        ({"rule": "autoregressive", "schema": {}}, "rule"),
+        ({"p": -1}, "p"), ({"p": True}, "p"), ({"steps": 1.5}, "steps"),
         ({"steps": 1025}, "steps"), ({"temperature": 2.1}, "temperature"), ({"effort": "most"}, "effort"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**9}, "max_tokens"), ({"seed": -1}, "seed"),
         ({"schema": [1]}, "schema"), ({"kind": "text"}, "prompt"), ({"kind": "text", "prompt": ""}, "prompt"),
@@ -109,6 +124,7 @@ def test_what_does_not_fit_is_refused_by_name(served, change, param):
         ({"index": 32}, "index"), ({"index": -1}, "index"), ({"tokens": [1024]}, "tokens[0]"),
         ({"settled": [2]}, "settled[0]"),
         ({"start": 2, "index": 3}, "start"), ({"settled": []}, "settled"), ({"start": 1, "index": 0}, "index"),
+        ({"request": CHAT | {"rule": "autoregressive"}}, "rule"),
         ({"request": {"kind": "chat"}}, "messages"), ({"request": None}, "request"),
     ],
 )  # fmt: skip
@@ -190,7 +206,7 @@ def test_a_key_guards_all_of_it(scripted):
 
 def test_info_offers_what_the_table_takes(served):
     info = json.loads(ask(served.url + "playground/info")[2])
-    assert info["model"] == "nano" and info["baseline"] == "confidence" and info["holes"]
+    assert info["model"] == "nano" and info["baselines"] == ["autoregressive", "confidence"] and info["holes"]
     for rule in info["rules"]:
         events(served.url + "playground/stream", CHAT | {"rule": rule["name"], "p": rule["value"]})
     for example in info["examples"]:

@@ -7,11 +7,14 @@ the rules of a model's engine, limits and examples for the form. `frames` makes 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import inspect
+import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -34,7 +37,8 @@ from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat import messages as conversation
 from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.serve.chat_completions import compile_grammar, output_constraint, tool_policy
-from mercury_jax.serve.engine.request import EngineRequest, Snapshot
+from mercury_jax.serve.engine.request import EngineRequest, RequestHandle, Snapshot
+from mercury_jax.serve.engine.snapshots import early_end
 from mercury_jax.serve.engine_requests import token_budget
 from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.serve.http import JsonResponse, read_json
@@ -53,14 +57,17 @@ from mercury_jax.types import LM
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
 
+log = logging.getLogger(__name__)
+
 STATIC = Path(__file__).parent / "static"
-MAX_WAITING = 8  # maximum number of waiting requests for the tokens of a cell
+MAX_WAITING = 8  # maximum number of waiting requests for the tokens of a cell, and of requests left to right
 DEFAULT_ANSWER, DEFAULT_HOLE = 64, 16  # tokens
 MAX_TOKENS = 1024  # maximum tokens of an answer, limited by the page's layout
 MAX_CHARACTERS = 65_536
 MAX_STEPS = 1024
 MAX_STRICTNESS = 1000.0  # an upper limit for all rules, whose scales differ
-BASELINE = "confidence"  # the rule that accepts one token per pass, the most confident one
+LEFT_TO_RIGHT = "autoregressive"  # the same weights, one token per pass from left to right, with a KV cache
+ONE_PER_PASS = "confidence"  # the rule that accepts one token per pass, the most confident one
 
 _CODE = {"kind": "text", "title": "Python", "prompt": "def fibonacci(n):", "max_tokens": 64}
 _AREA = {
@@ -112,7 +119,8 @@ class PlaygroundRequest(RequestModel):
         before: The text before the hole.
         after: The text after the hole.
         selected: The text to rewrite, for "edit"; it sets the length of the hole.
-        rule: Decoding rule. None: the model's own rule.
+        rule: Decoding rule. None: the model's own rule. "autoregressive" answers "chat" and "text" alone, without a
+            schema or tools.
         p: First parameter of the rule.
         steps: Maximum denoising steps per block; 0: one per token.
         temperature: Sampling temperature.
@@ -197,6 +205,7 @@ class Playground:
         locked = bool(models.options.keys)
         self.infos = {s: page_info(s.engine, locked) | {"models": names} for s in models.services}
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
+        self.decoding, self.decoder = 0, ThreadPoolExecutor(1, "mercury-left-to-right")
 
     def routes(self) -> list[BaseRoute]:
         """Returns the routes: `/`, `/playground/static` and `/playground/{info,stream,top}`."""
@@ -239,9 +248,13 @@ class Playground:
         # Compiling a grammar may take seconds, so it runs outside of the event loop's thread.
         grammar = await to_thread.run_sync(answer_grammar, engine.lm, body)
         prepared = dataclasses.replace(prepared, grammar=grammar)
+        if body.rule == LEFT_TO_RIGHT:
+            await self._decode(partial(next, frames.left_to_right(engine.lm, prepared)))  # compiles
         started = time.perf_counter()
         try:
-            handle = engine.submit(prepared)
+            handle = (
+                engine.submit(prepared) if body.rule != LEFT_TO_RIGHT else self._race(engine.lm, prepared)
+            )
         except Exception as error:
             raise to_api_error(error, engine.context) from None
         return EventStreamResponse(
@@ -260,6 +273,8 @@ class Playground:
         body = await read_json(request, self.options, partial(parse_request, CellRequest))
         service = self._model(body.request.model)
         check_ready(service.engine)
+        if body.request.rule == LEFT_TO_RIGHT:
+            raise invalid_value("rule", LEFT_TO_RIGHT, "a rule whose passes look at the whole canvas")
         prepared = build_request(service.engine, body.request)
         _check_cell(service.engine, prepared, body)
         if self.waiting >= MAX_WAITING:
@@ -272,6 +287,32 @@ class Playground:
         finally:
             self.waiting -= 1
         return JsonResponse(found, headers={"cache-control": "no-store"})
+
+    def _decode(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Runs some decoding in the thread for requests left to right; ApiError 429 if too many wait for it."""
+        if self.decoding >= MAX_WAITING:
+            raise errors.rate_limited(1.0, "Too many requests left to right are waiting. Please try again.")
+        self.decoding += 1
+        future = asyncio.get_running_loop().run_in_executor(self.decoder, work)
+        future.add_done_callback(lambda _: setattr(self, "decoding", self.decoding - 1))
+        return future
+
+    def _race(self, lm: LM, request: EngineRequest) -> RequestHandle:
+        """Starts decoding a request left to right, outside of the engine."""
+        handle = RequestHandle(request, lambda: None)
+
+        def decode() -> None:
+            try:
+                for snapshot in frames.left_to_right(lm, request):
+                    handle.publish(early_end(handle, "cancelled") if handle.cancelled else snapshot)
+                    if handle.finished:
+                        return
+            except Exception:
+                log.exception("a request could not be decoded left to right")
+                handle.publish(early_end(handle, "error", "the server failed"))
+
+        self._decode(decode)
+        return handle
 
     def _model(self, name: str | None) -> Service:
         """The model of a name; None is the first one. ApiError 404 for an unknown name."""
@@ -377,8 +418,13 @@ def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     most = max(1, min(MAX_TOKENS, engine.context - 1))
     if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
         raise invalid_value("max_tokens", body.max_tokens, f"a whole number from 1 to {most}")
-    if body.rule is not None and body.rule not in engine.rules.names:
-        raise invalid_value("rule", body.rule, ", ".join(engine.rules.names))
+    left = (LEFT_TO_RIGHT,) if decodes_left_to_right(engine.lm) else ()
+    if body.rule is not None and body.rule not in (*engine.rules.names, *left):
+        raise invalid_value("rule", body.rule, ", ".join((*engine.rules.names, *left)))
+    if body.rule in left and (
+        body.kind not in ("chat", "text") or body.answer_schema is not None or body.tools
+    ):
+        raise invalid_value("rule", body.rule, "another rule for a hole, a schema or tools")
     param = {"chat": "messages", "text": "prompt"}.get(body.kind, "before")
     try:
         return _hole(engine, body) if param == "before" else _answer(engine, body, param)
@@ -492,6 +538,18 @@ def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
     return {"rule": rule, "p": p, "steps": steps, "frames": True, **sampling}
 
 
+def decodes_left_to_right(lm: LM) -> bool:
+    """Says whether `rules.autoregressive` is a second way to decode a model.
+
+    Args:
+        lm: The model.
+
+    Returns:
+        True for diffusion models whose encoding pass predicts the next token.
+    """
+    return lm.model.config.predicts_next and not lm.model.config.autoregressive
+
+
 def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
     """Makes the response of `GET /playground/info`.
 
@@ -525,7 +583,8 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         "turns": examples is None,  # the embedded model was trained on single questions
         "holes": lm.model.config.pattern != "block_causal" or lm.tokenizer.fim is not None,
         "rules": offered,
-        "baseline": BASELINE if BASELINE in rules.names else None,
+        # The opponents of a comparison, the strongest first; the first one writes no hole, schema or tool call.
+        "baselines": [LEFT_TO_RIGHT] * decodes_left_to_right(lm) + [ONE_PER_PASS] * (ONE_PER_PASS in rules.names),
         "temperature": number(rules.own.temperature),
         "efforts": {name: effort._asdict() for name, effort in EFFORTS.items()},
         "mask": None if mask is None else TokenLabels(lm.tokenizer).label(mask)[0],

@@ -1,14 +1,15 @@
 """The data of the playground page for a denoising pass: changed cells, and the most probable tokens of one cell.
 
 A cell shows one token of the output. The stream (`app.Playground.stream`) sends one frame per snapshot, with the
-changed cells only. The most probable tokens of a cell (`top_tokens`) are computed when the user clicks on the cell, by
-another forward pass over the canvas as it was. Sizes are padded to a few values, so that few programs are compiled.
+changed cells only. `left_to_right` makes the snapshots of the opponent in a race. The most probable tokens of a cell
+(`top_tokens`) are computed when the user clicks on the cell, by another forward pass over the canvas as it was. Sizes
+are padded to a few values, so that few programs are compiled.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.decode_config import bucket as padded_size
 from mercury_jax.decode.display import TokenLabels
+from mercury_jax.decode.rules import autoregressive
+from mercury_jax.decode.stream import stream
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
@@ -90,6 +93,29 @@ def frame_event(
         cells.append([i, token, text, int(shown.flags[i]) | kind, int(shown.confidence[i]) / PRECISION])
     sizes = {"forwards": snapshot.forwards, "start": snapshot.start, "n": len(shown.tokens)}
     return {"type": "frame", **sizes, "cells": cells}
+
+
+def left_to_right(lm: LM, request: EngineRequest) -> Iterator[Snapshot]:
+    """Decodes a request with `rules.autoregressive`: the same weights, one token per pass, with a KV cache.
+
+    This rule changes the program of an engine, so it cannot share a batch with other rules; `mj.stream` decodes alone.
+
+    Args:
+        lm: A model whose encoding pass predicts the next token.
+        request: The request; its rule is not read.
+
+    Yields:
+        A snapshot after each pass, and the last one once more with `finish` set.
+    """
+    sampler, size = autoregressive(request.temperature or 0.0), request.max_output
+    for out in stream(lm, list(request.prompt), max_tokens=size, seed=request.seed, sampler=sampler):
+        n, forced = len(out.tokens), np.zeros(len(out.tokens), bool)
+        snapshot = Snapshot(
+            out.tokens, out.accepted, out.confidence, forced, n, out.start, out.forwards, cached=0
+        )
+        yield snapshot
+        if out.done:
+            yield snapshot._replace(finish="length" if n == size else "stop")
 
 
 class PassInput(NamedTuple):

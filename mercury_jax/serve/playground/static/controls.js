@@ -4,6 +4,7 @@ import { element } from "./canvas.js";
 
 const $ = (id) => document.getElementById(id);
 const number = (id) => $(id).value.trim() === "" ? null : Number($(id).value);
+export const LEFT_TO_RIGHT = "autoregressive";
 const PROMPT = { chat: "Message", text: "Text to continue", edit: "Text with a hole" };
 
 export class Controls {
@@ -58,7 +59,7 @@ export class Controls {
     $("max_tokens").max = info.limits.max_tokens;
     $("steps").max = info.limits.steps;
     $("temperature").placeholder = "default";
-    $("compare").disabled = info.baseline === null;
+    $("compare").disabled = info.baselines.length === 0;
     document.querySelector("input[name=kind][value=edit]").disabled = !info.holes;
     if (!talking && !this.keepChosen) $("keep").checked = info.turns;
     if (first) return this.load(info.examples[0]);
@@ -218,7 +219,9 @@ function link(slide, field) {
   $(field).addEventListener("input", () => { if ($(field).value) $(slide).value = $(field).value; });
 }
 
-/** The same request, one token a step, the surest first. */
-export function baseline(request, rule) {
-  return { ...request, rule, p: null, steps: 0 };
+/** The same request, decoded by the strongest opponent that can answer it; null if there is none. */
+export function baseline(request, rules) {
+  const cannot = !["chat", "text"].includes(request.kind) || request.schema || request.tools;
+  const rule = rules.find((name) => !(cannot && name === LEFT_TO_RIGHT));
+  return rule ? { ...request, rule, p: null, steps: 0 } : null;
 }

@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { element, kind, label, percent, visible } from "./canvas.js";
+import { LEFT_TO_RIGHT } from "./controls.js";
 
 const OTHER = "This trace is of another model: only what it recorded can be shown.";
 const EXACT = "By the model alone, without temperature.";
@@ -68,6 +69,7 @@ function facts(cell, i) {
 /** Why the most probable tokens of a cell are not available; "" where they are. */
 function unasked(trace, i, step, models) {
   if (!trace.request || !models.has(trace.start.model)) return OTHER;
+  if (trace.request.rule === LEFT_TO_RIGHT) return "Left to right, a pass looks at the next token alone.";
   return trace.frames[step - 1].start > i ? "No pass looked at this token: the grammar wrote it." : "";
 }
 

@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { element } from "./canvas.js";
-import { Controls, baseline } from "./controls.js";
+import { Controls, LEFT_TO_RIGHT, baseline } from "./controls.js";
 import { Conversation } from "./conversation.js";
 import { Inspector } from "./inspector.js";
 import { legend } from "./legend.js";
@@ -14,7 +14,8 @@ import { linkOf, ofLink } from "./share.js";
 import { Trace, counted, exported, fewer, figures, imported } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
-const ONE = "One token per step", NARROW = matchMedia("(max-width: 900px)");  // the answer stands above the form
+const OPPONENT = { [LEFT_TO_RIGHT]: "Left to right, KV cache", confidence: "One token per step" };
+const NARROW = matchMedia("(max-width: 900px)");  // the answer stands above the form
 const WAITING = {
   "warming up": "The server compiles its programs. It answers when it is done",
   closing: "The server is shutting down. The page goes on when it is back",
@@ -23,7 +24,7 @@ const WAITING = {
 const SILENT = 20_000;  // ms without a sign of life; the server gives one every 15 s
 const RECORDED = "A recording: the embedded model solves a Sudoku on two CPU cores. Run asks this server.";
 const handlers = { pick: (run, i) => inspect(run, i), select: (run, range) => offerRewrite(run, range) };
-const main = new Run("main", "Answer", handlers), beside = new Run("beside", ONE, handlers);
+const main = new Run("main", "Answer", handlers), beside = new Run("beside", OPPONENT[LEFT_TO_RIGHT], handlers);
 const inspector = new Inspector($("inspector"));
 const controls = new Controls({ run: () => running ? stop() : start(compose()), choose });
 const player = new Player(show, refresh);
@@ -127,11 +128,12 @@ async function start(request) {
   race.stop();
   // Results of tools go to the model that called them, which need not be the chosen one.
   const one = infos.get(request.model) ?? info;
-  both = controls.compare && one.baseline !== null;
+  const other = controls.compare ? baseline(request, one.baselines) : null;
+  both = other !== null;
   running = new AbortController();
   controls.busy(true);
   setUp(main, request, name(request));
-  if (both) setUp(beside, baseline(request, one.baseline), ONE);
+  if (both) setUp(beside, other, OPPONENT[other.rule]);
   lay();
   if (NARROW.matches) $("stage").scrollIntoView();
   player.begin();
@@ -217,7 +219,7 @@ function compare(k) {
   const over = !running && runs().every((run) => run.trace.end && !run.failed && k >= run.trace.length);
   if (!over) {
     const steps = counted(k, "step"), here = counted(a.settled, "token"), there = counted(b.settled, "token");
-    return void verdict.replaceChildren(k ? `After ${steps}: ${here} here, ${there} with one token per step.` : "");
+    return void verdict.replaceChildren(k ? `After ${steps}: ${here} here, ${there} ${beside.trace.start?.rule === LEFT_TO_RIGHT ? "left to right" : "with one token per step"}.` : "");
   }
   const same = main.trace.end.text === beside.trace.end.text ? "Both wrote the same text." : "The texts differ.";
   verdict.replaceChildren(element("b", "", fewer(a.forwards, b.forwards)), ` ${faster(main.trace, beside.trace)} ${same}`);
@@ -307,7 +309,7 @@ function replay(text) {
     const traces = imported(text);
     complain(null);
     both = traces.length === 2;
-    const title = (trace, i) => i ? ONE : `${trace.start.model ?? "a model"}, recorded`;
+    const title = (trace, i) => i ? OPPONENT[trace.start.rule] ?? `${trace.start.rule}` : `${trace.start.model ?? "a model"}, recorded`;
     traces.forEach((trace, i) => runs()[i].take(trace, title(trace, i)));
     player.clear();
     lay();
