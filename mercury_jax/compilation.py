@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -64,17 +65,30 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
     if own is not None and not own.strip():
         return None
     root = Path(own) if own else Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mercury_jax"
-    return root / f"xla-{hashlib.sha256(_processor().encode()).hexdigest()[:12]}"
+    return root / f"xla-{hashlib.sha256(repr((platform.machine(), _processor())).encode()).hexdigest()[:12]}"
 
 
-def _processor() -> str:
-    """Returns the model and the instruction sets of this processor as text."""
+def _processor() -> dict[str, str]:
+    """Returns the model and the instruction sets of this processor, as Linux names them; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = [platform.processor()]
-    found = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return "\n".join([platform.machine(), *sorted(found)])
+        lines = []
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {key: found[key] for key in ("model name", "flags", "Features") if key in found}
+
+
+def processor_name() -> str:
+    """Names the processor of this machine, for the figures that were measured on it.
+
+    Returns:
+        Such as "AMD EPYC 9R14 96-Core Processor (AVX-512)" or "Intel Xeon Processor (AVX-512, AMX)".
+    """
+    found = _processor()
+    name = re.sub(r"\((R|TM)\)|CPU|@.*", " ", found.get("model name", platform.processor() or platform.machine()))
+    sets = {"avx512f": "AVX-512", "amx_tile": "AMX"}
+    extra = [text for flag, text in sets.items() if flag in found.get("flags", "").split()]
+    return " ".join(name.split()) + (f" ({', '.join(extra)})" if extra else "")
 
 
 # --- announcing compilation

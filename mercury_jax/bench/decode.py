@@ -306,13 +306,16 @@ class Trial:
         return 2 if self.sampler.rule.leave_one_out else 1
 
 
-def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> list[SweepEntry]:
+def entries(
+    lm: LM, points: Sequence[SweepPoint], twin: LM | None = None, default: bool = False
+) -> list[SweepEntry]:
     """Lists what is measured: the baseline (one token per step), the settings, and an autoregressive twin.
 
     Args:
         lm: The model.
         points: Settings, from `sweep`.
         twin: An autoregressive model to compare with: block-causal with blocks of one token.
+        default: Whether to measure the model's own settings, those of `mj.sample` without a sampler.
 
     Returns:
         The entries; the first is the baseline.
@@ -321,6 +324,9 @@ def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> lis
         ValueError: The twin is not autoregressive.
     """
     found = [SweepEntry(ONE_A_STEP, "confidence", lm, rules.confidence, Plan())]
+    if default:
+        sampler, plan = defaults.default_sampler(lm), defaults.default_plan(lm, Plan())
+        found.append(SweepEntry("default", "default", lm, lambda: sampler, plan))
     found += [SweepEntry(p.text, p.rule, lm, p.sampler, p.plan, p.code) for p in points]
     if twin is not None:
         config = twin.model.config
@@ -487,6 +493,7 @@ def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str
             "forwards": sum(trial.forwards) / n,
             "tokens_per_forward": tokens / max(sum(trial.forwards), 1), "canvases_per_forward": trial.canvases,
             "forwards_per_second": sum(trial.passes) / seconds, "tokens_per_second": sum(trial.made) / seconds,
+            "call_seconds": statistics.median(trial.seconds),
             "speedup": statistics.median(trial.ratios), "pairs": len(trial.ratios),
             "cpu_speedup": statistics.median(trial.cpu_ratios),
             "time_to_first_frame": trial.first, "time_to_last_token": trial.last,

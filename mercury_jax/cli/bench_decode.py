@@ -20,6 +20,7 @@ class BenchDecode:
     examples:
       mercury bench decode --rules threshold --limit 128      one rule
       mercury bench decode --rules all --recommend            which rule is best
+      mercury bench decode --rules default autoregressive --batch 1 --limit 48
       mercury bench decode runs/mine/model --tasks sudoku4 --plot rules.png
       mercury bench decode --rules threshold --twin runs/twin_nano/model --json
 
@@ -32,6 +33,7 @@ class BenchDecode:
       forwards                   forward passes of an answer
       tokens_per_forward, forwards_per_second
       tokens_per_second          all rows of a batch, without compilation
+      call_seconds               of mj.sample on a batch, the median of all batches
       speedup                    the same over one token per step, the median of
                                  batches decoded in alternation
       time_to_first_frame, time_to_last_token
@@ -51,7 +53,7 @@ class BenchDecode:
     model: Annotated[Positional[str | None], option("MODEL")] = None
     """Folder of a saved model. Default: the embedded one."""
     rules: Annotated[tuple[str, ...], option("NAME [NAME ...]")] = ("all",)
-    """Rules, MODULE:NAME of your own, or all."""
+    """Rules, MODULE:NAME of your own, default (the model's own settings), or all."""
     tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]")] = ("sudoku4", "add3")
     """Tasks."""
     limit: Int = 512
@@ -85,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     args = arguments.read(BenchDecode, argv, "mercury bench decode")
     from mercury_jax.bench import decode, recommend
 
-    names = [arguments.find_rule(n).__name__ if ":" in n else n for n in args.rules]
+    names = [arguments.find_rule(n).__name__ if ":" in n else n for n in args.rules if n != "default"]
     chosen = decode.sweep(None if "all" in names else names, args.points)
     if args.plot is not None:
         decode.check_plot(args.plot)
@@ -97,7 +99,8 @@ def run(argv: Sequence[str]) -> int:
     )  # fmt: skip
     asked = [decode.questions(name, **how) for name in dict.fromkeys(args.tasks)]
     lm = show.load(args.model)
-    found = decode.entries(lm, chosen, None if args.twin is None else show.load(args.twin))
+    twin = None if args.twin is None else show.load(args.twin)
+    found = decode.entries(lm, chosen, twin, default="default" in args.rules)
     rows, base, others = [], [], []
     for one in asked:
         count = decode.units(found, one)
@@ -120,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 HEAD = (
-    "rule", "right", "95%", "points", "95%", "same", "forwards", "tok/fwd", "tok/s", "speedup", "first", "last",
+    "rule", "right", "95%", "points", "95%", "same", "forwards", "tok/fwd", "tok/s", "speedup", "call", "first", "last",
 )  # fmt: skip
 
 
@@ -142,7 +145,7 @@ def _cells(r: Mapping[str, Any]) -> tuple[str, ...]:
         r["rule"], percent(r["accuracy"]), f"{percent(r['low'])} to {percent(r['high'])}",
         f"{r['points']:+.1f}", f"{r['points_low']:+.1f} to {r['points_high']:+.1f}", percent(r["agreement"]),
         f"{r['forwards']:.1f}", f"{r['tokens_per_forward']:.2f}", f"{r['tokens_per_second']:,.0f}",
-        f"{r['speedup']:.2f}x", ms(r["time_to_first_frame"]), ms(r["time_to_last_token"]),
+        f"{r['speedup']:.2f}x", f"{1000 * r['call_seconds']:.1f} ms", ms(r["time_to_first_frame"]), ms(r["time_to_last_token"]),
     )  # fmt: skip
 
 

@@ -357,10 +357,12 @@ def load(source: str | None, **how: Any) -> LM:
 
 
 def device() -> str:
-    """What the figures were measured on, such as "2 CPU cores" or "1 x NVIDIA H200"."""
+    """What figures were measured on, such as "2 CPU cores of Intel Xeon Processor (AVX-512)" or "1 x NVIDIA H200"."""
     import jax
+
+    from mercury_jax.compilation import processor_name
 
     devices = jax.devices()
     if devices[0].platform == "cpu":
-        return f"{os.cpu_count()} CPU cores"
+        return f"{os.cpu_count()} CPU cores of {processor_name()}"
     return f"{len(devices)} x {devices[0].device_kind}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mercury_jax import hub
+from mercury_jax.compilation import processor_name
 from mercury_jax.config import at_least, refuse
 from mercury_jax.evaluate.runner import ONE_A_STEP, Summary, compare, line, run, table
 from mercury_jax.types import LM
@@ -271,7 +271,7 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def hardware() -> str:
     """Describes the devices and CPU of this machine in words, without its host name."""
     device = jax.devices()[0]
-    cores = f"{os.cpu_count()} cores of a {platform.machine()} CPU"
+    cores = f"{os.cpu_count()} cores of {processor_name()}"
     return cores if device.platform == "cpu" else f"{len(jax.devices())} x {device.device_kind}, {cores}"
 
 
