@@ -145,7 +145,8 @@ def _cells(r: Mapping[str, Any]) -> tuple[str, ...]:
         r["rule"], percent(r["accuracy"]), f"{percent(r['low'])} to {percent(r['high'])}",
         f"{r['points']:+.1f}", f"{r['points_low']:+.1f} to {r['points_high']:+.1f}", percent(r["agreement"]),
         f"{r['forwards']:.1f}", f"{r['tokens_per_forward']:.2f}", f"{r['tokens_per_second']:,.0f}",
-        f"{r['speedup']:.2f}x", f"{1000 * r['call_seconds']:.1f} ms", ms(r["time_to_first_frame"]), ms(r["time_to_last_token"]),
+        f"{r['speedup']:.2f}x", f"{1000 * r['call_seconds']:.1f} ms", ms(r["time_to_first_frame"]),
+        ms(r["time_to_last_token"]),
     )  # fmt: skip
 
 

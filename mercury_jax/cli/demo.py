@@ -1,24 +1,27 @@
-"""`mercury demo`: the embedded model turns noise into answers, and each answer is checked.
+"""`mercury demo`: the embedded model turns noise into answers, beside the same weights decoded left to right.
 
-The questions are held-out sudokus and sums, and the start of a Python function. Of each kind the demo asks until an
-answer is correct, at most `TRIES` times.
+`scenes` draws the questions from a seed: a sudoku, a sum, a hole between two texts, a wrong digit, and a schema. Each
+is asked once, and the answer is checked. Then `medians` times held-out sudokus and sums by both decodings.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import json
 import os
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
+from mercury_jax.config import count
 
 if TYPE_CHECKING:
     from mercury_jax.types import LM
@@ -26,12 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Watch noise turn into a sudoku, a sum and a line of Python.
+    """Watch noise turn into answers, beside the same model decoded left to right.
 
-    Bold tokens are accepted, coloured ones are guesses, and ░ is noise. The
-    puzzles are held out: the model was not trained on them. The speed is that of
-    a second call, already compiled and without drawing, beside the same model
-    accepting one token per step.
+    A sudoku, a sum, a hole with text on both sides, a wrong digit, and a JSON
+    schema, each drawn by the seed and asked once. Bold tokens are accepted,
+    coloured ones are guesses, and ░ is noise. Sudokus and sums are held out: the
+    model was not trained on them. Times are those of a second call, compiled and
+    without drawing, beside those of the rule `autoregressive`: the same weights
+    from left to right, one token per forward pass, with a KV cache.
 
     examples:
       mercury demo
@@ -41,16 +46,16 @@ class Demo:
     model: Annotated[str | None, option("MODEL")] = None
     """Folder or Hugging Face id of a model. Default: the embedded one."""
     seed: Int = 0
-    """Draws the puzzles."""
+    """Draws the questions."""
     no_live: Flag = False
     """Print only the answers."""
     json: Flag = False
-    """Print one JSON object for each question."""
+    """Print one JSON object for each scene, and one for each median."""
 
 
 NEXT = """\
 What to try next:
-  mercury demo --seed 7                              other puzzles
+  mercury demo --seed 7                              other questions
   mercury sample "968+754=" --chat                   a question of your own, live
   mercury infill "def area(r):\\n[[16]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64                    how often is it right?
@@ -58,59 +63,60 @@ What to try next:
 
 SECONDS, SLOWEST_FRAME = 3.0, 0.5  # that the live view of one answer should take, and that a frame may
 LIVE_STEPS = 10  # denoising steps of a block in the live view
-TRIES = 5  # questions of one kind
-DRAWN = 8  # puzzles of which the one with the most blanks is asked
-
-# Beginnings that the standard library knows well: a model of this size writes its idiom, not its logic.
-PYTHON = (
-    "def __repr__(self):\n",
-    "def __init__(self, name, value):\n",
-    "def close(self):\n",
-)
+TOKENS = 64  # most tokens of an answer; one size for all, so that few programs are compiled
+DRAWN = 8  # sudokus of which the one with the most blanks is asked
+MEDIAN_OF = 24  # questions of a task behind a median
+HOLE = 4  # most tokens of the hole
+NAMES = ("name", "value", "path", "size", "key", "data", "index", "line", "text", "mode", "count", "label")
+LEFT = "autoregressive"  # the opponent: the same weights from left to right, with a KV cache
 
 
-class Question(NamedTuple):
-    """What the demo asks, and how the answer is judged.
+class Scene(NamedTuple):
+    """What the demo asks, how, and how the answer is judged.
 
     Attributes:
         before: What precedes the answer on the screen.
-        check: Whether an answer is correct; None where that cannot be decided.
-        right: Printed with a correct answer: why it is correct.
-        wrong: Printed with a wrong answer: a correct one.
-        remark: Text -> what is printed with an answer that cannot be checked.
+        call: Rule by name, or None for the default -> the output.
+        check: Whether an answer is right.
+        right: Printed with a right answer: what was checked.
+        wrong: Printed with a wrong answer: a right one, or what is wrong.
+        prompt: Of a conversation that can be watched, and asked left to right; None otherwise.
+        without: Why left to right is no opponent.
     """
 
     title: str
     before: str
-    prompt: Any
-    max_tokens: int
-    check: Callable[[str], bool | None]
-    right: str = ""
-    wrong: str = ""
-    remark: Callable[[str], str] = lambda text: ""
+    call: Callable[[str | None], Any]
+    check: Callable[[str], bool]
+    right: str
+    wrong: str
+    prompt: list[dict[str, str]] | None = None
+    without: str = ""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0 when the sudoku and the sum were answered correctly, else 1."""
+    """Runs the command; returns 0 when every answer was right, else 1."""
     args = arguments.read(Demo, argv, "mercury demo")
     arguments.check_request(args.seed, None)
     lm = show.load(args.model)
-    kinds = questions(args.seed)
     say = (lambda text: None) if args.json else (lambda text: print(show.readable(text), flush=True))
     say(f"{lm.name}: {lm.parameters:,} parameters, on {show.device()}")
     live = show.terminal() and not (args.no_live or args.json)
+    asked, began = scenes(lm, args.seed), time.perf_counter()
     with show.progress(text="compiling, once for all that follows"):
-        began = time.perf_counter()
-        for question in (draw(0) for draw in kinds):
-            _decode(lm, question)
-            _decode(lm, question, one_per_step=True)
-            if live:
-                list(_frames(lm, question))
-        seconds = time.perf_counter() - began
-    say(f"compiled in {seconds:.1f} s\n")
-    right = [_ask(lm, draw, live, args.json, say) for draw in kinds]
-    say(_first() + NEXT)
-    return int(False in right)
+        for scene in asked:
+            for rule in _decodings(lm, scene):
+                scene.call(rule)
+            if live and scene.prompt is not None:
+                list(_frames(lm, scene.prompt))
+    say(f"compiled in {time.perf_counter() - began:.1f} s\n")
+    right = [_ask(lm, scene, live, args.json, say) for scene in asked]
+    for record, line in medians(lm, args.seed):
+        if args.json:
+            show.emit(record)
+        say(line)
+    say(f"\n{_first()}{NEXT}")
+    return int(not all(right))
 
 
 def _first() -> str:
@@ -124,118 +130,226 @@ def _first() -> str:
 # --- questions
 
 
-def questions(seed: int) -> list[Callable[[int], Question]]:
-    """The three kinds of questions, each as a function of the attempt.
+def scenes(lm: LM, seed: int) -> list[Scene]:
+    """Draws the scenes that a model can play.
 
     Args:
+        lm: The model. Without `predicts_next` there is no left to right; without a mask no hole and no edit.
         seed: Draws the questions.
 
     Returns:
-        A sudoku, a sum and a start of Python; each attempt gives another one.
+        A sudoku, a sum, a hole, a wrong digit and a schema.
     """
-    puzzles = [functools.partial(_puzzle, name, seed) for name in ("sudoku4", "add3")]
-    return [*puzzles, lambda attempt: _python(PYTHON[(seed + attempt) % len(PYTHON)])]
-
-
-def _puzzle(name: str, seed: int, attempt: int) -> Question:
-    """A held-out problem of a task; of several sudokus the one with the most blanks, which has most to show."""
     import numpy as np
 
-    from mercury_jax.tasks import TASKS, draw
+    rng = np.random.default_rng(seed)
+    makers = [_sudoku, _sum]
+    if lm.corruption.mask is not None and lm.model.config.pattern != "block_causal":
+        makers += [_hole, _wrong_digit]
+    return [make(lm, rng) for make in [*makers, _schema]]
 
-    task, rng = TASKS[name], np.random.default_rng((seed, attempt))
-    drawn = [draw(task, rng, "test") for _ in range(DRAWN)]
-    problem = max(drawn, key=lambda p: p.input.count("0")) if name == "sudoku4" else drawn[0]
+
+def _sample(lm: LM, prompt: Any, rule: str | None, **how: Any) -> Any:
+    from mercury_jax.decode import rules
+    from mercury_jax.decode.sample import sample
+
+    sampler = None if rule is None else rules.ALL[rule]()
+    return sample(lm, prompt, max_tokens=TOKENS, sampler=sampler, **how)
+
+
+def _decodings(lm: LM, scene: Scene | None = None) -> tuple[str | None, ...]:
+    """The rules that a scene is played with: None, the model's default, and left to right where both can."""
+    config = lm.model.config
+    both = config.predicts_next and not config.autoregressive and (scene is None or scene.prompt is not None)
+    return (None, LEFT) if both else (None,)
+
+
+def _puzzle(lm: LM, problem: Any, check: Any, title: str, before: str, right: str) -> Scene:
+    """The scene of a problem of a task."""
     prompt = [{"role": "user", "content": problem.input}]
-    check = lambda text: task.check(problem.input, text)
-    if name == "sudoku4":
-        return Question(
-            "A 4x4 sudoku that training never saw", problem.input.replace("0", ".") + "\n\n", prompt, 32, check,
-            right="every row, column and box has each digit once, and the given digits stand",
-            wrong=problem.output.replace("\n", " / "),
-        )  # fmt: skip
-    return Question(
-        "A sum, worked out column by column before it answers", problem.input + "\n", prompt, 64, check,
-        right=f"{problem.input}{problem.output}", wrong=problem.output,
+    return Scene(
+        title, before, functools.partial(_sample, lm, prompt), lambda text: check(problem.input, text),
+        right=right, wrong="it should be " + problem.output.replace("\n", " / "), prompt=prompt,
     )  # fmt: skip
 
 
-def _python(start: str) -> Question:
-    def remark(text: str) -> str:
-        try:
-            ast.parse((start + text).rpartition("\n")[0])  # the last line may be cut
-        except (SyntaxError, ValueError):
-            return "It does not parse as Python."
-        return "Its whole lines parse as Python."
+def _hardest(rng: Any) -> Any:
+    """Of DRAWN held-out sudokus the one with the most blanks."""
+    from mercury_jax.tasks import TASKS, draw
 
-    title = "Python, in the manner of the standard library it was trained on"
-    return Question(title, start, start, 64, check=lambda text: None, remark=remark)
+    return max((draw(TASKS["sudoku4"], rng, "test") for _ in range(DRAWN)), key=lambda p: p.input.count("0"))
+
+
+def _sudoku(lm: LM, rng: Any) -> Scene:
+    from mercury_jax.tasks import TASKS
+
+    problem = _hardest(rng)
+    title = f"A 4x4 sudoku that training never saw (of {DRAWN} drawn, the one with the most blanks)"
+    right = "every row, column and box has each digit once, and the given digits stand"
+    before = problem.input.replace("0", ".") + "\n\n"
+    return _puzzle(lm, problem, TASKS["sudoku4"].check, title, before, right)
+
+
+def _sum(lm: LM, rng: Any) -> Scene:
+    from mercury_jax.tasks import TASKS, draw
+
+    problem = draw(TASKS["add3"], rng, "test")
+    title = "A sum, worked out column by column before it answers"
+    return _puzzle(
+        lm, problem, TASKS["add3"].check, title, problem.input + "\n", problem.input + problem.output
+    )
+
+
+def _hole(lm: LM, rng: Any) -> Scene:
+    """A hole in a function, with text on both sides; the names are drawn."""
+    from mercury_jax.decode.infill import Hole, infill
+
+    a, b = (NAMES[i] for i in rng.choice(len(NAMES), 2, replace=False))
+    before, after = f"def __init__(self, {a}, {b}):\n    self.{a} = {a}\n    ", f" = {b}\n"
+
+    def parses(text: str) -> bool:
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError):
+            return False
+        return True
+
+    return Scene(
+        f"A hole of up to {HOLE} tokens, with text on both sides that stays: {before + '[[?]]' + after!r}", "",
+        lambda rule: infill(lm, [before, Hole(most=HOLE), after]), parses,
+        right="the function parses as Python", wrong="the function does not parse as Python",
+        without="Left to right, a model does not see what follows the hole.",
+    )  # fmt: skip
+
+
+def _wrong_digit(lm: LM, rng: Any) -> Scene:
+    """A solved sudoku with one wrong digit, in a cell that is not given."""
+    from mercury_jax.decode.edit import edit
+    from mercury_jax.tasks import TASKS
+
+    problem = _hardest(rng)
+    cells = [i for i, digit in enumerate(problem.input) if digit == "0"]
+    at = cells[int(rng.integers(len(cells)))]
+    digit = rng.choice([d for d in "1234" if d != problem.output[at]])
+    text = f"{problem.output[:at]}{digit}{problem.output[at + 1 :]}"
+    prompt = [{"role": "user", "content": problem.input}]
+    where = f"row {at // 5 + 1}, column {at % 5 + 1}, {problem.output[at]} became {digit}"
+    return Scene(
+        f"A solved sudoku with one wrong digit: {where}", f"{text}\n\n", lambda rule: edit(lm, text, prompt=prompt),
+        lambda answer: TASKS["sudoku4"].check(problem.input, answer), right="the digit is repaired, the others stand",
+        wrong="it should be " + problem.output.replace("\n", " / "),
+        without="Left to right, a model cannot change a token that it has written.",
+    )  # fmt: skip
+
+
+def _schema(lm: LM, rng: Any) -> Scene:
+    """An object with one field, whose value is enumerated; the name of the field is drawn."""
+    key = rng.choice(NAMES)
+    values = {key: {"enum": [1, 2, 3]}}
+    schema = {"type": "object", "properties": values, "required": [key], "additionalProperties": False}
+
+    def valid(text: str) -> bool:
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return False
+        return list(found) == [key] and found[key] in values[key]["enum"]
+
+    return Scene(
+        f"An answer of this JSON schema: {json.dumps(schema)}", "",
+        lambda rule: _sample(lm, "Which?\n", rule, schema=schema), valid,
+        right="it matches the schema (the value is a guess)", wrong="it does not match the schema",
+        without="Left to right takes as many: both write without a pass what the schema leaves no choice about.",
+    )  # fmt: skip
 
 
 # --- answers
 
 
-def _decode(lm: LM, question: Question, one_per_step: bool = False) -> Any:
-    from mercury_jax.decode import rules
-    from mercury_jax.decode.sample import sample
-
-    sampler = rules.confidence() if one_per_step else None
-    return sample(lm, question.prompt, max_tokens=question.max_tokens, sampler=sampler)
-
-
-def _ask(
-    lm: LM, draw: Callable[[int], Question], live: bool, as_json: bool, say: Callable[[str], None]
-) -> bool | None:
-    """Asks questions of one kind until one is answered correctly, and times each answer against one token per step.
+def _ask(lm: LM, scene: Scene, live: bool, as_json: bool, say: Callable[[str], None]) -> bool:
+    """Asks a scene's question, shows and checks the answer, and times it beside left to right.
 
     Args:
         lm: The model.
-        draw: Attempt -> question.
-        live: Whether to draw the answer step by step.
-        as_json: Whether to print a record for each question.
+        scene: The question.
+        live: Whether to draw the answer step by step, where there is a conversation.
+        as_json: Whether to print a record.
         say: Prints text for people.
 
     Returns:
-        Whether the last answer is correct; None where that cannot be decided.
+        Whether the answer is right.
     """
-    right = False
-    for attempt in range(TRIES):
-        question = draw(attempt)
-        say(f"--- {question.title}\n")
-        out, slow = _decode(lm, question), _decode(lm, question, one_per_step=True)
-        text, right = out.text, question.check(out.text)
-        if live:
-            text = _watch(lm, question)
-            right = right and question.check(
-                text
-            )  # both the answer that was shown and the one that was timed
-        else:
-            thinking = f"[thinking] {out.thinking[0]}\n[answer] " if out.thinking[0] else ""
-            say(question.before + thinking + out.text)
-        tokens, nfe, slow_nfe = out.lengths[0], int(out.forwards[0]), int(slow.forwards[0])
-        if as_json:
-            prompt = question.prompt if isinstance(question.prompt, str) else question.prompt[0]["content"]
-            show.emit({
-                "scene": question.title, "prompt": prompt, "text": text, "correct": right, "attempt": attempt,
-                "tokens": tokens, "forwards": nfe, "tokens_per_forward": tokens / max(nfe, 1),
-                "seconds": out.seconds, "tokens_per_second": tokens / max(out.seconds, 1e-9),
-                "one_token_a_forward": {"forwards": slow_nfe, "seconds": slow.seconds},
-            })  # fmt: skip
-        verdicts = {True: f"Right: {question.right}.", False: f"Wrong: it should be {question.wrong}."}
-        verdict = question.remark(text) if right is None else verdicts[right]
-        ratio = slow.seconds / max(out.seconds, 1e-9)
-        say(
-            f"\n{verdict}\n  {show.figures(tokens, nfe, out.seconds)}\n  the same model, one token per step: "
-            f"{slow_nfe} forward passes, {slow.seconds:.2f} s, {ratio:.1f} times as long\n"
-        )
-        if right is not False:
-            break
-        if attempt + 1 < TRIES:
-            say("The next one:\n")
+    say(f"--- {scene.title}\n")
+    out = scene.call(None)
+    left = scene.call(LEFT) if LEFT in _decodings(lm, scene) else None
+    text, right = out.text, scene.check(out.text)
+    if live and scene.prompt is not None:
+        right &= scene.check(_watch(lm, scene))  # the answer that is shown and the one that is timed
+    else:
+        thinking = getattr(out, "thinking", [None])[0]
+        say(scene.before + (f"[thinking] {thinking}\n[answer] " if thinking else "") + text)
+    if as_json:
+        record = lambda o: {
+            "forwards": int(o.forwards[0]), "seconds": o.seconds, "correct": scene.check(o.text)
+        }  # fmt: skip
+        show.emit({"scene": scene.title, "text": text, **record(out), LEFT: left and record(left)})
+    say(f"\n{'Right' if right else 'Wrong'}: {scene.right if right else scene.wrong}.")
+    cost = lambda o: f"{count(int(o.forwards[0]), 'forward pass')}, {1000 * o.seconds:.1f} ms"
+    say(f"  {cost(out)}")
+    if left is not None:
+        verdict = "" if scene.check(left.text) else "; its answer is wrong"
+        times = _times(left.seconds, out.seconds)
+        say(f"  the same weights left to right, with a KV cache: {cost(left)} ({times}){verdict}")
+    say(f"  {scene.without}\n" if scene.without else "")
     return right
 
 
-def _frames(lm: LM, question: Question) -> Any:
+def _times(theirs: float, ours: float) -> str:
+    """How much longer another decoding takes than ours, or how much shorter."""
+    ratio = theirs / max(ours, 1e-9)
+    return (
+        f"{ratio:.1f} times as long"
+        if ratio >= 1
+        else f"ours is not faster: it takes {1 / ratio:.1f} times as long"
+    )
+
+
+def medians(lm: LM, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Times held-out questions one by one, by the default decoding and left to right in alternation.
+
+    Args:
+        lm: The model.
+        seed: Draws the questions.
+
+    Yields:
+        A record and a line for each task; nothing for a model that does not decode left to right.
+    """
+    from mercury_jax.tasks import TASKS, draw_distinct
+
+    if LEFT not in _decodings(lm):
+        return
+    for name in ("sudoku4", "add3"):
+        answers: list[list[tuple[int, float, bool]]] = [[], []]
+        for problem in draw_distinct(TASKS[name], MEDIAN_OF, seed, "test"):
+            for rule, rows in zip((None, LEFT), answers, strict=True):
+                out = _sample(lm, [{"role": "user", "content": problem.input}], rule)
+                rows.append((int(out.forwards[0]), out.seconds, TASKS[name].check(problem.input, out.text)))
+        ours, theirs = (
+            {
+                "forwards": statistics.median(passes),
+                "seconds": statistics.median(seconds),
+                "correct": sum(right),
+            }
+            for passes, seconds, right in (zip(*rows, strict=True) for rows in answers)
+        )
+        text = "{forwards:g} passes, {milliseconds:.1f} ms, {correct} right"
+        here, there = (text.format(**row, milliseconds=1000 * row["seconds"]) for row in (ours, theirs))
+        times = _times(theirs["seconds"], ours["seconds"])
+        line = f"Median of {MEDIAN_OF} held-out questions of {name}: {here}; left to right {there} ({times})"
+        yield {"task": name, "n": MEDIAN_OF, **ours, LEFT: theirs}, line
+
+
+def _frames(lm: LM, prompt: Any) -> Any:
     """The answer step by step: the most confident tokens first, in LIVE_STEPS steps a block. The default rule would
     need one or two steps, too few to watch."""
     from mercury_jax.config import Plan
@@ -243,15 +357,15 @@ def _frames(lm: LM, question: Question) -> Any:
     from mercury_jax.decode.stream import stream
 
     how: dict[str, Any] = dict(sampler=rules.confidence(), plan=Plan(steps=LIVE_STEPS))
-    return stream(lm, question.prompt, max_tokens=question.max_tokens, **how)
+    return stream(lm, prompt, max_tokens=TOKENS, **how)
 
 
-def _watch(lm: LM, question: Question) -> str:
+def _watch(lm: LM, scene: Scene) -> str:
     """Shows an answer live, slowly enough to follow; returns its text."""
     from rich.console import Console
 
     pace = min(max(SECONDS / LIVE_STEPS, show.PACE), SLOWEST_FRAME)
-    size = min(question.max_tokens, lm.model.config.block)
-    console, frames = Console(highlight=False), _frames(lm, question)
-    last = show.follow(console, lm.tokenizer, question.before, size, frames, pace=pace, first="noise")
+    size = min(TOKENS, lm.model.config.block)
+    console, frames = Console(highlight=False), _frames(lm, scene.prompt)
+    last = show.follow(console, lm.tokenizer, scene.before, size, frames, pace=pace, first="noise")
     return last.text

@@ -24,7 +24,7 @@ from tests.tiny import tiny
 FIELDS = {
     "rule", "task", "n", "accuracy", "low", "high", "points", "points_low", "points_high", "agreement", "forwards",
     "tokens_per_forward", "forwards_per_second", "tokens_per_second", "speedup", "time_to_first_frame",
-    "time_to_last_token", "model", "hardware", "seed", "batch",
+    "time_to_last_token", "call_seconds", "model", "hardware", "seed", "batch",
 }  # fmt: skip
 
 
@@ -149,6 +149,7 @@ def test_a_twin_must_be_autoregressive(measured):
     asked, _ = measured
     with pytest.raises(ValueError, match="twin is 'causal_encoder with blocks of 8'.*block_causal"):
         decode.entries(tiny(), [], tiny())
+    assert [entry.rule for entry in decode.entries(tiny(), [], default=True)] == [ONE_A_STEP, "default"]
     found = decode.entries(tiny(), [], tiny("block_causal", block=1))
     assert [e.rule for e in found] == [ONE_A_STEP, decode.TWIN]
 

@@ -51,6 +51,8 @@ def test_the_cache_folder_depends_on_the_user_and_the_processor(monkeypatch):
     at_home = app.cache_folder({"XDG_CACHE_HOME": "/x"})
     assert at_home is not None and at_home.parent == Path("/x/mercury_jax")
     assert app.cache_folder({app.CACHE: "/y"}) == Path("/y") / at_home.name
-    monkeypatch.setattr(app, "_processor", lambda: "another")
+    another = {"model name": "AMD EPYC(TM) 9R14 CPU @ 2.60GHz", "flags": "sse2 avx512f"}
+    monkeypatch.setattr(app, "_processor", lambda: another)
     assert app.cache_folder({"XDG_CACHE_HOME": "/x"}) != at_home
+    assert app.processor_name() == "AMD EPYC 9R14 (AVX-512)"
     assert app.cache_folder({app.CACHE: " "}) is None
