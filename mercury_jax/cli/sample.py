@@ -142,7 +142,7 @@ def _share(out: Output, prompt: str, args: Sample) -> None:
         Path(args.html).write_text(display.page(body, "mercury_jax"), encoding="utf-8")
         show.say(args.html)
     if args.gif is not None and out.tokenizer is not None:
-        display.save_gif(display.traces(out)[0], out.tokenizer, args.gif)
+        display.save_gif({"": display.traces(out)[0]}, out.tokenizer, args.gif)
         show.say(args.gif)
 
 

@@ -14,7 +14,7 @@ import io
 import itertools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -444,15 +444,19 @@ def plot(found: AnswerTrace) -> Figure:
 
 
 def save_gif(
-    found: AnswerTrace, tokenizer: AnyTokenizer, path: str | Path, columns: int = 64, dark: bool = False
+    answers: Mapping[str, AnswerTrace],
+    tokenizer: AnyTokenizer,
+    path: str | Path,
+    columns: int = 64,
+    dark: bool = False,
 ) -> None:
-    """Writes an animation of an answer.
+    """Writes an animation of one answer, or of several beside each other, pass by pass.
 
     Args:
-        found: The trace.
+        answers: The traces by their titles, from left to right. An answer that is done stays as it is.
         tokenizer: Of the model.
         path: The file.
-        columns: Most characters of a line.
+        columns: Most characters of a line of an answer.
         dark: Whether the ground is dark.
 
     Raises:
@@ -464,24 +468,27 @@ def save_gif(
 
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono.ttf"), 18)
     width, height = 11, 24
-    noise = AnswerTrace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
-    found = AnswerTrace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
-    ground, faint, *_ = DARK if dark else LIGHT
-    drawn = [_cells(found, tokenizer, k, columns, dark) for k in range(len(found.tokens))]
-    caption = "step {} of {}: {} of {} tokens accepted"
-    columns = max(
-        len(caption.format(*found.tokens.shape, *found.tokens.shape)),
-        *(1 + x for cells in drawn for x, *_ in cells),
-    )
-    lines = 3 + max(y for cells in drawn for _, y, *_ in cells)
+    ground, faint, *_, held = DARK if dark else LIGHT
+    caption, left, panels, lines = "step {} of {}: {} of {} tokens accepted", 0, [], 0
+    for title, found in answers.items():
+        noise = AnswerTrace(found.tokens[:1], 0 * found.since[:1], 0 * found.confidence[:1])
+        found = AnswerTrace(*(np.concatenate(pair) for pair in zip(noise, found, strict=True)))
+        drawn = [_cells(found, tokenizer, k, columns, dark) for k in range(len(found.tokens))]
+        panels.append((title, found, drawn, left))
+        own = len(caption.format(*found.tokens.shape, *found.tokens.shape)), len(title)
+        left += 3 + max(*own, *(1 + x for cells in drawn for x, *_ in cells))
+        lines = max(lines, 3 + bool(title) + max(y for cells in drawn for _, y, *_ in cells))
     pictures = []
-    for k, cells in enumerate(drawn):
-        picture = Image.new("RGB", (width * columns + 32, height * lines + 32), ground)
+    for k in range(max(len(drawn) for _, _, drawn, _ in panels)):
+        picture = Image.new("RGB", (width * (left - 3) + 32, height * lines + 32), ground)
         pen = ImageDraw.Draw(picture)
-        told = caption.format(k, len(drawn) - 1, (found.since[k] > 0).sum(), found.tokens.shape[1])
-        pen.text((16, 12), told, faint, font)
-        for x, y, character, colour in cells:
-            pen.text((16 + width * x, 12 + height * (y + 2)), character, colour, font)
+        for title, found, drawn, column in panels:
+            step, at, top = min(k, len(drawn) - 1), 16 + width * column, 12 + height * bool(title)
+            told = caption.format(step, len(drawn) - 1, (found.since[step] > 0).sum(), found.tokens.shape[1])
+            pen.text((at, 12), title, held, font)
+            pen.text((at, top), told, faint, font)
+            for x, y, character, colour in drawn[step]:
+                pen.text((at + width * x, top + height * (y + 2)), character, colour, font)
         pictures.append(picture.quantize(32))
     pace = [max(120, min(700, 4000 // len(pictures)))] * len(pictures)
     pace[0], pace[-1] = 700, 2500
@@ -518,7 +525,7 @@ def save(out: Output, path: str | Path, row: int = 0, prompt: str = "", dark: bo
             raise refuse("row", row, "an answer that a pass has denoised, for an animation")
         else:
             check_matplotlib("an animation (.gif)")
-            save_gif(found[row], out.tokenizer, path, dark=dark)
+            save_gif({"": found[row]}, out.tokenizer, path, dark=dark)
     except OSError as error:
         raise refuse("path", str(path), f"a file that can be written ({error.strerror})") from None
     return path
