@@ -78,7 +78,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {  # by the recipe of the model
         {
             "kind": "chat",
             "title": "Sudoku",
-            "prompt": "0000\n0301\n1020\n0000",
+            "prompt": "0002\n0100\n1400\n0000",
             "max_tokens": 32,
             "about": "A 4 × 4 Sudoku: 1 to 4 once in each row, column and 2 × 2 box. 0 is an empty cell.",
         },
