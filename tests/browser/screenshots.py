@@ -2,7 +2,7 @@
 
 Run with `python -m tests.browser.screenshots [FOLDER]`.
 
-The embedded model solves a Sudoku and adds two numbers, beside the same model at one token a step; the figures
+The embedded model solves a Sudoku and adds two numbers, beside the same weights left to right; the figures
 in the pictures are those of that run. Needs playwright, and Debian's Chromium or the one that CHROMIUM names.
 """
 
