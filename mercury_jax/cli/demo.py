@@ -34,7 +34,7 @@ class Demo:
     A sudoku, a sum, a hole with text on both sides, a wrong digit, and a JSON
     schema, each drawn by the seed and asked once. Bold tokens are accepted,
     coloured ones are guesses, and ░ is noise. Sudokus and sums are held out: the
-    model was not trained on them. Times are those of a second call, compiled and
+    model was not trained on them. Times are medians of five calls, compiled and
     without drawing, beside those of the rule `autoregressive`: the same weights
     from left to right, one token per forward pass, with a KV cache.
 
@@ -65,7 +65,8 @@ SECONDS, SLOWEST_FRAME = 3.0, 0.5  # that the live view of one answer should tak
 LIVE_STEPS = 10  # denoising steps of a block in the live view
 TOKENS = 64  # most tokens of an answer; one size for all, so that few programs are compiled
 DRAWN = 8  # sudokus of which the one with the most blanks is asked
-MEDIAN_OF = 24  # questions of a task behind a median
+TIMED = 5  # calls behind the time of a scene, in alternation with left to right
+MEDIAN_OF = 25  # an odd number of questions of a task behind a median
 HOLE = 4  # most tokens of the hole
 NAMES = ("name", "value", "path", "size", "key", "data", "index", "line", "text", "mode", "count", "label")
 LEFT = "autoregressive"  # the opponent: the same weights from left to right, with a KV cache
@@ -280,8 +281,9 @@ def _ask(lm: LM, scene: Scene, live: bool, as_json: bool, say: Callable[[str], N
         Whether the answer is right.
     """
     say(f"--- {scene.title}\n")
-    out = scene.call(None)
-    left = scene.call(LEFT) if LEFT in _decodings(lm, scene) else None
+    calls = [[scene.call(rule) for rule in _decodings(lm, scene)] for _ in range(TIMED)]
+    seconds = [statistics.median(o.seconds for o in one) for one in zip(*calls, strict=True)]
+    out, left = [*calls[0], None][:2]
     text, right = out.text, scene.check(out.text)
     if live and scene.prompt is not None:
         right &= scene.check(_watch(lm, scene))  # the answer that is shown and the one that is timed
@@ -289,17 +291,21 @@ def _ask(lm: LM, scene: Scene, live: bool, as_json: bool, say: Callable[[str], N
         thinking = getattr(out, "thinking", [None])[0]
         say(scene.before + (f"[thinking] {thinking}\n[answer] " if thinking else "") + text)
     if as_json:
-        record = lambda o: {
-            "forwards": int(o.forwards[0]), "seconds": o.seconds, "correct": scene.check(o.text)
-        }  # fmt: skip
-        show.emit({"scene": scene.title, "text": text, **record(out), LEFT: left and record(left)})
+        records = [
+            {"forwards": int(o.forwards[0]), "seconds": median, "correct": scene.check(o.text)}
+            for o, median in zip(calls[0], seconds, strict=True)
+        ]
+        show.emit({"scene": scene.title, "text": text, **records[0], LEFT: [*records, None][1]})
     say(f"\n{'Right' if right else 'Wrong'}: {scene.right if right else scene.wrong}.")
-    cost = lambda o: f"{count(int(o.forwards[0]), 'forward pass')}, {1000 * o.seconds:.1f} ms"
-    say(f"  {cost(out)}")
+    costs = [
+        f"{count(int(o.forwards[0]), 'forward pass')}, {1000 * median:.1f} ms"
+        for o, median in zip(calls[0], seconds, strict=True)
+    ]
+    say(f"  {costs[0]}")
     if left is not None:
         verdict = "" if scene.check(left.text) else "; its answer is wrong"
-        times = _times(left.seconds, out.seconds)
-        say(f"  the same weights left to right, with a KV cache: {cost(left)} ({times}){verdict}")
+        times = _times(seconds[1], seconds[0])
+        say(f"  the same weights left to right, with a KV cache: {costs[1]} ({times}){verdict}")
     say(f"  {scene.without}\n" if scene.without else "")
     return right
 
@@ -342,8 +348,10 @@ def medians(lm: LM, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
             }
             for passes, seconds, right in (zip(*rows, strict=True) for rows in answers)
         )
-        text = "{forwards:g} passes, {milliseconds:.1f} ms, {correct} right"
-        here, there = (text.format(**row, milliseconds=1000 * row["seconds"]) for row in (ours, theirs))
+        here, there = (
+            f"{count(row['forwards'], 'forward pass')}, {1000 * row['seconds']:.1f} ms, {row['correct']} right"
+            for row in (ours, theirs)
+        )
         times = _times(theirs["seconds"], ours["seconds"])
         line = f"Median of {MEDIAN_OF} held-out questions of {name}: {here}; left to right {there} ({times})"
         yield {"task": name, "n": MEDIAN_OF, **ours, LEFT: theirs}, line
