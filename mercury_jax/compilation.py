@@ -85,7 +85,9 @@ def processor_name() -> str:
         Such as "AMD EPYC 9R14 96-Core Processor (AVX-512)" or "Intel Xeon Processor (AVX-512, AMX)".
     """
     found = _processor()
-    name = re.sub(r"\((R|TM)\)|CPU|@.*", " ", found.get("model name", platform.processor() or platform.machine()))
+    name = re.sub(
+        r"\((R|TM)\)|CPU|@.*", " ", found.get("model name", platform.processor() or platform.machine())
+    )
     sets = {"avx512f": "AVX-512", "amx_tile": "AMX"}
     extra = [text for flag, text in sets.items() if flag in found.get("flags", "").split()]
     return " ".join(name.split()) + (f" ({', '.join(extra)})" if extra else "")
