@@ -15,6 +15,7 @@ before it, and omits the holes after it.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from mercury_jax.decode.defaults import complete_sampler, default_sampler
 from mercury_jax.decode.inputs import MAX_TOKENS, Ids, Seeds, check_ids, check_lm, check_whole, row_seeds
 from mercury_jax.decode.request import Request, start
 from mercury_jax.decode.sampler import Param, SamplerLike, Static, check_sampler
-from mercury_jax.decode.score import MaskedDocument, draw_masks, weighted_nats
+from mercury_jax.decode.score import noised_document, weighted_nats
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame, Rows
 from mercury_jax.types import LM
@@ -42,6 +43,9 @@ SCORE_SAMPLES = 8  # noised canvases per score
 @dataclass(frozen=True)
 class Hole:
     """A gap in known text.
+
+    Holes without a token between them are filled as one hole, and share what fills it in their order: a hole of fixed
+    length takes its number of tokens, a hole of open length the others, up to its `most`.
 
     Attributes:
         tokens: Exact number of tokens; None: open length, up to `most` tokens.
@@ -64,6 +68,32 @@ class Hole:
     def room(self) -> int:
         """Maximum number of tokens."""
         return self.most if self.tokens is None else self.tokens
+
+    @property
+    def least(self) -> int:
+        """Minimum number of tokens."""
+        return self.tokens or 1
+
+
+@dataclass(frozen=True)
+class _HoleRun(Hole):
+    """Holes without a token between them, filled as one hole."""
+
+    holes: tuple[Hole, ...] = ()
+
+    @property
+    def least(self) -> int:
+        return max(1, sum(hole.tokens or 0 for hole in self.holes))
+
+    def split(self, filling: np.ndarray) -> list[np.ndarray]:
+        """Divides what fills the run among its holes: each open hole takes what the fixed holes leave."""
+        found, fixed = [], sum(hole.tokens or 0 for hole in self.holes)
+        for hole in self.holes:
+            fixed -= hole.tokens or 0
+            size = hole.tokens or min(hole.most, max(0, len(filling) - fixed))
+            found.append(filling[:size])
+            filling = filling[size:]
+        return found
 
 
 Parts: TypeAlias = Sequence[str | Ids | Hole]
@@ -228,18 +258,42 @@ def fill(
     Raises:
         ValueError: Names the argument that does not fit.
     """
-    # Three ways, by attention pattern and rule; see the module docstring.
     if request.sampler is None:
         request = request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
+    joined = [_join_holes(row) for row in rows]
+    # Three ways, by attention pattern and rule; see the module docstring.
     if lm.model.config.pattern == "block_causal":
-        return _fill_fim(lm, rows, request)
-    if complete_sampler(request.sampler, lm.corruption).rule.variable_length:
-        sized = [[Hole(1) if _is_open(p) else p for p in row] for row in rows]
-        growth = [sum(p.most - 1 for p in row if _is_open(p)) for row in rows]
-        return _fill_sized(lm, request, on_frame, search, sized, growth)
-    if any(_is_open(p) for row in rows for p in row):
-        return _fill_open(lm, rows, request, on_frame, search)
-    return _fill_sized(lm, request, on_frame, search, rows)
+        _check_fim(lm, rows)
+        filled = _fill_fim(lm, joined, request)
+    elif complete_sampler(request.sampler, lm.corruption).rule.variable_length:
+        sized = [[Hole(p.least) if _is_open(p) else p for p in row] for row in joined]
+        growth = [sum(p.most - p.least for p in row if _is_open(p)) for row in joined]
+        filled = _fill_sized(lm, request, on_frame, search, sized, growth)
+    elif any(_is_open(p) for row in joined for p in row):
+        filled = _fill_open(lm, joined, request, on_frame, search)
+    else:
+        filled = _fill_sized(lm, request, on_frame, search, joined)
+    runs = [[p for p in row if isinstance(p, Hole)] for row in joined]
+    split = lambda run, ids: run.split(ids) if isinstance(run, _HoleRun) else [ids]
+    pairs = [zip(row, ids, strict=True) for row, ids in zip(runs, filled.fillings, strict=True)]
+    return filled._replace(fillings=[[one for run, ids in row for one in split(run, ids)] for row in pairs])
+
+
+def _join_holes(row: Pieces) -> Pieces:
+    """Joins the holes of a row that have no token between them to one hole."""
+    joined: Pieces = []
+    for is_hole, group in itertools.groupby((p for p in row if isinstance(p, Hole) or len(p)), _is_hole):
+        holes = tuple(group)
+        if not is_hole or len(holes) == 1:
+            joined += holes
+            continue
+        room = sum(hole.room for hole in holes)
+        joined.append(_HoleRun(None if any(map(_is_open, holes)) else room, room, holes))
+    return joined
+
+
+def _is_hole(part: Any) -> bool:
+    return isinstance(part, Hole)
 
 
 def _is_open(part: Any) -> bool:
@@ -341,17 +395,18 @@ def join_pieces(row: Pieces, fillings: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(next(rest) if isinstance(p, Hole) else p, np.int32) for p in row])
 
 
-def candidate_lengths(most: int, growth: float = LengthSearch().growth) -> list[int]:
-    """Computes the lengths to try for an open hole: a geometric series from 1 to `most`.
+def candidate_lengths(most: int, growth: float = LengthSearch().growth, least: int = 1) -> list[int]:
+    """Computes the lengths to try for an open hole: a geometric series from `least` to `most`.
 
     Args:
         most: Maximum length of the hole.
         growth: Ratio of successive lengths, which differ by at least 1. With 1.25 all lengths up to 8 are tried.
+        least: Minimum length of the hole.
 
     Returns:
         Increasing lengths; the last one is `most`.
     """
-    sizes = [1]
+    sizes = [least]
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * growth))))
     return sizes
@@ -389,13 +444,13 @@ def _fill_open(
     improbable.
     """
     # Open holes whose length is not decided yet have a guessed length.
-    guess = lambda p: Hole(max(1, p.most // 4)) if _is_open(p) else p
+    guess = lambda p: Hole(max(p.least, p.most // 4)) if _is_open(p) else p
     forwards, fillings = np.zeros(len(rows), int), []
     for i, row in enumerate(rows):
         chosen, filling = [guess(p) for p in row], []
         # A row without open holes makes one attempt (j = -1).
         for j in [j for j, p in enumerate(row) if _is_open(p)] or [-1]:
-            sizes = candidate_lengths(row[j].most, search.growth) if j >= 0 else [0]
+            sizes = candidate_lengths(row[j].most, search.growth, row[j].least) if j >= 0 else [0]
             tries = [[Hole(n) if k == j else p for k, p in enumerate(chosen)] for n in sizes]
             spare = -len(tries) % search.rows if j >= 0 else 0
             # All lengths of a row are tried with its seed, so that they differ only in the length. Copies of the last
@@ -421,14 +476,12 @@ def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, 
         before = ids[:1]
     if len(ids) <= len(before):
         return 0.0
-    laid = lm.model.layout(ids, len(before), all_clean=False)
-    document = MaskedDocument(laid, *draw_masks(laid, SCORE_SAMPLES, np.random.default_rng(0)))
+    document = noised_document(lm, ids, len(before), SCORE_SAMPLES, seed=0)
     return float(weighted_nats(lm, [document], quantum).mean())
 
 
-def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
-    """Fills the holes of each row one after the other, in FIM order; the rows form a batch."""
-    # 1. Refuse holes that a block-causal model cannot fill.
+def _check_fim(lm: LM, rows: Sequence[Pieces]) -> None:
+    """Refuses holes that a block-causal model cannot fill."""
     context, begin = lm.model.config.context, len(lm.tokenizer.begin)
     if lm.tokenizer.fim is None:
         why = f"a block-causal model fills holes in FIM order, and the tokenizer of {lm.name} has no tokens for that"
@@ -445,7 +498,11 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
     if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
         allowed = "one kind in a call, for a block-causal model"
         raise refuse("parts", "rows of fixed and of open holes", allowed)
-    # 2. One session fills the first holes of all rows, the next one the second holes, and so on.
+
+
+def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
+    """Fills the holes of each row one after the other, in FIM order; the rows form a batch."""
+    # One session fills the first holes of all rows, the next one the second holes, and so on.
     holes = [sum(isinstance(p, Hole) for p in row) for row in rows]
     fillings: list[list[np.ndarray]] = [[] for _ in rows]
     forwards = np.zeros(len(rows), int)

@@ -127,13 +127,8 @@ def score(
         scores = Score(-next_token_nats(lm, pairs), np.zeros(len(pairs)), tokens, 0)
         return _first_score(scores) if single else scores
     for i, (before, after) in enumerate(pairs):
-        laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), all_clean=False)
-        own = (seed + i) % 2**31
-        rng = np.random.default_rng(own)
-        if kind == "absorbing":
-            documents.append(MaskedDocument(laid, *draw_masks(laid, samples, rng)))
-        else:
-            documents.append(NoisedDocument(laid, *draw_times(laid, samples, rng, kind), own))
+        text = np.asarray(before + after, np.int32)
+        documents.append(noised_document(lm, text, len(before), samples, (seed + i) % 2**31))
     nats = weighted_nats(lm, documents, posterior=posterior, guidance=guidance)
     error = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
     # Exact if every editable token is alone in its canvas: masked in each sample, with weight m / k = 1.
@@ -175,6 +170,28 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
             name = "prompt and completion" if one_answer else f"prompt and completion of row {i}"
             raise refuse(name, f"{len(b) + len(a)} tokens", f"at most {context}, the context")
     return pairs, one_prompt and one_answer
+
+
+def noised_document(
+    lm: LM, ids: np.ndarray, prompt: int, samples: int, seed: int
+) -> MaskedDocument | NoisedDocument:
+    """Draws the noised canvases that score a text, by the noise of the model.
+
+    Args:
+        lm: The model.
+        ids: Prompt and answer [T].
+        prompt: Number of tokens of the prompt, which are not scored.
+        samples: Number of noised canvases.
+        seed: Seed of the draws.
+
+    Returns:
+        The document, for `weighted_nats`.
+    """
+    laid = lm.model.layout(ids, prompt, all_clean=False)
+    rng, kind = np.random.default_rng(seed), lm.corruption.kind
+    if kind == "absorbing":
+        return MaskedDocument(laid, *draw_masks(laid, samples, rng))
+    return NoisedDocument(laid, *draw_times(laid, samples, rng, kind), seed)
 
 
 def draw_masks(
@@ -380,7 +397,7 @@ def _token_log_p(
 
 def weighted_nats(
     lm: LM,
-    documents: Sequence[MaskedDocument] | Sequence[NoisedDocument],
+    documents: Sequence[MaskedDocument | NoisedDocument],
     quantum: int = QUANTUM,
     posterior: bool = False,
     guidance: float = 0.0,

@@ -147,11 +147,11 @@ def test_every_example_of_edit_changes_something(capsys):
 
 
 def test_infill_keeps_the_known_text(at_hand, capsys):
-    call = ["infill", "def f([[3]]):\\n    return [[4]]x", "--escapes", "--model", at_hand]
+    call = ["infill", "def f([[3]]):\\n    return [[1]][[3]]x", "--escapes", "--model", at_hand]
     [row] = objects(capsys, *call, "--json")
-    a, b = row["holes"]
+    a, b, c = row["holes"]
     assert set(row) >= FIGURES and row["tokens"] == 7
-    assert row["text"] == f"def f({a}):\n    return {b}x"
+    assert row["text"] == f"def f({a}):\n    return {b}{c}x"
     assert main(call) == 0
     assert "\x1b[" not in (shown := capsys.readouterr().out) and shown == row["text"] + "\n"
 

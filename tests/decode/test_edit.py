@@ -124,6 +124,35 @@ def test_open_holes_are_filled_with_some_length_up_to_their_most(pattern):
     assert filled == out.filled[0] <= 7 and len(out.holes) == 2
 
 
+@pytest.mark.parametrize(
+    ("pattern", "kind", "sampler"),
+    [
+        *((pattern, "absorbing", mj.rules.threshold(0.0)) for pattern in PATTERNS),
+        *((pattern, "uniform", None) for pattern in ("causal_encoder", "bidirectional")),
+        ("bidirectional", "absorbing", mj.rules.expand(expand=300, delete=301)),
+    ],
+)
+def test_holes_without_a_token_between_them_are_filled_as_one(pattern, kind, sampler):
+    """The text is that of one hole, and its filling is divided in the order of the holes."""
+    lm = tiny(pattern, kind=kind)
+    fill = lambda parts: mj.infill(lm, parts, sampler=sampler)
+    one = fill(["def x", mj.Hole(3), "y"])
+    for between in ([], [""], [[]]):
+        out = fill(["def x", mj.Hole(1), *between, mj.Hole(2), *between, "y"])
+        assert out.tokens[0].tolist() == one.tokens[0].tolist() and out.filled == [3]
+        filling = out.tokens[0][-3 - len(lm.tokenizer.encode("y")) :].tolist()
+        assert out.holes == [lm.tokenizer.decode(ids) for ids in (filling[:1], filling[1:3])]
+    both = ["def x", mj.Hole(2), mj.Hole(1), "y", mj.Hole(1), mj.Hole(1)]
+    assert fill(both).texts == fill(["def x", mj.Hole(3), "y", mj.Hole(2)]).texts
+    opened = fill(["x", mj.Hole(most=2), mj.Hole(most=2)])
+    assert opened.texts == fill(["x", mj.Hole(most=4)]).texts
+    assert "x" + "".join(opened.holes) == opened.text
+    if pattern != "block_causal":  # FIM order takes holes of one kind
+        mixed = fill([mj.Hole(most=3), mj.Hole(2), "y"])
+        assert mixed.text == "".join(mixed.holes) + "y" and 2 <= mixed.filled[0] <= 5
+        assert len(lm.tokenizer.encode(mixed.holes[1])) == 2 or "\ufffd" in mixed.text
+
+
 def test_a_growing_rule_decides_the_length_of_a_hole_itself():
     lm = tiny("bidirectional")
     out = mj.infill(lm, ["def x", mj.Hole(most=6), " total"], sampler=mj.rules.expand(expand=300, delete=301))
