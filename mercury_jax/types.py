@@ -157,7 +157,9 @@ class TokenStats(NamedTuple):
     """The numbers that rules need instead of logits, for each position of one row's canvas.
 
     Computed from all logits at once by `decode.token_stats`, or over chunks of a large vocabulary by
-    `decode.chunked_vocab`. All values are computed after the logits processors.
+    `decode.chunked_vocab`. All values are computed after the logits processors. Processors that only truncate the
+    distribution (`LogitsProcessor.draws_only`: top-k, top-p, min-p) are an exception: `sample` is drawn from the
+    truncated distribution, and all probabilities are those of the whole distribution.
     """
 
     argmax: Int[Array, "L"]
@@ -182,7 +184,8 @@ class View(NamedTuple):
     leave_one_out: (
         TokenStats  # predicted by masks that do not see the token at their own position; on request
     )
-    logits: Float[Array, "L V"]  # after the processors; only for parts that set `needs_logits`
+    # After the processors, but those with `draws_only`; only for parts that set `needs_logits`.
+    logits: Float[Array, "L V"]
     editable: Bool[Array, "L"]  # in the active block and not given by the user
     masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all editable positions
     used: Int[Array, ""]  # positions of the window in use, the first ones
@@ -200,6 +203,8 @@ class View(NamedTuple):
     prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
     first_id: int | Int[Array, ""] = 0  # id of the first logits column, if a processor gets one chunk of V
     hidden: Any = None  # hidden states [L, D], or the output of an extra head; for rules with `needs_hidden`
+    # After all processors: the logits that tokens are drawn from. `logits` itself if no processor has `draws_only`.
+    draw_logits: Float[Array, "L V"] = None  # type: ignore[assignment]
 
 
 class Proposal(NamedTuple):

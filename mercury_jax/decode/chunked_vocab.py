@@ -78,7 +78,8 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
         return False
     if config.logprobs is not None or config.trajectory:
         return False
-    separable = config.model.head_chunk is not None and not any(part.needs_logits for part in sampler.parts)
+    whole = any(part.needs_logits for part in sampler.parts) or any(p.draws_only for p in sampler.processors)
+    separable = config.model.head_chunk is not None and not whole
     return separable and config.model.config.vocab > config.vocab_chunk
 
 
@@ -137,7 +138,7 @@ def _walk(
 
     def processed(at: Any, size: int) -> Float[Array, "B L v"]:
         process = functools.partial(process_logits, config, first_id=base + at)
-        return jax.vmap(process)(state, seen.view, seen.window.at, part(params, hidden, at, size))
+        return jax.vmap(process)(state, seen.view, seen.window.at, part(params, hidden, at, size))[0]
 
     if 4 * state.canvas.shape[0] * config.window * count <= config.logit_bytes:
         return _parts(config, params, base, size, processed(0, count), state, seen, uniforms)

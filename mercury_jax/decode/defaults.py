@@ -63,7 +63,10 @@ def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) 
         drawn = jnp.where(t > 0, 1.0, 0.0)
     elif temperature is not None:
         drawn = temperature
-    named = tuple(processors.ALL[key](**params) for key, params in chain.items())
+    # As in the code of the authors, these processors all change the confidence.
+    named = tuple(
+        processors.before_confidence(processors.ALL[key](**params)) for key, params in chain.items()
+    )
     return own._replace(
         processors=_tables(lm) + ((processors.cooling(**cooling),) if cooling else ()) + named,
         stopping=stopping.steady(**steady) if steady else own.stopping,

@@ -82,23 +82,23 @@ def denoise(
     else:
         raw = config.model.head(params, hidden)  # [B, L, V]
         process = functools.partial(process_logits, config)
-        logits = jax.vmap(process)(small, seen.view, seen.window.at, raw)
+        logits, draw_logits = jax.vmap(process)(small, seen.view, seen.window.at, raw)
         # Sampling needs uniforms and cumulative sums over the vocabulary. They are computed only if a row has a
         # temperature above 0.
         temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
 
         def draw_tokens() -> Int[Array, "B L"]:
             uniforms, _ = jax.vmap(functools.partial(draw_uniforms, config))(small, seen.window)
-            return jax.vmap(draw)(logits, uniforms, temperature)
+            return jax.vmap(draw)(draw_logits, uniforms, temperature)
 
-        greedy = most_probable(logits)
+        greedy = most_probable(draw_logits)
         drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, lambda: greedy)
-        view = seen.view._replace(logits=logits)
+        view = seen.view._replace(logits=logits, draw_logits=draw_logits)
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
         seen = seen._replace(view=view)
         if isinstance(state.drawn, Drawn):
-            drawn = record_drawn(state.drawn, logits, drawn_last(view), seen.window.at[:, 0], rows)
+            drawn = record_drawn(state.drawn, draw_logits, drawn_last(view), seen.window.at[:, 0], rows)
             state = state._replace(drawn=drawn)
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
     rule = state.sampling.sampler.rule
@@ -187,7 +187,7 @@ def decide(
         assert raw is not None
         changes["logprobs"] = update_logprobs(row.logprobs, raw, answer, changed, window.at[0], source)
     if isinstance(row.trajectory, Trajectory):
-        drawn = draw_log_prob(view.logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
+        drawn = draw_log_prob(view.draw_logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
         new = Trajectory(jnp.full_like(answer, row.nfe), drawn)
         write = lambda old, fresh: write_changed(old, fresh, changed, window.at[0], source)
         changes["trajectory"] = jax.tree.map(write, row.trajectory, new)
@@ -385,10 +385,10 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         dtype = accumulation_dtype(jnp.dtype(model_config.dtype))
         raw = jnp.zeros((config.window, model_config.vocab), dtype)
         seen = observe(config, row)
-        logits = process_logits(config, row, seen.view, seen.window.at, raw)
+        logits, draw_logits = process_logits(config, row, seen.view, seen.window.at, raw)
         stats = token_stats(logits, seen.view.canvas, most_probable(logits), seen.view.eos)
         if not chunked_vocab.applies(config, row.sampling.sampler):
-            seen = seen._replace(view=seen.view._replace(logits=logits))
+            seen = seen._replace(view=seen.view._replace(logits=logits, draw_logits=draw_logits))
         if row.sampling.sampler.rule.needs_hidden:
             hidden = jnp.zeros((config.window, model_config.width), model_config.dtype)
             seen = seen._replace(view=seen.view._replace(hidden=hidden))

@@ -508,7 +508,7 @@ def bd3lm(
     steps = check_whole("T", T, 1, MAX_TOKENS)
     return {
         "max_tokens": check_whole("length", length, 1, MAX_TOKENS),
-        "sampler": Sampler(rule, (processors.top_p(p, crossing=0),) if p < 1 else (), temperature=1.0),
+        "sampler": _with_chain(rule, [processors.top_p(p, crossing=0)] if p < 1 else []),
         "plan": Plan() if first_hitting else Plan(steps=steps),
     }
 
@@ -580,7 +580,7 @@ def duo(
     rule = rules.predictor_corrector(kappa=weights, own=1, greedy=int(noise_removal == "greedy"))
     return {
         "max_tokens": size,
-        "sampler": Sampler(rule, (processors.top_p(p),) if p < 1 else (), temperature=1.0),
+        "sampler": _with_chain(rule, [processors.top_p(p)] if p < 1 else []),
         "plan": Plan(block=size, times=(*times.tolist(), 0.0)),
     }
 
@@ -729,7 +729,7 @@ def _tempered(rule: Rule, temperature: float, top_p: float | None, top_k: int | 
         chain.append(processors.top_p(top_p))
     if top_k is not None:
         chain.append(processors.top_k(top_k))
-    return Sampler(rule, tuple(chain), temperature=1.0 if t > 0 else 0.0)
+    return _with_chain(rule, chain, 1.0 if t > 0 else 0.0)
 
 
 def _drawn(rule: Rule, temperature: float, top_k: int | None, top_p: float | None) -> Sampler:
@@ -742,7 +742,12 @@ def _drawn(rule: Rule, temperature: float, top_k: int | None, top_p: float | Non
     chain = [processors.temperature(t)] if t != 1 else []
     chain += [processors.top_k(k)] if k else []
     chain += [processors.top_p(p)] if 0 < p < 1 else []
-    return Sampler(rule, tuple(chain), temperature=1.0)
+    return _with_chain(rule, chain)
+
+
+def _with_chain(rule: Rule, chain: list[LogitsProcessor], temperature: float = 1.0) -> Sampler:
+    """A sampler whose confidence is taken after all processors, as the scripts take it."""
+    return Sampler(rule, tuple(map(processors.before_confidence, chain)), temperature=temperature)
 
 
 def _cached(plan: Plan, use_cache: bool, dual_cache: bool) -> Plan:

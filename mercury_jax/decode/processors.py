@@ -5,6 +5,10 @@ define with `mj.logits_processor`. Processors that take tables of ids (bias, ban
 functions. A forbidden id has the logit `token_stats.NEVER`, and stays forbidden and finite through every chain of
 processors.
 
+The truncations (top-k, top-p, min-p) change which tokens are drawn, but not the confidence that a rule reads: among the
+ids that top-k 1 leaves, each token has probability 1, and a rule would accept all of them at once. The authors' scripts
+that take the confidence after the truncation are followed by `before_confidence`.
+
 Penalties count tokens. An autoregressive decoder counts the tokens before a position; on a canvas, where tokens are
 decided in any order, a position counts every decided token before and after it, but not its own.
 
@@ -15,6 +19,7 @@ Positions count from the first one after the prompt.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, TypeAlias
 
@@ -78,6 +83,21 @@ def columns_of(ids: Int[Array, "*s"], first_id: int | Int[Array, ""], size: int)
     return jnp.where((ids < 0) | (column < 0), size, column)
 
 
+def before_confidence(processor: LogitsProcessor) -> LogitsProcessor:
+    """Makes a processor change the confidence of a rule too, not only which tokens are drawn.
+
+    Args:
+        processor: A processor such as `top_p(0.95)`.
+
+    Returns:
+        The processor without `draws_only`.
+
+    Example:
+        >>> mj.Sampler(mj.rules.dream_entropy(), (mj.processors.before_confidence(mj.processors.top_p(0.95)),))
+    """
+    return dataclasses.replace(processor, draws_only=False)
+
+
 @logits_processor(needs_logits=False)
 def temperature(logits: Logits, view: View, t: NonNegative = 1.0) -> Logits:
     """Divides the logits by `t`, for everything that is read from them (confidence, entropy).
@@ -112,7 +132,7 @@ def cooling(logits: Logits, view: View, last: NonNegative = 0.4, first: NonNegat
     return keep_forbidden(logits, logits * (1.0 / jnp.maximum(last + (first - last) * view.t, 1e-6)))
 
 
-@logits_processor
+@logits_processor(draws_only=True)
 def top_k(logits: Logits, view: View, k: Count = 50) -> Logits:
     """Keeps the `k` most probable ids of each position; ties with the k-th stay.
 
@@ -129,7 +149,7 @@ def top_k(logits: Logits, view: View, k: Count = 50) -> Logits:
     return jnp.where(logits >= jax.lax.dynamic_slice_in_dim(ordered, at, 1, axis=1), logits, NEVER)
 
 
-@logits_processor(source="nucleus sampling, arXiv 1904.09751")
+@logits_processor(draws_only=True, source="nucleus sampling, arXiv 1904.09751")
 def top_p(
     logits: Logits,
     view: View,
@@ -160,7 +180,7 @@ def top_p(
     return jnp.where(logits >= least, logits, NEVER)
 
 
-@logits_processor(source="arXiv 2407.01082")
+@logits_processor(draws_only=True, source="arXiv 2407.01082")
 def min_p(logits: Logits, view: View, p: Probability = 0.05) -> Logits:
     """Keeps the ids that are at least `p` times as probable as the most probable one.
 

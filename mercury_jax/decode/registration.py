@@ -434,7 +434,7 @@ def logits_processor(
 ) -> Factory[P, LogitsProcessor]: ...
 @overload
 def logits_processor(
-    *, name: str | None = None, source: str = "", needs_logits: bool = True
+    *, name: str | None = None, source: str = "", needs_logits: bool = True, draws_only: bool = False
 ) -> Callable[[Callable[Concatenate[Any, View, P], Any]], Factory[P, LogitsProcessor]]: ...
 def logits_processor(
     function: Any = None, /, *, name: str | None = None, source: str = "", **fields: Any
@@ -447,6 +447,7 @@ def logits_processor(
             another function is not registered.
         source: Paper and equation, or reference implementation.
         fields: `needs_logits=False` promises that each id's new logit depends on its own old one and the view alone.
+            With `draws_only=True` the processor changes which tokens are drawn, but not the confidence of a rule.
 
     Returns:
         A factory: call it with parameters to get a `LogitsProcessor`.

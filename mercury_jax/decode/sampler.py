@@ -258,12 +258,15 @@ class LogitsProcessor:
         name: For messages and reports.
         needs_logits: Whether the processor compares the logits of different ids. If not, it may be called with a chunk
             of the vocabulary, whose first column is the id `view.first_id`.
+        draws_only: Whether only the draw of tokens reads the processor's logits. The statistics, such as the confidence
+            that a rule compares with its threshold, are then computed without it, as are `view.logits`.
     """
 
     function: Callable[..., Logits]
     params: dict[str, Any]
     name: str
     needs_logits: bool = True
+    draws_only: bool = False
 
     def __call__(self, logits: Logits, view: View) -> Logits:
         """Runs the processor on one row and checks shape and dtype of what it returns, while tracing.
@@ -419,7 +422,8 @@ class Sampler(_SamplerFields):
     Args:
         rule: Decides which positions are accepted in each step.
         processors: Change the logits before the rule reads them. A temperature processor changes the confidence that
-            the rule reads; the argument `temperature` changes only the sampled tokens.
+            the rule reads; the argument `temperature` changes only the sampled tokens, and so do top-k, top-p and
+            min-p (`LogitsProcessor.draws_only`).
         stopping: Decides when a block is finished early. None: the criterion of the rule, or else the default of the
             noise.
         temperature: Sampling temperature of tokens; 0: argmax. None: the temperature of the rule.

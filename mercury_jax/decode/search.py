@@ -458,14 +458,19 @@ class _TwistedRule(NamedTuple):
         draw_key, rule_key = jax.random.split(key)
         # Processors see a view without statistics.
         blank = view._replace(stats=None, leave_one_out=None)  # type: ignore[arg-type]
+
         # What may not be emitted stays impossible whatever the twist does.
-        twisted = call_part("the twist", self.twist, view.logits, blank, **twist)
-        twisted = jnp.where(view.logits > NEVER, twisted, NEVER)
-        sample = draw(twisted, jax.random.uniform(draw_key, view.canvas.shape), temperature)
-        stats = token_stats(twisted, view.canvas, sample, view.eos)
-        seen = view._replace(logits=twisted, stats=stats, leave_one_out=stats)
+        def twisted(logits: Float[Array, "L V"]) -> Float[Array, "L V"]:
+            return jnp.where(
+                logits > NEVER, call_part("the twist", self.twist, logits, blank, **twist), NEVER
+            )
+
+        logits, q = twisted(view.logits), twisted(view.draw_logits)
+        sample = draw(q, jax.random.uniform(draw_key, view.canvas.shape), temperature)
+        stats = token_stats(logits, view.canvas, sample, view.eos)
+        seen = view._replace(logits=logits, draw_logits=q, stats=stats, leave_one_out=stats)
         proposal, own = call_part("the twisted rule", self.rule, rule_key, seen, memory[0], **rule)
-        ratio = draw_log_prob(view.logits, sample, temperature) - draw_log_prob(twisted, sample, temperature)
+        ratio = draw_log_prob(view.draw_logits, sample, temperature) - draw_log_prob(q, sample, temperature)
         accepted = view.masked & (proposal.canvas == sample)
         return proposal, (own, jnp.sum(jnp.where(accepted, ratio, 0.0)).astype(jnp.float32))
 

@@ -85,7 +85,7 @@ def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) 
         growth=jnp.int32(0), noise=blank, t=one, s=one, alpha_t=one * 0, alpha_s=one * 0, steps=jnp.int32(1),
         position=at[0] - row.prompt,
     )  # fmt: skip
-    token = process_logits(config, row, view, at, logits).argmax(-1).astype(jnp.int32)
+    token = process_logits(config, row, view, at, logits)[1].argmax(-1).astype(jnp.int32)
     ended = ends_text(config, token, row)[0]
     ended |= (row.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
     end = jnp.where(ended, row.committed, row.end)  # the end of text itself is not part of the text
@@ -164,7 +164,7 @@ def verify_row(
         used=row.used, growth=jnp.zeros_like(row.used), noise=canvas, t=zero, s=zero, alpha_t=one, alpha_s=one,
         steps=jnp.ones_like(row.step), position=at[0] - row.prompt,
     )  # fmt: skip
-    processed = process_logits(config, row, view, at, logits)
+    _, processed = process_logits(config, row, view, at, logits)
     temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
     place = jnp.arange(config.width)
     draft, exists = jnp.concatenate([row.answer[1:], row.answer[-1:]]), place < row.used - 1

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.sampler import LogitsProcessor
 from mercury_jax.decode.state import (
     State,
     Window,
@@ -178,7 +179,7 @@ def process_logits(
     at: Int[Array, "L"],
     logits: Float[Array, "L v"],
     first_id: int | Int[Array, ""] = 0,
-) -> Float[Array, "L v"]:
+) -> tuple[Float[Array, "L v"], Float[Array, "L v"]]:
     """Applies forbidden ids, constraints and logits processors to the logits of one row.
 
     Args:
@@ -190,7 +191,8 @@ def process_logits(
         first_id: The id of the first column.
 
     Returns:
-        The processed logits, all finite: a forbidden id has the logit `NEVER`.
+        The logits that the statistics are computed from, and those that tokens are drawn from: the same array unless a
+        processor has `draws_only`. All are finite: a forbidden id has the logit `NEVER`.
     """
     # Forbid the end of text at the first position after the thinking section, so that no effort level gives an empty
     # answer. Rows under a grammar are exempt: the grammar says whether the answer may be empty.
@@ -205,8 +207,16 @@ def process_logits(
     # Constraints (`allow`) run twice: before the processors, so that top-k and top-p choose among the allowed ids, and
     # after them, so that no processor can make a forbidden id possible again.
     sampler, never = params.sampler, config.never_emitted
-    logits = forbid(logits, never, first_id)
-    for processor in (*sampler.allow, *sampler.processors, *sampler.allow):
-        view = view._replace(logits=logits, first_id=first_id)
-        logits = jnp.maximum(processor(logits, view), NEVER)
-    return forbid(logits, never, first_id) if sampler.processors else logits
+    logits = drawn = forbid(logits, never, first_id)
+
+    def apply(part: LogitsProcessor, logits: Float[Array, "L v"]) -> Float[Array, "L v"]:
+        return jnp.maximum(part(logits, view._replace(logits=logits, first_id=first_id)), NEVER)
+
+    for part in (*sampler.allow, *sampler.processors, *sampler.allow):
+        new = apply(part, drawn)
+        if not part.draws_only:
+            logits = new if logits is drawn else apply(part, logits)
+        drawn = new
+    if not sampler.processors:
+        return logits, drawn
+    return forbid(logits, never, first_id), forbid(drawn, never, first_id)

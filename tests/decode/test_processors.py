@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mercury_jax as mj
 from mercury_jax.decode import processors
 from mercury_jax.decode.sampler import broadcast_params
 from mercury_jax.decode.token_stats import NEVER
 from tests.decode.views import MASK, view
+from tests.tiny import tiny
 
 V = 10
 run = jax.jit(lambda part, logits, v: part(logits, v))
@@ -275,3 +277,26 @@ def test_tables_within_the_vocabulary_pass_the_check():
         processors.top_k(99),
     ):
         processors.check_ids(part, V)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "rule"),
+    [
+        ("causal_encoder", "uniform", mj.rules.entropy_bound(2.0)),
+        ("block_causal", "absorbing", mj.rules.threshold(0.3)),
+        ("bidirectional", "absorbing", mj.rules.klass(0.3)),
+        ("bidirectional", "hybrid", mj.rules.self_correct(0.3, t=0.0)),
+    ],
+)
+def test_the_confidence_of_a_rule_is_that_before_the_truncation(pattern, kind, rule):
+    """One token is left to draw, and yet no more tokens are accepted in a pass."""
+    lm, one = tiny(pattern, kind=kind), (processors.top_k(1), processors.top_p(0.1), processors.min_p(1.0))
+    sample = lambda chain, t: mj.sample(
+        lm, ["def x", "y"], max_tokens=16, sampler=mj.Sampler(rule, chain, temperature=t)
+    )
+    plain, cut = sample((), 0.0), sample(one, 1.0)
+    assert [t.tolist() for t in cut.tokens] == [t.tolist() for t in plain.tokens]
+    assert cut.forwards.tolist() == plain.forwards.tolist()
+    if rule.name == "threshold":
+        after = sample(tuple(map(processors.before_confidence, one)), 0.0)
+        assert after.forwards.max() < plain.forwards.min()  # every token has probability 1

@@ -45,7 +45,8 @@ def view(p_sample, masked, entropy=None, uniform=False, **more):
         output_counts=jnp.zeros(10, int),
         prompt_counts=jnp.zeros(10, int),
     )
-    return View(**(fields | more))
+    fields |= more
+    return View(**({"draw_logits": fields["logits"]} | fields))
 
 
 def view_of(logits, canvas, masked, key=KEY, temperature=0.0, mask=MASK, **more):
@@ -66,6 +67,7 @@ def view_of(logits, canvas, masked, key=KEY, temperature=0.0, mask=MASK, **more)
         stats=reading,
         leave_one_out=reading,
         logits=logits,
+        draw_logits=logits,
         editable=jnp.ones_like(masked),
         masked=masked,
         noise=jnp.full_like(canvas, mask),

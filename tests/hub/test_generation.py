@@ -53,7 +53,8 @@ def test_sample_decodes_as_published(checkpoint):
 
 def test_dream_takes_the_whole_answer_as_one_block(checkpoint):
     dream = checkpoint("dream")
-    chain = (mj.processors.temperature(0.2), mj.processors.top_p(0.95))
+    last = mj.processors.before_confidence(mj.processors.top_p(0.95))
+    chain = (mj.processors.temperature(0.2), last)
     sampler = mj.Sampler(mj.rules.dream_entropy(), chain, temperature=1.0)
     for size in (8, 40):
         own = mj.sample(dream, PROMPT, max_tokens=size, seed=3)
@@ -66,7 +67,8 @@ def test_dream_takes_the_whole_answer_as_one_block(checkpoint):
 def test_the_callers_temperature_replaces_the_published_one(checkpoint):
     dream = checkpoint("dream")
     given = {"max_tokens": 8, "seed": 1}
-    chain = lambda t: (mj.processors.temperature(t), mj.processors.top_p(0.95))
+    last = mj.processors.before_confidence(mj.processors.top_p(0.95))
+    chain = lambda t: (mj.processors.temperature(t), last)
     spelt = lambda t, drawn: mj.sample(
         dream, PROMPT, plan=mj.Plan(block=256),
         sampler=mj.Sampler(mj.rules.dream_entropy(), chain(t), temperature=drawn), **given,

@@ -396,7 +396,7 @@ def hybrid_ancestral(
 
     Args:
         key: One draw per position.
-        view: Reads `logits`, `canvas`, `noise`, `editable`, `t`, `s`, `alpha_t` and `alpha_s`.
+        view: Reads `logits`, `draw_logits`, `canvas`, `noise`, `editable`, `t`, `s`, `alpha_t` and `alpha_s`.
         memory: Unused.
         min_p: Tokens with a smaller posterior probability are never drawn.
 
@@ -406,10 +406,10 @@ def hybrid_ancestral(
     Departs from the reference: it ends at time `t_eps` and may return masks; here the answer holds the argmax at masks,
     and `Plan(times=)` may end at 0.
     """
-    logits, vocab = view.logits, jnp.arange(view.logits.shape[-1])
+    vocab = jnp.arange(view.logits.shape[-1])
     is_mask = vocab == view.noise[0]
     # The uniform part of the noise is over the ids that the model may emit. [V]
-    allowed = (logits[0] > NEVER / 10) & ~is_mask
+    allowed = (view.logits[0] > NEVER / 10) & ~is_mask
     uniform = allowed / jnp.maximum(allowed.sum(), 1)
 
     def noise_at(time: Float[Array, ""], alpha: Float[Array, ""]) -> Float[Array, "V"]:
@@ -423,7 +423,7 @@ def hybrid_ancestral(
     # First factor of the posterior, alpha_ts [z_s = z_t] + b_t(z_t) - alpha_ts b_s(z_t); then the whole product [L, V].
     stays = ratio * (vocab == z[:, None])  # [L, V]
     fresh = jnp.maximum(b_t[z] - ratio * b_s[z], 0.0)[:, None]  # [L, 1]
-    weight = (stays + fresh) * (view.alpha_s * jax.nn.softmax(logits, axis=-1) + b_s)
+    weight = (stays + fresh) * (view.alpha_s * jax.nn.softmax(view.draw_logits, axis=-1) + b_s)
     share = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
     share = jnp.where(share < min_p, 0.0, share)
     drawn = draw(jnp.log(jnp.maximum(share, 1e-30)), jax.random.uniform(key, z.shape), jnp.float32(1.0))
@@ -450,7 +450,7 @@ def self_correct(
 
     Args:
         key: Draws the tokens.
-        view: Reads `logits`, `stats.p_sample`, `canvas`, `masked` and `editable`.
+        view: Reads `draw_logits`, `stats.p_sample`, `canvas`, `masked` and `editable`.
         memory: Unused.
         p: Probability above which a mask is filled; the most confident mask always is.
         t: Temperature of the correction.
@@ -465,7 +465,7 @@ def self_correct(
     c = view.stats.p_sample
     filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
     # Correction starts once no mask is left.
-    tokens, chance = resample(key, view.logits, jnp.asarray(t, jnp.float32))
+    tokens, chance = resample(key, view.draw_logits, jnp.asarray(t, jnp.float32))
     full = ~jnp.any(view.masked)
     differ = view.editable & full & (tokens != view.canvas)
     return replace_tokens(filled, top(chance, differ, jnp.asarray(count)), tokens), memory
