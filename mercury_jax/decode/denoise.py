@@ -185,7 +185,9 @@ def decide(
     answer = decision.proposal.answer
     if isinstance(row.logprobs, LogprobBuffer):
         assert raw is not None
-        changes["logprobs"] = update_logprobs(row.logprobs, raw, answer, changed, window.at[0], source)
+        changes["logprobs"] = update_logprobs(
+            row.logprobs, raw, answer, changed, window.at[0], config.corruption.forbidden, source
+        )
     if isinstance(row.trajectory, Trajectory):
         drawn = draw_log_prob(view.draw_logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
         new = Trajectory(jnp.full_like(answer, row.nfe), drawn)

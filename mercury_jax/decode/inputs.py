@@ -338,6 +338,24 @@ def check_lm(lm: Any) -> None:
         raise refuse("lm.params", lm.params, "the parameters of lm.model, a nested dict of arrays")
 
 
+def refuse_nan(is_nan: np.ndarray, where: str, name: str = "logits") -> None:
+    """Refuses logits that are NaN.
+
+    Args:
+        is_nan: Which rows have NaN logits [B].
+        where: The pass that computed the logits, for the message.
+        name: Name of the logits in the message.
+
+    Raises:
+        ValueError: A row has; the message names the row and the pass.
+    """
+    for row in np.flatnonzero(is_nan):
+        raise ValueError(
+            f"{name} of row {row} are NaN in {where}; allowed: numbers. "
+            "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
+        )
+
+
 @contextlib.contextmanager
 def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
     """Context manager around a compiled pass, which explains a failure due to parameters of another model.

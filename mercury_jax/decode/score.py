@@ -22,7 +22,9 @@ from mercury_jax import noise
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
 from mercury_jax.decode.decode_config import QUANTUM, bucket, check_equal_lengths
-from mercury_jax.decode.token_stats import forbid
+from mercury_jax.decode.sample import sample
+from mercury_jax.decode.thinking import closed_thinking
+from mercury_jax.decode.token_stats import forbid, write_at
 from mercury_jax.types import LM, Key, LaidOutDocument, Model, PackedPass, Params, Pass
 
 
@@ -75,6 +77,7 @@ def score(
     seed: int = 0,
     posterior: bool = False,
     guidance: float = 0.0,
+    thinking: bool | str | Sequence[bool | str] | None = None,
 ) -> Score:
     """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
@@ -96,6 +99,11 @@ def score(
         guidance: Weight w of classifier-free guidance, as in `mj.sample(..., negative="masked")`: logits
             l + w (l - u), where u are those with a mask in place of each prompt token (LLaDA's `cfg`). Masked noise
             only. The bound is then that of the guided predictions. Costs two passes.
+        thinking: What precedes the answer to a conversation, in its thinking section; one for all prompts, or a list
+            with one per prompt. True: what the model thinks with `mj.sample(..., effort="medium", seed=seed)`, the same
+            for all answers to a prompt. A text: this thinking. False: no thinking. None is refused for a conversation
+            and an answer as text if the tokenizer has a thinking section: a model that thinks before it answers gives
+            an answer without thinking a misleading score.
 
     Returns:
         The scores: arrays [B] if prompt or completion is a list, otherwise numbers.
@@ -103,10 +111,16 @@ def score(
     Raises:
         ValueError: Before any compute, naming the argument. Several prompts need the same number of answers; ids must
             be whole numbers; `posterior` does not apply to masked noise, nor `guidance` to another; an autoregressive
-            model needs at least one token before the answer.
+            model needs at least one token before the answer. Or afterwards, naming the row: its logits are NaN.
+
+    The probabilities are normalised over the ids that the model may emit (all but `Corruption.forbidden`, such as the
+    mask), as those of `Output.logprobs`.
 
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
+        >>> chat = [{"role": "user", "content": "347+585="}]
+        >>> mj.score(lm, chat, ["932", "931", "832"], thinking=True).log_p.argmax()
+        0
     """
     inputs.check_lm(lm)
     causal, kind = lm.model.config.autoregressive, lm.corruption.kind
@@ -120,8 +134,8 @@ def score(
     if guidance and (causal or kind != "absorbing"):
         raise refuse("guidance", guidance, "0: this model does not denoise masks")
     samples = inputs.check_whole("samples", samples, 1, inputs.MAX_TOKENS)
-    pairs, single = _pairs(lm, prompt, completion)
     seed, documents = inputs.check_seed(seed), []
+    pairs, single = _pairs(lm, prompt, completion, thinking, seed)
     tokens = np.array([len(after) for _, after in pairs])
     if causal:
         scores = Score(-next_token_nats(lm, pairs), np.zeros(len(pairs)), tokens, 0)
@@ -140,7 +154,9 @@ def score(
     return _first_score(scores) if single else scores
 
 
-def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], list[int]]], bool]:
+def _pairs(
+    lm: LM, prompt: Any, completion: Any, thinking: Any, seed: int
+) -> tuple[list[tuple[list[int], list[int]]], bool]:
     """Encodes the prompt and the answer of each row, and says whether a single one of each was given."""
     # Unlike in `sample`, a prompt may be the empty text: it consists of the tokens that begin any text, if any.
     texts = [prompt] if isinstance(prompt, str) else prompt
@@ -152,6 +168,13 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
     else:
         prompts, one_prompt = inputs.encode_prompts(lm, prompt)
         before = [p.ids for p in prompts]
+    chats = [i for i, p in enumerate(prompts) if p.chat]
+    if thinking is None and lm.tokenizer.thinking is not None and chats and _has_text(completion):
+        why = "False, True or a text: this model may think before it answers a conversation"
+        raise refuse("thinking", None, why)
+    thoughts = inputs.per_prompt("thinking", thinking, len(prompts), functools.partial(_check_thinking, lm))
+    if any(thoughts) and len(chats) < len(prompts):
+        raise refuse("thinking", thinking, "False or None: a prompt is no conversation")
     # An answer continues its prompt: no begin-of-text token comes between them.
     after, one_answer = inputs.encode_prompts(lm, completion, begin=False, name="completion")
     for i, answer in enumerate(after):
@@ -162,6 +185,13 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
         answers = "one answer" if one_answer else f"{len(after)} answers"
         allowed = f"a list of {len(before)}, one for each prompt; or one prompt with any number of answers"
         raise refuse("completion", answers, allowed)
+    if any(thoughts):
+        most = max(len(answer.ids) for answer in after)
+        conversations = [prompt] if one_prompt else list(prompt)
+        before = [
+            _with_thinking(lm, one, thought, most, seed + i) if thought else ids
+            for i, (one, thought, ids) in enumerate(zip(conversations, thoughts, before, strict=True))
+        ]
     before = before * len(after) if one_prompt else before
     pairs = [(b, a.ids) for b, a in zip(before, after, strict=True)]
     context = lm.model.config.context
@@ -170,6 +200,32 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
             name = "prompt and completion" if one_answer else f"prompt and completion of row {i}"
             raise refuse(name, f"{len(b) + len(a)} tokens", f"at most {context}, the context")
     return pairs, one_prompt and one_answer
+
+
+def _has_text(completion: Any) -> bool:
+    return isinstance(completion, str) or (
+        isinstance(completion, list | tuple) and any(isinstance(one, str) for one in completion)
+    )
+
+
+def _check_thinking(lm: LM, name: str, value: Any) -> bool | str:
+    """Checks the thinking before one answer."""
+    if not isinstance(value, bool | str | None):
+        raise refuse(name, value, "True, False, or the text of the thinking")
+    if value and lm.tokenizer.thinking is None:
+        raise refuse(name, value, f"False: the tokenizer of {lm.name} has no thinking section")
+    return value or False
+
+
+def _with_thinking(lm: LM, prompt: Any, thinking: bool | str, most: int, seed: int) -> list[int]:
+    """Returns the ids of a conversation and its closed thinking section, given as text or sampled (True)."""
+    [encoded], marks = inputs.encode_prompts(lm, [prompt], thinking=True)[0], lm.tokenizer.thinking
+    assert marks is not None
+    if isinstance(thinking, str):
+        return [*encoded.ids, *lm.tokenizer.encode(thinking), marks.close]
+    reply = sample(lm, prompt, effort="medium", max_tokens=most, seed=seed % 2**31).tokens[0]
+    closed = closed_thinking(lm.tokenizer, encoded.ids, reply)
+    return [*encoded.ids, *closed] if closed else inputs.encode_prompts(lm, [prompt])[0][0].ids
 
 
 def noised_document(
@@ -304,7 +360,9 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
     ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty
     shared = np.zeros(len(pairs), int)  # all rows have the same positions and ranges
     ce = _batched_nats(lm, text[:, :-1], text[:, 1:], at[None], ranges[None], shared, None)
-    return np.where(scored, ce, 0.0).sum(axis=1, dtype=np.float64)
+    nats = np.where(scored, ce, 0.0).sum(axis=1, dtype=np.float64)
+    inputs.refuse_nan(np.isnan(nats), "the scoring pass")
+    return nats
 
 
 MAX_ALTERNATIVES = 20  # of each token in `prefix_log_p`
@@ -450,7 +508,9 @@ def weighted_nats(
         negative = np.where(prompt, lm.corruption.mask, xt), guidance
     nats = _batched_nats(lm, xt, tokens[document], positions, ranges, document, time, posterior, negative)
     nats = np.where(weight > 0, nats, 0.0) * weight  # padding may hold any number
-    return nats.sum(axis=1, dtype=np.float64).reshape(len(documents), samples)
+    nats = nats.sum(axis=1, dtype=np.float64).reshape(len(documents), samples)
+    inputs.refuse_nan(np.isnan(nats).any(axis=1), "the scoring pass")
+    return nats
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -536,7 +596,8 @@ def _nats(
         assert time is not None
         t = jnp.where(time > 0, time, 0.5)  # outside of canvases any time will do: the weight there is 0
         terms = noise.bound_terms(corruption, logits, tokens, xt, t, posterior)
-        return terms.weight * terms.divergence
+        # The terms clip the probabilities, which hides NaN.
+        return jnp.where(jnp.isnan(logits).any(-1), jnp.nan, terms.weight * terms.divergence)
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
@@ -559,56 +620,71 @@ def logits(
         time: Time of the canvas in [0, 1], one number or one per row, for models that take it. None: the share of masks
             in the canvas.
 
+    `lm`, arrays of ids and times may be traced: the function can be called under `jit`, `vmap` and `grad`. The values
+    of traced ids and times are not checked, nor are NaN logits.
+
     Returns:
-        Logits [B, L, V] aligned with the canvas, at least fp32. For an autoregressive model, entry i predicts the token
-        after position i of the canvas from the tokens up to it.
+        Logits [B, L, V] aligned with the canvas, at least fp32, of all ids. For an autoregressive model, entry i
+        predicts the token after position i of the canvas from the tokens up to it.
 
     Raises:
-        ValueError: Before any compute, naming the argument that does not fit.
+        ValueError: Before any compute, naming the argument that does not fit; or the logits are NaN.
 
     Example:
         >>> mask = lm.corruption.mask
         >>> mj.logits(lm, [mask] * 8, prompt="import ").argmax(-1)
+        >>> jax.grad(lambda lm: mj.logits(lm, canvas)[0, 0, 7])(lm).params
     """
     inputs.check_lm(lm)
-    ids = _canvas_ids(lm, canvas)
+    ids = _ids(lm, canvas, "canvas")
     rows, length = ids.shape
-    before = [[]] * rows if prompt is None else inputs.prompt_rows(lm, prompt, rows, row="row of canvas")
-    sizes = np.array([len(prefix) for prefix in before])
+    if isinstance(prompt, Tracer):
+        traced = _ids(lm, prompt, "prompt")
+        if len(traced) not in (1, rows):
+            raise refuse("prompt", prompt, f"ids [P], or [{rows}, P]: one prompt for each row of canvas")
+        sizes = np.full(rows, traced.shape[1])
+    else:
+        before = [[]] * rows if prompt is None else inputs.prompt_rows(lm, prompt, rows, row="row of canvas")
+        sizes = np.array([len(prefix) for prefix in before])
     if sizes.max() + length > lm.model.config.context:
         allowed = f"with its prompt at most {lm.model.config.context} tokens, the context"
         raise refuse("canvas", ids.shape, allowed)
     if not lm.model.hides_padding:
         check_equal_lengths("prompts", sizes)
-    text = np.zeros((rows, int(sizes.max()) + length), np.int32)
-    for row, prefix, tokens in zip(text, before, ids, strict=True):
-        row[: len(prefix) + length] = [*prefix, *tokens]
+    prefixes: Any = np.zeros((rows, int(sizes.max()) + length), np.int32)
+    if isinstance(prompt, Tracer):
+        prefixes = jnp.asarray(prefixes).at[:, : int(sizes.max())].set(traced)
+    else:
+        for row, prefix in zip(prefixes, before, strict=True):
+            row[: len(prefix)] = prefix
     # `known`: how many tokens of the prompt can be encoded to the KV cache. The rest, such as an incomplete block of a
     # block-diffusion model, is fed together with the canvas. [B]
-    known = np.asarray(lm.model.encodable(jnp.asarray(sizes, jnp.int32)))
+    with jax.ensure_compile_time_eval():
+        known = np.asarray(lm.model.encodable(jnp.asarray(sizes, jnp.int32)))
     widths = int(known.max()), int((sizes - known).max()) + length
-    times, (sizes, known) = _times(lm, ids, time), (jnp.asarray(x, jnp.int32) for x in (sizes, known))
+    arrays = (prefixes, ids, sizes.astype(np.int32), known.astype(np.int32), _times(lm, ids, time))
     with inputs.explain_wrong_params(lm):
-        return _pass(lm.model, widths, length, lm.params, jnp.asarray(text), sizes, known, times)
+        out = _pass(lm.model, widths, length, lm.params, *arrays)
+    if not isinstance(out, Tracer):
+        inputs.refuse_nan(np.asarray(jnp.isnan(out).any(axis=(1, 2))), "the denoising pass")
+    return out
 
 
-def _canvas_ids(lm: LM, canvas: Any) -> np.ndarray:
-    """Checks the canvas and returns it as whole numbers [B, L]."""
+def _ids(lm: LM, ids: Any, name: str) -> Any:
+    """Checks ids and returns them as whole numbers [B, L]: a numpy array, or the traced array."""
     allowed = "whole numbers [L] or [B, L], rows of one length of 1 or more"
-    if isinstance(canvas, Tracer):
-        raise refuse("canvas", canvas, f"concrete {allowed}")
     try:
-        ids = np.atleast_2d(np.asarray(canvas))
+        rows = jnp.atleast_2d(ids) if isinstance(ids, Tracer) else np.atleast_2d(np.asarray(ids))
     except ValueError:  # rows of several lengths
-        raise refuse("canvas", canvas, allowed) from None
-    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise refuse("canvas", f"{ids.dtype}{list(ids.shape)}", allowed)
-    if ids.min() < 0 or ids.max() >= lm.model.config.vocab:
-        raise refuse("canvas", (int(ids.min()), int(ids.max())), f"ids in 0..{lm.model.config.vocab - 1}")
-    return ids
+        raise refuse(name, ids, allowed) from None
+    if rows.ndim != 2 or rows.size == 0 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise refuse(name, f"{rows.dtype}{list(rows.shape)}", allowed)
+    if not isinstance(ids, Tracer) and (rows.min() < 0 or rows.max() >= lm.model.config.vocab):
+        raise refuse(name, (int(rows.min()), int(rows.max())), f"ids in 0..{lm.model.config.vocab - 1}")
+    return rows
 
 
-def _times(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
+def _times(lm: LM, canvas: Any, time: Any) -> Float[Array, "B"] | None:
     """Returns the time of each row's canvas [B]; None for models that take no time."""
     if not lm.model.config.timed:
         if time is not None:
@@ -618,7 +694,9 @@ def _times(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
         if lm.corruption.mask is None:
             raise refuse("time", None, "a number in 0..1: the noise of this model leaves no masks to count")
         time = (canvas == lm.corruption.mask).mean(axis=1)
-    t = np.asarray(time)
+    if isinstance(time, Tracer) and time.shape in ((), (len(canvas),)):
+        return jnp.broadcast_to(jnp.asarray(time, jnp.float32), (len(canvas),))
+    t = np.zeros(0) if isinstance(time, Tracer) else np.asarray(time)
     t = t.astype(np.float32) if t.dtype.kind in "iuf" else np.full((), np.nan, np.float32)
     if t.shape not in ((), (len(canvas),)) or not ((t >= 0) & (t <= 1)).all():
         raise refuse("time", time, f"a number in 0..1, or one for each of the {len(canvas)} rows")
@@ -631,7 +709,8 @@ def _pass(
     widths: tuple[int, int],
     length: int,
     params: Params,
-    text: Int[Array, "B S"],
+    prefixes: Int[Array, "B S"],
+    canvas: Int[Array, "B L"],
     sizes: Int[Array, "B"],
     known: Int[Array, "B"],
     time: Float[Array, "B"] | None,
@@ -640,7 +719,8 @@ def _pass(
 
     `widths` holds the number of tokens of the encoding and of the denoising pass that the longest row needs.
     """
-    rows, size = text.shape
+    rows, size = prefixes.shape
+    text = jax.vmap(write_at)(prefixes, canvas, sizes)
     places = lambda start, width: jnp.minimum(start[:, None] + jnp.arange(width), size - 1)
     cut = lambda start, width: jnp.take_along_axis(text, places(start, width), axis=1)
     cache, zero = model.empty_cache(rows, size), jnp.zeros((rows,), jnp.int32)

@@ -99,7 +99,9 @@ def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) 
     changes |= close_thinking(row, changes)
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):
-        changes["logprobs"] = update_logprobs(row.logprobs, logits, token, open_token, row.committed)
+        changes["logprobs"] = update_logprobs(
+            row.logprobs, logits, token, open_token, row.committed, config.corruption.forbidden
+        )
     return changes
 
 
@@ -205,7 +207,9 @@ def verify_row(
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):
-        changes["logprobs"] = update_logprobs(row.logprobs, logits, drawn, new, row.committed)
+        changes["logprobs"] = update_logprobs(
+            row.logprobs, logits, drawn, new, row.committed, config.corruption.forbidden
+        )
     if isinstance(row.trajectory, Trajectory):
         fresh = Trajectory(jnp.full_like(drawn, row.nfe), draw_log_prob(processed, drawn, temperature))
         write = lambda old, x: write_changed(old, x, new, row.committed)

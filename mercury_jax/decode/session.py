@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
-from mercury_jax.decode.inputs import Prompt, explain_wrong_params
+from mercury_jax.decode.inputs import Prompt, explain_wrong_params, refuse_nan
 from mercury_jax.decode.state import Drafter, Frame, Rows, SamplingParams, State, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM, Params
@@ -103,11 +103,8 @@ def check_nan_steps(nan_step: Int[np.ndarray, "B"], name: str = "logits") -> Non
     Raises:
         ValueError: A row has; the message names the row and the pass.
     """
-    for row in np.flatnonzero(nan_step >= 0):
-        raise ValueError(
-            f"{name} of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
-            "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
-        )
+    for row in np.flatnonzero(nan_step >= 0)[:1]:
+        refuse_nan(nan_step >= 0, f"denoising pass {nan_step[row]}", name)
 
 
 class Answers(NamedTuple):

@@ -194,7 +194,10 @@ def token_stats(
 
 
 class LogprobBuffer(NamedTuple):
-    """Log-probabilities of the model before any logits processor, by position in the text, with k alternatives each."""
+    """Log-probabilities of the model before any logits processor, by position in the text, with k alternatives each.
+
+    They are normalised over the ids that the model may emit, all but `Corruption.forbidden`, as those of `score`.
+    """
 
     chosen: Float[Array, "B S"]  # log-probability of the emitted token
     top_ids: Int[Array, "B S k"]  # the k most probable ids
@@ -257,6 +260,7 @@ def update_logprobs(
     answer: Int[Array, "L"],
     changed: Bool[Array, "L"],
     start: Int[Array, ""],
+    forbidden: tuple[int, ...],
     source: Int[Array, "L"] | None = None,
 ) -> LogprobBuffer:
     """Records the log-probabilities of the tokens that this pass has written in one row.
@@ -267,13 +271,14 @@ def update_logprobs(
         answer: The tokens of the window [L].
         changed: Which of them this pass has written [L].
         start: Position of the window's first token in the text.
+        forbidden: Ids that the model never emits, such as the mask. They have no share, as in `score`.
         source: Old index of each position of the window, for rules that insert or delete; None: nothing has moved.
 
     Returns:
         The updated log-probabilities.
     """
     k = logprobs.top_ids.shape[-1]
-    log_p = jax.nn.log_softmax(logits, axis=-1)
+    log_p = jax.nn.log_softmax(forbid(logits, forbidden), axis=-1)
     top, ids = jax.lax.top_k(log_p, max(k, 1))
     chosen = jnp.take_along_axis(log_p, answer[:, None], axis=-1)[:, 0]
     new = LogprobBuffer(chosen, ids[:, :k].astype(jnp.int32), top[:, :k])

@@ -80,8 +80,8 @@ def observe(config: DecodeConfig, row: State) -> Observation:
 def _step_keys(row: State) -> tuple[Key, Key, Key]:
     """Derives the keys for the token draws, the noise and the rule of a step.
 
-    They depend only on the row's key, the start of its block and the step, never on the batch: a row generates the same
-    tokens whichever rows share its passes.
+    They depend only on the row's key, the start of its block and the step, never on the batch: in the same program a
+    row generates the same tokens, bit for bit, whichever rows share its passes. Across programs this holds in fp64.
     """
     draw, noise, rule = jax.random.split(step_key(row.key, row.committed, row.step), 3)
     return draw, noise, rule

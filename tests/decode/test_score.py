@@ -297,3 +297,69 @@ def test_bad_input_to_the_other_calls_is_refused_in_words():
         mj.Plan(steps=0)
     with pytest.raises(ValueError, match="block"):
         mj.sample(tiny("block_causal"), "x", plan=mj.Plan(block=5))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_logits_are_a_function_of_the_model_under_the_transforms_of_jax(pattern):
+    lm, prompts = tiny(pattern), np.array([[5, 6, 7], [8, 9, 10]])
+    canvas = np.array([[7, lm.corruption.mask, 9, lm.corruption.mask]] * 2)
+    close = functools.partial(np.testing.assert_allclose, atol=2e-5)
+    want = mj.logits(lm, canvas, prompts)
+    close(jax.jit(mj.logits)(lm, jnp.asarray(canvas), jnp.asarray(prompts)), want)
+    close(jax.jit(lambda lm, canvas: mj.logits(lm, canvas, prompts))(lm, canvas), want)
+    rows = jax.vmap(lambda canvas, prompt: mj.logits(lm, canvas, prompt)[0])
+    close(rows(jnp.asarray(canvas), jnp.asarray(prompts)), want)
+    models = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), lm)
+    close(jax.vmap(lambda lm: mj.logits(lm, canvas, prompts))(models)[0], want)
+    slope = jax.grad(lambda lm: mj.logits(lm, canvas, prompts)[0, 1, 5])(lm)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(slope.params))
+    assert any(jnp.abs(x).max() > 0 for x in jax.tree.leaves(slope.params))
+    with pytest.raises(ValueError, match="prompt"):
+        jax.jit(mj.logits)(lm, canvas, jnp.ones((3, 2), int))
+
+
+@pytest.mark.parametrize("kind", ["absorbing", "uniform"])
+def test_nan_parameters_are_refused_by_every_score(kind):
+    lm = tiny(kind=kind)
+    broken = dataclasses.replace(lm, params=jax.tree.map(lambda x: x * jnp.nan, lm.params))
+    guided = {"guidance": 1.0} if kind == "absorbing" else {}
+    for call in (
+        lambda: mj.score(broken, "x", ["y", "z"], samples=2),
+        lambda: mj.score(broken, "x", "y", samples=2, **guided),
+        lambda: mj.logits(broken, [7, 8]),
+        lambda: mj.edit(broken, "x"),
+    ):
+        with pytest.raises(ValueError, match="logits of row 0 are NaN"):
+            call()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_logprobs_and_scores_are_normalised_over_the_same_ids(pattern):
+    """One answer token, whose score is exact: mask and other forbidden ids have no share in either."""
+    lm = tiny(pattern)
+    out = mj.sample(lm, PROMPT, max_tokens=1, sampler=mj.rules.confidence(), temperature=1.0, logprobs=3)
+    assert out.logprobs is not None and len(out.tokens[0]) == 1
+    scored = mj.score(lm, lm.tokenizer.encode(PROMPT), out.tokens[0])
+    assert scored.se == 0.0
+    np.testing.assert_allclose(out.logprobs[0].tokens[0], scored.log_p, atol=1e-4)
+    assert not np.isin(out.logprobs[0].top_ids, lm.corruption.forbidden).any()
+
+
+def test_answers_of_a_model_that_thinks_are_scored_after_its_thinking():
+    lm, answers = mj.load(), ["931", "932", "832", "100"]
+    chat = [{"role": "user", "content": "347+585="}]
+    thought = mj.sample(lm, chat, effort="medium").thinking[0]
+    sampled, given = (mj.score(lm, chat, answers, thinking=one, samples=8).log_p for one in (True, thought))
+    assert answers[int(np.argmax(sampled))] == "932"
+    np.testing.assert_allclose(sampled, given, rtol=1e-4)
+    rows = mj.score(lm, [chat, chat], ["932", "932"], thinking=[True, False], samples=8).log_p
+    assert rows[0] > rows[1] + 10
+    for thinking, said in (
+        (None, "thinking is None"),
+        (1, "thinking is 1"),
+        ([True], "thinking is 'a list of 1'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mj.score(lm, [chat, chat], ["932", "932"], thinking=thinking)
+    with pytest.raises(ValueError, match="no conversation"):
+        mj.score(lm, "347+585=", answers, thinking=True)
