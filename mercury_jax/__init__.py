@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         rule,
         stopping_criterion,
     )
+    from mercury_jax.decode.request import prompt_ids
     from mercury_jax.decode.rollout import AnswerBatch, Rollout, answer_batch, rollout, token_log_probs
     from mercury_jax.decode.sample import LogProbs, Output, sample
     from mercury_jax.decode.sampler import (
@@ -66,6 +67,7 @@ _PUBLIC = {
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
     "decode.search": ("SearchOutput", "best_of_n", "smc"),
+    "decode.request": ("prompt_ids",),
     "decode.rollout": ("AnswerBatch", "Rollout", "answer_batch", "rollout", "token_log_probs"),
     "decode.sample": ("LogProbs", "Output", "sample"),
     "decode.registration": ("Above", "AtLeast", "Between", "logits_processor", "rule", "stopping_criterion"),
@@ -92,7 +94,8 @@ __all__ = [
     "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session", "StoppingCriterion",
     "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
     "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
-    "logits_processor", "mesh", "presets", "processors", "propose", "rollout", "rule", "rules", "sample", "score",
+    "logits_processor", "mesh", "presets", "processors", "prompt_ids",
+    "propose", "rollout", "rule", "rules", "sample", "score",
     "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ import numpy as np
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.inputs import MAX_TOKENS, check_whole
-from mercury_jax.decode.registration import AtLeast, Between, check_number
+from mercury_jax.decode.registration import AtLeast, Between, check_number, no_such_part
 from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static
 
 LLADA_EOS = 126081  # `<|endoftext|>`, which LLaDA's script names by its id
@@ -759,3 +759,12 @@ def _cached(plan: Plan, use_cache: bool, dual_cache: bool) -> Plan:
         raise refuse("dual_cache", dual_cache, "False without use_cache=True")
     refresh = None if not use_cache else Refresh.dual() if dual_cache else Refresh.prefix()
     return Plan(block=plan.block, steps=plan.steps, refresh=refresh)
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_part("preset", name, __dir__())
+
+
+def __dir__() -> list[str]:
+    here = lambda made: callable(made) and getattr(made, "__module__", None) == __name__
+    return sorted(name for name, made in globals().items() if here(made) and name[0] != "_")

@@ -42,6 +42,7 @@ from mercury_jax.decode.registration import (
     Probability,
     check_number,
     logits_processor,
+    no_such_part,
 )  # fmt: skip
 from mercury_jax.decode.sampler import Logits, LogitsProcessor, Param, Static
 from mercury_jax.decode.token_stats import NEVER
@@ -491,4 +492,8 @@ def _is_list(x: Any) -> bool:
 def __getattr__(name: str) -> Any:
     if name in PROCESSORS:
         return PROCESSORS[name]
-    raise AttributeError(f"no logits processor is called {name!r}; there are {', '.join(PROCESSORS)}")
+    raise no_such_part("logits processor", name, __dir__())
+
+
+def __dir__() -> list[str]:
+    return sorted(["ALL", "allow", "allow_bits", "ban", "before_confidence", "bias", *PROCESSORS])

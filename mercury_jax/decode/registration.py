@@ -224,6 +224,11 @@ def check_token_ids(rule: Rule, vocab: int) -> None:
             raise refuse(f"{rule.name}({name}=)", most, f"an id in 0..{vocab - 1}, or -1 for none")
 
 
+def no_such_part(kind: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Makes the error of a module such as `mj.rules` for a name that it does not have."""
+    return AttributeError(f"no {kind} is called {name!r}: {nearest(name, sorted(names))}")
+
+
 P = ParamSpec("P")
 F_co = TypeVar("F_co", covariant=True)
 

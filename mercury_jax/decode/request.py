@@ -29,7 +29,7 @@ from mercury_jax.decode.decode_config import (
     prefill_width,
     slots_for,
 )
-from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
+from mercury_jax.decode.defaults import EffortLike, choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.drafting import add_drafter
 from mercury_jax.decode.sampler import Sampler, check_sampler
@@ -125,9 +125,7 @@ def encode_request(lm: LM, request: Request) -> Request:
         ValueError: Names the argument that does not fit.
     """
     efforts = find_effort(request.effort)
-    thinks = lambda effort: effort is not None and effort.thinking > 0
-    flags = list(map(thinks, efforts)) if isinstance(efforts, list) else thinks(efforts)
-    prompts = _prompts(lm, request, flags)
+    prompts = _prompts(lm, request, _thinks(efforts))
     count, n = len(prompts), request.n
     request = resolve_sampler(lm, request, count)
     max_tokens = inputs.check_max_tokens(lm, prompts, request.max_tokens)
@@ -163,6 +161,39 @@ def encode_request(lm: LM, request: Request) -> Request:
         end_thinking=None if marks is None else marks.close,
         forked=n > 1 and request.draft is None,  # the drafter of each row encodes the prompt itself
     )
+
+
+def prompt_ids(
+    lm: LM, prompt: inputs.Prompts, *, effort: EffortLike | Sequence[EffortLike] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes prompts for `mj.decoder`, as `mj.sample` encodes them.
+
+    Args:
+        lm: The model; its tokenizer encodes texts and renders conversations.
+        prompt: A text, a conversation or ids, or a list of these.
+        effort: As in `sample`: with an effort that thinks, a conversation ends with the start of the thinking section.
+
+    Returns:
+        Ids [B, P], left-aligned, padded with 0; and the number of tokens of each prompt [B].
+
+    Raises:
+        ValueError: Names the argument that does not fit.
+
+    Example:
+        >>> ids, lengths = mj.prompt_ids(lm, [{"role": "user", "content": "347+585="}])
+        >>> state = decoder.init(lm.params, ids, lengths, max_tokens=64, key=jax.random.key(0))
+    """
+    inputs.check_lm(lm)
+    prompts, _ = inputs.encode_prompts(lm, prompt, thinking=_thinks(find_effort(effort)))
+    rows = rows_of(prompts, 0, 0)
+    return rows.tokens, rows.committed
+
+
+def _thinks(effort: Any) -> bool | list[bool]:
+    """Returns whether the prompt asks for thinking at an effort, or at each of several."""
+    if isinstance(effort, list):
+        return [bool(_thinks(one)) for one in effort]
+    return effort is not None and effort.thinking > 0
 
 
 def resolve_sampler(lm: LM, request: Request, prompts: int) -> Request:

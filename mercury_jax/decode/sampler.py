@@ -30,7 +30,7 @@ from jax import dtypes
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.types import Hidden, Key, Params, Proposal, View
+from mercury_jax.types import Hidden, Key, Params, Proposal, View, shown
 
 Memory: TypeAlias = Any  # a pytree of arrays that a rule or a stopping criterion carries from step to step
 Param: TypeAlias = float | jax.Array | np.ndarray  # one number, or one per row
@@ -173,6 +173,12 @@ def call_part(name: str, function: Callable[..., Any], /, *args: Any, **params: 
         raise ValueError(f"{name} fails: {lines[0]}") from error
 
 
+def part_text(part: Any) -> str:
+    """Writes a part as the call that makes it, such as `ema(p=0.8, decay=0.5)`; arrays by dtype and shape."""
+    value = lambda x: shown(x.value if isinstance(x, Static) else x)
+    return f"{part.name}({', '.join(f'{name}={value(x)}' for name, x in dict(part.params).items())})"
+
+
 def _pytree(cls: Any) -> Any:
     """Registers a dataclass as a pytree: `params` holds the leaves, and all other fields are static."""
     meta = [field.name for field in dataclasses.fields(cls) if field.name != "params"]
@@ -214,6 +220,8 @@ class Rule:
     needs_hidden: bool | HiddenHead = False
     variable_length: bool = False
     needs_logits: bool = True
+
+    __repr__ = part_text
 
     def __call__(self, key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
         """Runs the rule on one row and checks shapes and dtypes of what it returns, while tracing.
@@ -268,6 +276,8 @@ class LogitsProcessor:
     needs_logits: bool = True
     draws_only: bool = False
 
+    __repr__ = part_text
+
     def __call__(self, logits: Logits, view: View) -> Logits:
         """Runs the processor on one row and checks shape and dtype of what it returns, while tracing.
 
@@ -306,6 +316,8 @@ class StoppingCriterion:
     name: str
     init: Callable[[jax.Array, int], Memory] = no_memory
     needs_logits: bool = True
+
+    __repr__ = part_text
 
     def __call__(self, view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
         """Runs the criterion on one row and checks what it returns, while tracing.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.registration import STOPPING, AtLeast, NonNegative, stopping_criterion
+from mercury_jax.decode.registration import STOPPING, AtLeast, NonNegative, no_such_part, stopping_criterion
 from mercury_jax.decode.sampler import Memory, Param, StoppingCriterion
 from mercury_jax.types import Proposal, View
 
@@ -158,4 +158,8 @@ def after_sixteen_edits() -> StoppingCriterion:
 def __getattr__(name: str) -> Any:
     if name in STOPPING:
         return STOPPING[name]
-    raise AttributeError(f"no stopping criterion is called {name!r}; there are {', '.join(STOPPING)}")
+    raise no_such_part("stopping criterion", name, __dir__())
+
+
+def __dir__() -> list[str]:
+    return sorted(["ALL", "after_sixteen_edits", *STOPPING])

@@ -189,3 +189,26 @@ def test_truncation_by_all_of_the_probability_keeps_every_id():
 def test_ranges_stand_in_the_order_of_the_parameters():
     for name, make in MAKERS.items():
         assert list(make.ranges) == [key for key in make.params if key in make.ranges], name
+
+
+def test_parts_print_as_the_call_that_makes_them():
+    chain = (mj.processors.top_k(3), mj.processors.ban([7]))
+    sampler = mj.Sampler(mj.rules.threshold(0.8), chain, mj.stopping.steady(patience=2), temperature=0.5)
+    assert repr(sampler.rule) == "threshold(p=0.8)" and repr(mj.stopping.filled()) == "filled()"
+    assert repr(chain) == "(top_k(k=3), ban(ids=[7]))"
+    assert "rule=threshold(p=0.8), processors=(top_k(k=3), " in repr(sampler) and "<function" not in repr(
+        sampler
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "wrong", "near"),
+    [("processors", "banned", "ban"), ("processors", "logit_bias", "bias"), ("rules", "treshold", "threshold"),
+     ("stopping", "stedy", "steady"), ("presets", "lada", "llada")],
+)  # fmt: skip
+def test_an_unknown_part_is_answered_with_the_nearest_and_dir_lists_parts_alone(module, wrong, near):
+    module = getattr(mj, module)
+    with pytest.raises(AttributeError, match=rf"{wrong}'.*\b{near}\b"):
+        getattr(module, wrong)
+    assert near in dir(module) and not {"np", "jax", "jnp", "Any", "refuse"} & set(dir(module))
+    assert all(hasattr(module, name) for name in dir(module))

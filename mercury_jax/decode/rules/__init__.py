@@ -15,7 +15,7 @@ that users define.
 
 from typing import TYPE_CHECKING, Any
 
-from mercury_jax.decode.registration import RULES, rule
+from mercury_jax.decode.registration import RULES, no_such_part, rule
 from mercury_jax.decode.rules import (
     combined,
     history,
@@ -74,8 +74,8 @@ ALL = RULES
 def __getattr__(name: str) -> Any:
     if name in RULES:
         return RULES[name]
-    raise AttributeError(f"no rule is called {name!r}; there are {', '.join(RULES)}")
+    raise no_such_part("rule", name, __dir__())
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *RULES])
+    return sorted(["ALL", "confidence_without", "leftmost_first", "one_of", *RULES])
