@@ -62,6 +62,8 @@ class Sample:
     """Answers to each prompt; answer j of prompt i uses seed + i N + j. They differ where --temperature is above 0."""
     stop: Annotated[Repeated[tuple[str, ...]], option("TEXT")] = ()
     """End an answer before this text; repeatable."""
+    bad_words: Annotated[Repeated[tuple[str, ...]], option("TEXT")] = ()
+    """A text that no answer may hold, in whatever tokens; repeatable. Not with --stop."""
     escapes: Escapes = False
     r"""Read \n, \t and \\ in the texts as Python does."""
     temperature: OptionalFloat = None
@@ -97,6 +99,7 @@ def run(argv: Sequence[str]) -> int:
     )  # fmt: skip
     # A lone "-" is no name of a file here.
     stop = [word if word == "-" else arguments.read_text("--stop", word, args.escapes) for word in args.stop]
+    bad_words = [arguments.read_text("--bad-words", word, args.escapes) for word in args.bad_words]
     negative = args.processing.negative
     if negative is not None:
         negative = arguments.read_text("--negative", negative, args.escapes)
@@ -108,14 +111,14 @@ def run(argv: Sequence[str]) -> int:
         how["plan"] = default_plan(lm, args.decoding.plan())
     prompts: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     # The live view draws one answer after the other, as its canvas stands: no guidance, and nothing is cut.
-    plain = args.processing.guidance is None and not stop and args.n == 1
+    plain = args.processing.guidance is None and not (stop or bad_words) and args.n == 1
     shared = args.html is not None or args.gif is not None
     if show.terminal() and plain and not (args.no_live or args.json or shared):
         _watch(lm, args, texts, prompts, how)
     else:
         guided = dict(
             guidance=args.processing.guidance, negative=negative, logprobs=args.logprobs, n=args.n,
-            stop=stop, history=shared,
+            stop=stop, history=shared, bad_words=bad_words or None,
         )  # fmt: skip
         out = _timed(lm, prompts, args.decoding.seed, args.warm, how | guided)
         _print(out, texts, args)
@@ -173,6 +176,10 @@ def _check(args: Sample, texts: list[str]) -> None:
         display.check_matplotlib("--gif")
     if "" in args.stop:
         raise refuse("--stop", "", "a text of at least one character")
+    if "" in args.bad_words:
+        raise refuse("--bad-words", "", "a text of at least one character")
+    if args.bad_words and args.stop:
+        raise refuse("--bad-words", args.bad_words[0], "a call without --stop")
     guidance, negative = args.processing.guidance, args.processing.negative
     if guidance is not None and not math.isfinite(guidance):
         raise refuse("--guidance", guidance, "a finite number")

@@ -22,12 +22,13 @@ from jaxtyping import Array, Bool, Int
 from mercury_jax.config import refuse
 from mercury_jax.decode import processors
 from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, compile
+from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, Without, compile
 from mercury_jax.decode.inputs import check_max_tokens, encode_prompts
 from mercury_jax.decode.request import Request
 from mercury_jax.decode.sampler import check_sampler
 from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.state import Frame, State
+from mercury_jax.decode.stop_texts import check_stops
 from mercury_jax.types import LM
 
 ALL_IDS = 0xFFFFFFFF  # a word of a grammar mask in which every id is allowed
@@ -226,7 +227,7 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     others["stop"] = request.stop  # a cut text would no longer match the grammar
     for name, value in others.items():
         if value is not None:
-            raise refuse(name, value, "None with schema=")
+            raise refuse(name, value, "None with schema= or bad_words=")
     revise = request.plan.revise
     if revise:
         raise refuse("plan.revise", revise, "0 with schema=: tokens that the grammar has accepted stay")
@@ -261,6 +262,30 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
             raise GrammarError(f"{name} is refused: {error}") from None
         rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]
     return rows
+
+
+def without_bad_words(lm: LM, request: Request, bad_words: Any) -> Request:
+    """Makes the texts that no answer may hold the grammar of each prompt.
+
+    Args:
+        lm: The model.
+        request: A checked request without a schema.
+        bad_words: As in `sample`.
+
+    Returns:
+        The request with `schema`.
+
+    Raises:
+        ValueError: `bad_words` is no list of texts, or the request has a schema.
+    """
+    if request.schema is not None or request.prompt is None:
+        allowed = "None with schema=, and None without a prompt"
+        raise refuse("bad_words", bad_words, allowed)
+    prompts, _ = encode_prompts(lm, request.prompt)
+    words = check_stops(bad_words, len(prompts), "bad_words")
+    before = ["" if p.chat else lm.tokenizer.decode(p.ids) for p in prompts]
+    specs = [Without(texts, text) if texts else None for texts, text in zip(words, before, strict=False)]
+    return request._replace(schema=specs if any(specs) else None)
 
 
 def with_grammar_mask(lm: LM, request: Request) -> Request:

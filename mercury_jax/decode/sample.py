@@ -234,6 +234,7 @@ def sample(
     mesh: Mesh | None = None,
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
     draft: Draft | LM | None = None,
+    bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
 ) -> Output:
     """Decodes answers to each prompt.
 
@@ -278,6 +279,10 @@ def sample(
         draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one. It drafts blocks, and `lm`, a model
             that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
             sense of `mj.Draft.method`. Not with plan, schema, guidance, state, keep or passes.
+        bad_words: Texts that no answer holds, in whatever tokens: one, a list for all prompts, or a list of such lists
+            (or None). A text that the prompt begins is not completed either. Thinking may hold them. It is a grammar
+            of the answer (`mj.grammar.Without`): the answer is not blank, and what `schema` says of other arguments
+            holds. Not with schema.
 
     Returns:
         The answers and their cost.
@@ -305,9 +310,11 @@ def sample(
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
         mesh=mesh, schema=schema, n=n, stop=stop, draft=draft,
     ).checked()  # fmt: skip
+    if bad_words is not None:
+        request = constrained.without_bad_words(lm, request, bad_words)
     if draft is not None:
         lm, request = with_drafter(lm, request, keep=keep, passes=passes)
-    grammars = None if schema is None else constrained.rows_of_request(lm, request, passes)
+    grammars = None if request.schema is None else constrained.rows_of_request(lm, request, passes)
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)
     else:

@@ -86,13 +86,14 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text, False) if found is None else (before, True)
 
 
-def check_stops(stop: Any, prompts: int) -> list[tuple[str, ...]]:
+def check_stops(stop: Any, prompts: int, name: str = "stop") -> list[tuple[str, ...]]:
     """Checks the stop texts of a call.
 
     Args:
         stop: A text, a list of texts for all prompts, a list with one list of texts (or None) per prompt, or
             None.
         prompts: Number of prompts.
+        name: Name of the argument in errors.
 
     Returns:
         The stop texts of each prompt; [] if no prompt has any.
@@ -110,11 +111,11 @@ def check_stops(stop: Any, prompts: int) -> list[tuple[str, ...]]:
     if stop is None or (isinstance(stop, list | tuple) and not stop):
         return []
     if isinstance(stop, str) or not isinstance(stop, list | tuple) or any(isinstance(x, str) for x in stop):
-        return [texts("stop", stop)] * prompts
+        return [texts(name, stop)] * prompts
     if len(stop) != prompts:
         allowed = f"one list of texts for all, or {prompts}: one for each prompt"
-        raise refuse("stop", f"{len(stop)} lists", allowed)
-    return [() if one is None else texts(f"stop[{i}]", one) for i, one in enumerate(stop)]
+        raise refuse(name, f"{len(stop)} lists", allowed)
+    return [() if one is None else texts(f"{name}[{i}]", one) for i, one in enumerate(stop)]
 
 
 def watched_rows(session: Session) -> np.ndarray | None:

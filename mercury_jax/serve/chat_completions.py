@@ -73,8 +73,9 @@ async def chat_completions(models: ServedModels, request: Request) -> Response:
         A JSON response or an event stream.
     """
     service, body = await models.read(request, ChatCompletionsRequest)
-    plain = body.model_dump(include={"tools", "response_format"}, exclude_unset=True, by_alias=True)
-    size = len(dump_json(plain)) if body.tools or body.response_format else None
+    fields = {"tools", "response_format", "bad_words"}
+    plain = body.model_dump(include=fields, exclude_unset=True, by_alias=True)
+    size = len(dump_json(plain)) if any(getattr(body, name) for name in fields) else None
     return await respond(service, request, lambda: _prepare_chat(service, body), body.n, size)
 
 
@@ -115,7 +116,13 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         budget = engine_requests.token_budget(context, len(prompt), max_tokens, 0)
     # Compile last, because it may take seconds: a prompt that is too long has been refused by now.
     constrained = bool(policy.tools or body.response_format)
+    if constrained and body.bad_words:
+        raise errors.invalid_request(
+            "bad_words", "bad_words cannot be combined with tools or response_format"
+        )
     constraint = output_constraint(lm, body, policy) if constrained else OutputConstraint()
+    if words := tuple(filter(None, body.bad_words or ())):
+        constraint = OutputConstraint(compile_grammar(lm, grammars.Without(words), "bad_words"))
     temperature, warning = body.temperature, None
     if options.strict_temperature:
         temperature, warning = engine_requests.vendor_temperature(body.temperature)

@@ -13,12 +13,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mercury_jax.decode.grammar import Grammar, Without
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.serve import errors, protocol, responses
 from mercury_jax.serve.chat import apply_edit, code_prompts
 from mercury_jax.serve.chat.code_prompts import CodePrompt
 from mercury_jax.serve.chat.messages import plain_messages
 from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.chat_completions import compile_grammar
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
 from mercury_jax.serve.responses import EchoedPrompt
@@ -136,6 +138,7 @@ def _prepare_texts(
     logprobs = body.logprobs if isinstance(body, protocol.CompletionsRequest) else None
     codes: list[CodePrompt] = []
     jobs: list[EngineRequest | PrecomputedAnswer] = []
+    words = tuple(filter(None, getattr(body, "bad_words", None) or ()))
     for i, prompt in enumerate(prompts):
         service.check_size(len(prompt) + len(suffix), "prompt")
         if isinstance(prompt, str):
@@ -146,8 +149,12 @@ def _prepare_texts(
                 raise errors.invalid_value("prompt", beyond, allowed, field="id in prompt")
             code = CodePrompt(tuple(prompt), tuple(lm.tokenizer.encode(suffix)) if suffix else None)
         codes.append(code)
+        if words and suffix:
+            raise errors.invalid_request("bad_words", "bad_words cannot be combined with suffix")
         if body.max_tokens:
-            jobs += with_seeds(_code_request(service, body, code, "prompt", logprobs=logprobs), n, i)
+            before = prompt if isinstance(prompt, str) else lm.tokenizer.decode(prompt)
+            grammar = compile_grammar(lm, Without(words, before), "bad_words") if words else None
+            jobs += with_seeds(_code_request(service, body, code, "prompt", logprobs, grammar), n, i)
         else:
             token_budget(service.engine.context, len(code.prompt) - 1, 1, 0, "prompt")  # the prompt must fit
             jobs += [PrecomputedAnswer((), "length")] * n
@@ -246,7 +253,12 @@ def _edit_plan(lm: LM, body: EditBody, code: CodePrompt, finish: Callable[[str, 
 
 
 def _code_request(
-    service: Service, body: CodeBody, code: CodePrompt, param: str, logprobs: int | None = None
+    service: Service,
+    body: CodeBody,
+    code: CodePrompt,
+    param: str,
+    logprobs: int | None = None,
+    grammar: Grammar | None = None,
 ) -> EngineRequest:
     """Makes the request of a code prompt.
 
@@ -262,4 +274,5 @@ def _code_request(
         suffix=code.suffix,
         max_tokens=answer if code.max_tokens is None else max(1, min(answer, code.max_tokens)),
         logprobs=logprobs,
+        grammar=grammar,
     )

@@ -339,6 +339,10 @@ class StreamOptions(RequestModel):
     """Send one more chunk, with the usage and no choices."""
 
 
+# The endpoints for chat and plain text have the field `bad_words`.
+SAMPLED_CONSTRAINTS = {name: why for name, why in CONSTRAINT_FIELDS.items() if name != "bad_words"}
+
+
 class ApiRequest(RequestModel):
     """Fields of all endpoints. Subclasses add `max_tokens`, whose default differs."""
 
@@ -375,10 +379,14 @@ class ApiRequest(RequestModel):
 class SampledRequest(ApiRequest):
     """Sampling fields of the endpoints for chat and plain text."""
 
+    refused_fields = {**SAMPLED_CONSTRAINTS, "response_format": _FORMAT}
+
     temperature: float | None = Field(
         None, ge=0, le=2, description=f"{ABOUT_TEMPERATURE} Left out, the decoding rule's own."
     )
     stop: StopSequences | None = Field(None, description=ABOUT_STOP)
+    bad_words: Annotated[list[StopSequence], Field(max_length=32, fail_fast=True)] | None = None
+    """Texts that no answer holds, in whatever tokens. Not with tools, `response_format` or `suffix`."""
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     """Sample among this many of the likeliest tokens; -1 and 0: all."""
     min_p: float = Field(0.0, ge=0, le=1)
@@ -393,7 +401,7 @@ class SampledRequest(ApiRequest):
 class ChatCompletionsRequest(SampledRequest):
     """Body of POST /v1/chat/completions."""
 
-    refused_fields = CONSTRAINT_FIELDS
+    refused_fields = SAMPLED_CONSTRAINTS
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The conversation so far."""

@@ -322,3 +322,13 @@ def test_serve_takes_a_rule_for_requests_that_name_none(own_rule, lm):
     assert (
         rule.name == "least_certain" and rule.params == {"share": 0.3} and serve.with_rule(lm, None, {}) is lm
     )
+
+
+def test_sample_writes_no_bad_word(at_hand, capsys):
+    call = ["sample", "def f", "--max-tokens", "8", "--model", at_hand, "--json"]
+    [plain] = objects(capsys, *call)
+    words = sorted(set(filter(str.isalnum, plain["text"])))[:8] or ["x"]
+    [row] = objects(capsys, *call, *(part for word in words for part in ("--bad-words", word)))
+    assert row["text"].strip() and not set(words) & set(row["text"])
+    assert main([*call, "--bad-words", "a", "--stop", "b"]) == 2
+    assert "--bad-words" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tests.decode.grammar_many import fault
 from tests.decode.grammar_schemas import SCHEMAS, record
 from tests.decode.test_decoder import compiled
 from tests.marks import slow_except
-from tests.tiny import tiny
+from tests.tiny import PATTERNS, tiny
 
 PROMPTS = ["def x", "return y if x"]
 SMALL = record(kind={"enum": ["a", "b"]}, n={"type": "integer"}, note={"type": "string"})
@@ -129,3 +129,32 @@ def test_what_cannot_be_guaranteed_is_refused_before_any_compute(wrong, words, m
     monkeypatch.setattr("mercury_jax.decode.sample.start", None)
     with pytest.raises(ValueError, match=words):
         mj.sample(tiny(), PROMPTS, **({"max_tokens": 30} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"), [*((p, "absorbing") for p in PATTERNS), ("causal_encoder", "uniform")]
+)
+def test_no_answer_holds_a_bad_word_in_any_tokenisation(pattern, kind):
+    """Every letter pair that plain answers hold is banned, whatever tokens spell it, across the prompt's end too."""
+    lm, more = tiny(pattern, kind=kind), dict(max_tokens=12, n=4, seed=3, temperature=1.0)
+    plain = mj.sample(lm, "def x", **more)
+    words = sorted(
+        {t[i : i + 2] for t in plain.texts for i in range(len(t) - 1) if "\ufffd" not in t[i : i + 2]}
+    )
+    words += ["x" + t[0] for t in plain.texts if t and t[0] != "\ufffd"]
+    out = mj.sample(lm, "def x", bad_words=words, **more)
+    assert all(word not in "x" + text for text in out.texts for word in words)
+    assert all(text.strip() for text in out.texts)
+
+
+def test_bad_words_that_do_not_fit_are_refused():
+    lm = tiny()
+    for more, said in (
+        (dict(bad_words=[""]), "bad_words"),
+        (dict(bad_words=5), "bad_words is 5"),
+        (dict(bad_words=[["a"], ["b"]]), "bad_words is '2 lists'"),
+        (dict(bad_words=["a"], schema={"type": "object"}), "bad_words"),
+        (dict(bad_words=["a"], stop=["b"]), "stop"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mj.sample(lm, "x", max_tokens=8, **more)

@@ -332,6 +332,22 @@ def test_a_json_object_obeys_the_schema_beside_it(client):
     assert refused["param"] == "response_format.schema"
 
 
+def test_bad_words_are_in_no_answer(client):
+    chat = {"model": "nano", "messages": [{"role": "user", "content": "347+585="}], "max_tokens": 8}
+    said = lambda **more: post(client, chat | more)["choices"][0]["message"]["content"]
+    plain = said()
+    changed = said(bad_words=[plain[:2]])
+    assert changed.strip() and plain[:2] not in changed
+    text = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8}
+    write = lambda **more: post(client, text | more, "/v1/completions")["choices"][0]["text"]
+    words = [c for c in dict.fromkeys(write()) if c.isalpha()]
+    assert words and not set(words) & set(write(bad_words=words))
+    for more, path in ((chat | {"response_format": {"type": "json_object"}}, "/v1/chat/completions"),
+                       (text | {"suffix": "x"}, "/v1/completions")):  # fmt: skip
+        refused = client.post(path, json=more | {"bad_words": ["a"]})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "bad_words"
+
+
 def test_sampling_parameters_change_the_answer(client):
     payload = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "temperature": 1.2, "seed": 1}
     texts = lambda **more: [

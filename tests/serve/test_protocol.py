@@ -100,8 +100,9 @@ def test_the_fields_of_a_message_depend_on_its_role(role):
 def test_fields_that_constrain_the_answer_are_refused_by_name(name):
     fields = {"guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": "x",
               "structured_outputs": {"regex": "a"}, "regex": "a+", "ebnf": "x", "grammar": "x", "json_schema": {"a": 1},
-              "structural_tag": {"a": 1}, "allowed_token_ids": [5], "bad_words": ["a"], "min_tokens": 5,
+              "structural_tag": {"a": 1}, "allowed_token_ids": [5], "bad_words_ids": [[5]], "min_tokens": 5,
               "functions": [{"name": "f"}], "function_call": "auto"}  # fmt: skip
+    fields |= {"bad_words": ["a"]} if name not in ("chat", "completions") else {}
     fields |= {} if name == "chat" else {"response_format": {"type": "json_object"}}
     for field, value in fields.items():
         for data in ({field: value}, {"extra_body": {field: value}}):

@@ -26,10 +26,11 @@ from mercury_jax.decode.grammar.spec import (
     Regex,
     Spec,
     ToolCalls,
+    Without,
     check_bounds,
 )
 
 __all__ = [
     "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Place", "Regex", "Spec",
-    "ToolCalls", "Walker", "WalkerStep", "check_bounds", "compile", "enforceable",
+    "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
 ]  # fmt: skip

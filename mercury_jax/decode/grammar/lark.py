@@ -29,6 +29,7 @@ from mercury_jax.decode.grammar.spec import (
     Regex,
     Spec,
     ToolCalls,
+    Without,
     check_bounds,
     check_schema,
     grammar_error,
@@ -120,7 +121,25 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
         return LarkGrammar(lark, "options")
     if isinstance(spec, ToolCalls | FreeOr | CallsOr):
         return _calls(spec)
+    if isinstance(spec, Without):
+        return LarkGrammar(_without(spec), "bad_words")
     raise grammar_error("schema", spec, "a JSON Schema or a spec of mercury_jax.grammar")
+
+
+def _without(spec: Without) -> str:
+    """A grammar of all texts that are not blank and hold none of the texts."""
+    for i, text in enumerate(spec.texts):
+        if not isinstance(text, str) or not 0 < len(text) <= MOST_PATTERN:
+            raise grammar_error(f"bad_words[{i}]", text, f"a text of 1..{MOST_PATTERN} characters")
+    # What is left of a text that the text before the answer begins.
+    cut = lambda text: (n for n in range(1, len(text)) if spec.after.endswith(text[:n]))
+    rests = [text[n:] for text in spec.texts for n in cut(text)]
+    quoted = lambda texts: "|".join("".join(f"\\x{{{ord(c):x}}}" for c in t) for t in dict.fromkeys(texts))
+    lark = f"start: TEXT\nTEXT: /(?s:.*\\S.*)/ & ~/(?s:.*({quoted(spec.texts)}).*)/"
+    lark += f" & ~/(?s:({quoted(rests)}).*)/\n" if rests else "\n"
+    if len(lark) > MOST_BYTES:
+        raise grammar_error("bad_words", f"{len(lark)} bytes", f"at most {MOST_BYTES}")
+    return lark
 
 
 def _json(spec: JSONSchema | JSONObject) -> _Value:

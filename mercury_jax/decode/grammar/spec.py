@@ -155,7 +155,20 @@ class CallsOr:
     answer: JSONSchema | JSONObject
 
 
-Spec: TypeAlias = JSONSchema | JSONObject | Regex | Choice | ToolCalls | FreeOr | CallsOr
+@dataclass(frozen=True)
+class Without:
+    """Any text that is not blank and holds none of some texts, however they are divided into tokens.
+
+    Attributes:
+        texts: The texts that the answer may not hold.
+        after: The text before the answer. A text that begins in it may not be completed by the answer either.
+    """
+
+    texts: Sequence[str]
+    after: str = ""
+
+
+Spec: TypeAlias = JSONSchema | JSONObject | Regex | Choice | ToolCalls | FreeOr | CallsOr | Without
 
 MOST_BYTES = 256 << 10  # of a schema as JSON
 MOST_DEPTH = 64  # of its nesting
