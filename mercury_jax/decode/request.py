@@ -186,7 +186,7 @@ def prompt_ids(
     inputs.check_lm(lm)
     prompts, _ = inputs.encode_prompts(lm, prompt, thinking=_thinks(find_effort(effort)))
     rows = rows_of(prompts, 0, 0)
-    return rows.tokens, rows.committed
+    return np.asarray(rows.tokens), np.asarray(rows.committed)
 
 
 def _thinks(effort: Any) -> bool | list[bool]:

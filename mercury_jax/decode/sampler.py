@@ -221,7 +221,8 @@ class Rule:
     variable_length: bool = False
     needs_logits: bool = True
 
-    __repr__ = part_text
+    def __repr__(self) -> str:
+        return part_text(self)
 
     def __call__(self, key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
         """Runs the rule on one row and checks shapes and dtypes of what it returns, while tracing.
@@ -276,7 +277,8 @@ class LogitsProcessor:
     needs_logits: bool = True
     draws_only: bool = False
 
-    __repr__ = part_text
+    def __repr__(self) -> str:
+        return part_text(self)
 
     def __call__(self, logits: Logits, view: View) -> Logits:
         """Runs the processor on one row and checks shape and dtype of what it returns, while tracing.
@@ -317,7 +319,8 @@ class StoppingCriterion:
     init: Callable[[jax.Array, int], Memory] = no_memory
     needs_logits: bool = True
 
-    __repr__ = part_text
+    def __repr__(self) -> str:
+        return part_text(self)
 
     def __call__(self, view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
         """Runs the criterion on one row and checks what it returns, while tracing.
