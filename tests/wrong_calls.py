@@ -450,7 +450,9 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "prompts of other rows": (lambda: logits([5, 6], prompt=["x", "y"]), "prompt is 'a list of 2'"),
         "a time of a model without": (lambda: logits(time=0.5), "time is 0.5"),
         "beyond the context": (lambda: logits(long), "canvas is"),
-        "a traced canvas": (lambda: jax.jit(lambda x: logits(x))(jnp.ones(3, int)), "canvas is .* concrete"),
+        "a traced canvas of floats": (
+            lambda: jax.jit(lambda x: logits(canvas=x))(jnp.ones(3)), "canvas is .*float32.*whole numbers",
+        ),
         "a time of 2": (lambda: logits(lm=own(lambda p, t, time: p[t]), canvas=[1], time=2.0), "time is 2.0"),
         "a time as a text": (
             lambda: logits(lm=own(lambda p, t, time: p[t]), canvas=[1], time="x"), "time is 'x'",
@@ -965,7 +967,7 @@ def complaint(error: Exception, said: str) -> str:
     where = f"{type(error).__name__} of {Path(frame.filename).name}:{frame.lineno}"
     if (
         type(error) is AttributeError
-        and re.search("there are|it has", text)
+        and re.search("there are|it has|is the nearest", text)
         and frame.filename.startswith(PACKAGE)
     ):
         return (
