@@ -414,8 +414,9 @@ class Tokenizer:
 
         Args:
             messages: Mappings {"role", "content"}; a role is one of `chat.ROLES`. An assistant message may have
-                `tool_calls`, a list of {"function": {"name", "arguments"}} whose arguments are a mapping, or a text that is
-                written as it is; its content may then be None. A tool message has the `tool_call_id` of the call that it answers.
+                `tool_calls`, a list of {"function": {"name", "arguments"}} whose arguments are a mapping, or a text
+                that is written as it is; its content may then be None. A tool message has the `tool_call_id` of the
+                call that it answers.
             thinking: Append the token that opens the thinking, so that the answer starts with it. False: the model
                 decides whether to think.
             add_generation_prompt: End with the start of an assistant turn.

@@ -118,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         guided = dict(
             guidance=args.processing.guidance, negative=negative, logprobs=args.logprobs, n=args.n,
-            stop=stop, history=shared, bad_words=bad_words or None,
+            stop=stop or None, history=shared, bad_words=bad_words or None,
         )  # fmt: skip
         out = _timed(lm, prompts, args.decoding.seed, args.warm, how | guided)
         _print(out, texts, args)
