@@ -34,7 +34,7 @@ class OptimConfig:
     optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
     lr: float = 1e-3  # the peak, after warm-up
     base_width: int = 0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
-    warmup: int = 100  # steps from 0 to the peak
+    warmup: int = 100  # number of the step that has the peak; the first has 1 / warmup of it
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: float = 0.1  # the last learning rate as a share of the peak
     tail: float = 0.2  # share of the steps over which wsd decays
@@ -67,16 +67,20 @@ class OptimConfig:
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Makes the learning-rate schedule: a linear warm-up from 0, then the decay.
+    """Makes the learning-rate schedule: a linear warm-up, then the decay.
+
+    The first update has 1 / warmup of the peak, so that it is not wasted, and update number `warmup` the peak. The last
+    update of the run has the share `final` of the peak, unless the decay is constant.
 
     Args:
         config: Peak, warm-up and decay.
         steps: Number of steps of the run; the decay ends at the last one.
 
     Returns:
-        step -> learning rate.
+        Updates taken before this one -> learning rate.
     """
-    c, rest = config, max(1, steps - config.warmup)
+    c, warmup = config, max(1, config.warmup)
+    rest = max(1, steps - warmup)
     low = c.lr * c.final
     # `optax.join_schedules` passes each schedule the steps since its own start: `after` counts from the warm-up's end.
     if c.decay == "cosine":
@@ -84,11 +88,12 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     elif c.decay == "linear":
         after = optax.linear_schedule(c.lr, low, rest)
     elif c.decay == "wsd":
-        tail = max(1, round(steps * c.tail))
-        after = optax.linear_schedule(c.lr, low, tail, transition_begin=max(0, rest - tail))
+        tail = min(rest, max(1, round(steps * c.tail)))
+        after = optax.linear_schedule(c.lr, low, tail, transition_begin=rest - tail)
     else:
         after = optax.constant_schedule(c.lr)
-    return optax.join_schedules([optax.linear_schedule(0.0, c.lr, max(1, c.warmup)), after], [c.warmup])
+    joined = optax.join_schedules([optax.linear_schedule(0.0, c.lr, warmup), after], [warmup])
+    return lambda count: joined(count + 1)
 
 
 def optimizer(config: OptimConfig, steps: int, width: int) -> optax.GradientTransformation:

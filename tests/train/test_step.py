@@ -145,8 +145,13 @@ def test_an_evaluation_repeats_and_weighs_tokens():
 )
 def test_schedules_warm_up_and_end_where_they_should(decay, half, last):
     at: Any = optim.schedule(OptimConfig(lr=2.0, warmup=10, decay=decay, final=0.1, tail=0.2), 110)
-    assert [float(at(i)) for i in (0, 5, 10)] == pytest.approx([0, 1, 2])
-    assert float(at(60)) == pytest.approx(2 * half) and float(at(110)) == pytest.approx(2 * last)
+    # The first of 110 updates has a tenth of the peak, the tenth has the peak, and the last one reaches `final`.
+    assert [float(at(i)) for i in (0, 4, 9)] == pytest.approx([0.2, 1, 2])
+    assert float(at(59)) == pytest.approx(2 * half) and float(at(109)) == pytest.approx(2 * last)
+    for warmup in (0, 1, 9, 10):  # short runs: the first update moves, and without a decay the peak is kept
+        short: Any = optim.schedule(OptimConfig(lr=2.0, warmup=warmup, decay=decay, final=0.1, tail=0.9), 10)
+        assert float(short(0)) == pytest.approx(2 / max(1, warmup))
+        assert float(short(9)) == pytest.approx(2 if warmup == 10 else 2 * last)
 
 
 def first_move(params, grads, **fields) -> Any:
