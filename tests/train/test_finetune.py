@@ -13,11 +13,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import mercury_jax as mj
-from mercury_jax import api, cli, hub
+from mercury_jax import api, cli, hub, models
 from mercury_jax.train import data
 from mercury_jax.train.data.packing import StreamSettings
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.recipe import MeshConfig
+from mercury_jax.train.objectives import masked_elbo, objective as parts
+from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.recipe import MeshConfig, load_recipe
 from mercury_jax.types import LaidOutDocument, LoraWeight
 from tests.marks import slow_except
 from tests.train.tiny_checkpoints import (
@@ -25,11 +26,13 @@ from tests.train.tiny_checkpoints import (
     VOCAB,
     chats,
     checkpoint,
+    config,
     losses,
     recipe,
     tokenizer,
 )
 
+PATTERNS = ("bidirectional", "block_causal")
 RECIPES = {"LLaDA": "sft_llada", "Qwen3": "adapt_qwen3", "DiffusionGemma": "sft_diffusion_gemma"}
 
 
@@ -254,3 +257,63 @@ def test_an_evaluation_that_reads_a_small_held_out_side_often_says_so(base, tmp_
         r"the 8 batches of an evaluation read them about \d+ times; --eval-batches", told(config)
     )
     assert "held-out data are small" not in told(dataclasses.replace(config, eval_every=0))
+
+
+def test_an_answer_is_filled_up_to_a_length_that_is_drawn_for_it(base):
+    _, lines = base("LLaDA")
+    tok = tokenizer("LLaDA")
+    made = {p: models.build(dataclasses.replace(config("LLaDA", tok), pattern=p)) for p in PATTERNS}
+    opened = {
+        (p, split): data.build(
+            data.mixture((data.chat(str(lines), held_out=0.3), 1.0)), tok, model.layout,
+            rows=64, row=256, seed=0, split=split, prefetch=0,
+        )
+        for p, model in made.items()
+        for split in ("train", "test")
+    }  # fmt: skip
+    batches = {key: next(opened_one) for key, opened_one in opened.items()}
+    sizes = {key: [np.bincount(r[r >= 0]) for r in x.canvas] for key, x in batches.items()}
+    filled = np.concatenate(sizes["bidirectional", "train"])
+    # Every length up to the row occurs, the short ones more often; held-out answers end with their block.
+    assert set(filled) == set(range(32, 257, 32)) and np.median(filled) <= 128
+    assert set(np.concatenate(sizes["bidirectional", "test"])) <= {32, 64}
+    assert set(np.concatenate(sizes["block_causal", "train"])) == {32}
+    # Fillers beyond the first end of text count together a quarter of the answer, whatever their number is.
+    one = batches["bidirectional", "train"]
+    batch = jax.tree.map(jax.numpy.asarray, one)
+    weights = np.asarray(parts.token_weights(made["bidirectional"], batch))
+    eos = one.tokens == tok.eos
+    filler = one.editable & eos & np.pad(eos[:, :-1], ((0, 0), (1, 0)))
+    for canvas, fills, editable, weight in zip(one.canvas, filler, one.editable, weights):
+        for number in range(canvas.max() + 1):
+            here = canvas == number
+            text = weight[here & editable & ~fills]
+            assert (text == 1).all()
+            assert weight[here & fills].sum() == pytest.approx(min(len(text) / 4, (here & fills).sum()))
+    np.testing.assert_array_equal(
+        parts.token_weights(made["block_causal"], batches["block_causal", "train"]),
+        batches["block_causal", "train"].editable,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["LLaDA", "Dream"])
+def test_a_tuned_bidirectional_model_answers_at_every_budget_up_to_its_row(tmp_path, family):
+    turn = lambda role, content: {"role": role, "content": content}
+    asked = {
+        f"a {c} {a}": f"The {a} is {c}."
+        for c in ("red", "blue", "green")
+        for a in ("fox", "bee", "cat", "owl")
+    }
+    lines = [json.dumps({"messages": [turn("user", q), turn("assistant", a)]}) for q, a in asked.items()]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    hub.tiny_random(family, tmp_path / "tiny")
+    tuned = dataclasses.replace(
+        load_recipe("sft_llada"), init=str(tmp_path / "tiny"), chats=str(tmp_path / "chats.jsonl"), steps=100,
+        batch=12, row=320, mesh=MeshConfig(data=-1, fsdp=1), out=str(tmp_path / "run"),
+        optim=OptimConfig(lr=3e-3, warmup=5, decay="wsd", tail=0.1, final=0.1, b2=0.999),
+    )  # fmt: skip
+    lm = mj.load(mj.train(tuned).out / "model")
+    for budget in (16, 32, 64, 128, 256):
+        texts = mj.sample(lm, [[turn("user", q)] for q in asked], max_tokens=budget).texts
+        assert sum(text.strip() == answer for text, answer in zip(texts, asked.values())) >= 11, budget

@@ -266,7 +266,8 @@ class Shards:
                 assert shard.prompts is not None  # `manifest["prompts"]` says so
                 ids = shard.tokens[shard.index[d] : shard.index[d + 1]].astype(np.int32)
                 place = f"document {d} of {corpus.folder / corpus.shards[number].name}"
-                return packing.lay_out(here, Example(ids, int(shard.prompts[d]), True), place)
+                example = Example(ids, int(shard.prompts[d]), True)
+                return packing.lay_out(here, packing.fill_up(here, example, index), place)
 
             return Stream(at, size, corpus.manifest["digest"], in_layout)
 

@@ -82,6 +82,35 @@ def lay_out(settings: StreamSettings, example: Example, place: str) -> LaidOutDo
     return laid
 
 
+def fill_up(settings: StreamSettings, example: Example, index: int) -> Example:
+    """Continues a finished text with end-of-text ids up to a random length, for a layout with one canvas.
+
+    A model that denoises an answer in one canvas must have seen end-of-text at each position behind it, up to the
+    longest canvas that it will fill. LLaDA fills up to the longest answer of the batch (arXiv 2502.09992, appendix
+    B.1). Here the length of each text is drawn, up to what a row holds: log-uniformly with a preference for short
+    canvases, from which the text is learnt. `objective.token_weights` limits the weight of the fillers.
+
+    Args:
+        settings: Layout, length of a row and seed. Held-out texts are not filled up, so that their losses do not depend
+            on the row.
+        example: The text.
+        index: Number of the example in its stream; each has a length of its own.
+
+    Returns:
+        The example with more ids. The layout completes the last block as for other texts.
+    """
+    layout, n = settings.layout, len(example.ids)
+    block = block_size(layout)
+    most = settings.row // block * block - example.prompt
+    if settings.split != "train" or not example.ends or n - example.prompt >= most:
+        return example
+    if layout(np.zeros(block + 1, np.int32), 0, 0).canvas.tolist() != [0] * 2 * block:
+        return example  # shorter canvases: decoding ends with the first one that holds an end of text
+    own, u = n - example.prompt, np.random.default_rng((*settings.seed, 3, index)).random()
+    fill = np.full(int(own * (most / own) ** (u * u)) - own, settings.tokenizer.eos, np.int32)
+    return example._replace(ids=np.concatenate([example.ids, fill]))
+
+
 def block_size(layout: Layout) -> int:
     """Finds the canvas width of a layout, by laying out a text of one token.
 

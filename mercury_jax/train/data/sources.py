@@ -245,7 +245,8 @@ class Text:
                 # A prompt of random length below a block: canvases then start anywhere in a text, not only at multiples
                 # of the block.
                 prompt = int(rng.integers(min(block, len(ids))))
-                laid = packing.lay_out_piece(here, Example(ids, prompt, bool(pieces.final[k])), self.where)
+                piece = packing.fill_up(here, Example(ids, prompt, bool(pieces.final[k])), index)
+                laid = packing.lay_out_piece(here, piece, self.where)
                 # No infilling on the test side, so that its loss is a bound for whole canvases.
                 infill = settings.split == "train" and rng.random() < self.infill
                 return packing.keep_spans(laid, rng) if infill else laid
@@ -389,10 +390,15 @@ class Chat:
         )
 
         def in_layout(layout: Layout) -> Stream:
-            # Conversations are never cut, so all of them are laid out here: one that does not fit is refused at once.
             here = settings._replace(layout=layout)
-            laid = [packing.lay_out(here, *example) for example in examples]
-            return Stream(lambda i: laid[order(i // n)[i % n]], n, in_layout=in_layout)
+            for example in examples:  # conversations are never cut: one that does not fit is refused at once
+                packing.lay_out(here, *example)
+
+            def at(index: int) -> LaidOutDocument:
+                example, place = examples[order(index // n)[index % n]]
+                return packing.lay_out(here, packing.fill_up(here, example, index), place)
+
+            return Stream(at, n, in_layout=in_layout)
 
         return in_layout(settings.layout) if examples else None
 
@@ -506,7 +512,9 @@ class Generated:
 
             def at(index: int) -> LaidOutDocument:
                 example = self.example(settings.tokenizer, index, settings.seed, settings.split)
-                return packing.lay_out(here, example, f"a problem of {self.name}")
+                return packing.lay_out(
+                    here, packing.fill_up(here, example, index), f"a problem of {self.name}"
+                )
 
             at(0)  # a row that is too short for this task is refused now, not hours into the training
             return Stream(at, 0, in_layout=in_layout)

@@ -84,10 +84,13 @@ def masked_and_edited(
         visible = batch.editable & ~noised.masked
         bad, good = visible & (noised.xt != batch.tokens), visible & (noised.xt == batch.tokens)
         scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
-        # All three parts are sums over tokens, and the total is divided by the number of editable tokens.
+        # All three parts are sums over tokens, and the total is divided by the number of editable tokens; fillers of a
+        # bidirectional canvas count less.
+        weights = parts.token_weights(model, batch)
         total = scored
         if edit:
             total = total + edit * (bad + right * good) * ce
+        total = weights * total
         if causal:
             total = total + causal * following.known * jnp.where(following.answer, 1.0, prompt) * ce
         answer = following.known & following.answer
@@ -101,7 +104,7 @@ def masked_and_edited(
             "causal_ce": parts.masked_mean(ce, answer),
             "causal_accuracy": parts.masked_mean(hit, answer),
         }
-        return Loss(total.sum(1), editable.sum(1), metrics)
+        return Loss(total.sum(1), weights.sum(1), metrics)
 
     return objective
 

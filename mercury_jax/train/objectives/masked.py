@@ -220,7 +220,7 @@ def score_entropy(*, normalise: Normalise = "token", least: float = 1e-4) -> Obj
         ce, penalty, hit = parts.reduce_logits(model, params, hidden, reduce, batch.tokens)
         scored = jnp.where(noised.masked, noised.weight * (ce + penalty), 0.0)
         metrics = _metrics(BOUND, scored, ce, hit, noised.masked, batch)
-        return parts.normalised(batch, scored, normalise, metrics)
+        return parts.normalised(model, batch, scored, normalise, metrics)
 
     return objective
 
@@ -322,7 +322,7 @@ def _masked_loss(
     ce, hit = parts.cross_entropy(model, params, batch, noised.xt, t=noised.t)
     scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
     metrics = _metrics(name, scored, ce, hit, noised.masked, batch)
-    return parts.normalised(batch, scored, normalise, metrics)
+    return parts.normalised(model, batch, scored, normalise, metrics)
 
 
 def _metrics(

@@ -23,6 +23,7 @@ from mercury_jax.types import Batch, Hidden, Key, Loss, Model, PackedPass, Param
 Normalise = Literal["token", "answer", "canvas"]
 
 BOUND, NO_BOUND = "nats_per_token", "weighted_ce"  # names of the weighted sum in the metrics
+FILLERS = 0.25  # largest weight of all fillers of a canvas, relative to its text
 # Logits of a row that exist at once, 32 MB in fp32: 256 positions of 32,768 ids, or 32 positions of 262,144 ids.
 MAX_LOGITS = 1 << 23
 
@@ -155,34 +156,63 @@ def sums_by(index: Int[Array, "B T"], values: Shaped[Array, "B T"]) -> Float[Arr
     return jax.vmap(row)(index, values.astype(jnp.float32))
 
 
-def shares(batch: Batch, scored: Bool[Array, "B T"], normalise: Normalise) -> Float[Array, "B T"]:
+def token_weights(model: Model, batch: Batch) -> Float[Array, "B T"]:
+    """Weighs the editable positions: 1, but less for the fillers of a long canvas.
+
+    A bidirectional model denoises an answer in one canvas, which end-of-text ids fill up (`packing.fill_up`). They are
+    easy to predict and may be many: those of a canvas count together at most `FILLERS` times as much as its other
+    tokens, so that the text is learnt as fast as without them.
+
+    Args:
+        model: Its config names the pattern and the end-of-text id.
+        batch: Packed rows.
+
+    Returns:
+        Weights, 0 where nothing is editable.
+    """
+    weights = batch.editable.astype(jnp.float32)
+    if model.config.pattern != "bidirectional":
+        return weights
+    # An end of text behind an end of text is a filler; the first one is part of the text.
+    ended = batch.tokens == model.config.eos
+    filler = batch.editable & ended & jnp.pad(ended[:, :-1], ((0, 0), (1, 0)))
+    limit = sums_by(batch.canvas, batch.editable & ~filler) / jnp.maximum(sums_by(batch.canvas, filler), 1.0)
+    return jnp.where(filler, jnp.minimum(FILLERS * limit, 1.0), weights)
+
+
+def shares(batch: Batch, weights: Shaped[Array, "B T"], normalise: Normalise) -> Float[Array, "B T"]:
     """Computes the weight of each scored position in the mean of the loss.
 
     Args:
         batch: Packed rows.
-        scored: The scored positions.
-        normalise: "token": every position has weight 1. "answer": the weights of a document sum to 1. "canvas": the
-            weights of a document sum to 1, and are divided equally among its canvases.
+        weights: Relative weight of each position, 0 where nothing is scored; or the scored positions, bool.
+        normalise: "token": the weights themselves. "answer": the weights of a document sum to 1. "canvas": the weights
+            of a document sum to 1, and are divided equally among its canvases.
 
     Returns:
-        Weights, 0 at positions that are not scored. They sum to the number of scored positions ("token"), or to the
-        number of documents with a scored position.
+        Weights, 0 at positions that are not scored.
     """
+    weights = weights.astype(jnp.float32)
     if normalise == "token":
-        return scored.astype(jnp.float32)
+        return weights
     document = documents(batch)
     if normalise == "answer":
-        return jnp.where(scored, 1.0 / jnp.maximum(sums_by(document, scored), 1.0), 0.0)
-    own = jnp.where(scored, 1.0 / jnp.maximum(sums_by(batch.canvas, scored), 1.0), 0.0)
+        return weights / jnp.maximum(sums_by(document, weights), 1.0)
+    own = weights / jnp.maximum(sums_by(batch.canvas, weights), 1.0)
     return own / jnp.maximum(sums_by(document, own), 1.0)  # the shares of a canvas sum to 1
 
 
 def normalised(
-    batch: Batch, values: Float[Array, "B T"], normalise: Normalise, metrics: dict[str, tuple[Array, Array]]
+    model: Model,
+    batch: Batch,
+    values: Float[Array, "B T"],
+    normalise: Normalise,
+    metrics: dict[str, tuple[Array, Array]],
 ) -> Loss:
     """Normalises weighted cross-entropies at editable positions into a `Loss`.
 
     Args:
+        model: The denoiser, see `token_weights`.
         batch: Packed rows.
         values: Weighted cross-entropies in nats; 0 where nothing is scored.
         normalise: See `shares`.
@@ -191,7 +221,7 @@ def normalised(
     Returns:
         The loss, with leaves [B].
     """
-    share = shares(batch, batch.editable, normalise)
+    share = shares(batch, token_weights(model, batch), normalise)
     return Loss((values * share).sum(1), share.sum(1), metrics)
 
 

@@ -112,7 +112,7 @@ def _elbo(
             "noised_ce": parts.masked_mean(terms.nll, changed),
             "noised_accuracy": parts.masked_mean(terms.hit, changed),
         }
-        return parts.normalised(batch, scored, normalise, metrics)
+        return parts.normalised(model, batch, scored, normalise, metrics)
 
     return objective
 
@@ -173,7 +173,7 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
         ce, hit = parts.reduce_logits(model, params, hidden, reduce, target)
         # Each part is a mean per document: `decoded` and `encoded` are the weights of its positions. [B, T]
         decoded, encoded = (
-            parts.shares(batch, batch.editable, "canvas"),
+            parts.shares(batch, parts.token_weights(model, batch), "canvas"),
             parts.shares(batch, following.known, "answer"),
         )
         changed = batch.editable & (xt != batch.tokens)
