@@ -265,9 +265,7 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
         if int(bad) and error is None:
             error = CheckpointError(f"{path} is damaged; process 0 reports how")
     if error is not None:
-        others = [other for other in steps(folder) if path_of(folder, other) != path]
-        hint = f". To continue from step {others[-1]} instead, move {path} away" if others else ""
-        raise CheckpointError(f"{error}{hint}")
+        raise _with_hint(error, folder, path)
     wanted = _flatten(target, abstract=True)
     saved = about["arrays"]
     for name, shape in _shapes(wanted).items():
@@ -310,13 +308,23 @@ def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str
         raise CheckpointError(str(refuse("step", step, allowed)))
     path = path_of(folder, step)
     # Verify this file first, because its contents are used before the arrays are verified.
-    manifest.verify(path, only=ABOUT)
-    about = manifest.read_json(path / ABOUT)
+    try:
+        manifest.verify(path, only=ABOUT)
+        about = manifest.read_json(path / ABOUT)
+    except CheckpointError as error:
+        raise _with_hint(error, folder, path) from None
     if about.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: {refuse('format', about.get('format'), f'{FORMAT}, by this version')}"
         )
     return path, about
+
+
+def _with_hint(error: CheckpointError, folder: str | Path, path: Path) -> CheckpointError:
+    """Says how to continue from an earlier step than the damaged one at `path`, if there is one."""
+    others = [other for other in steps(folder) if path_of(folder, other) < path]
+    hint = f". To continue from step {others[-1]} instead, move {path} away" if others else ""
+    return CheckpointError(f"{error}{hint}")
 
 
 def _read_arrays(state: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:

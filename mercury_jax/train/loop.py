@@ -203,9 +203,32 @@ def resume_step(config: TrainConfig) -> int | None:
         for name, value in now[part].items():
             if had[name] != value and f"{part}.{name}" not in config.unread:
                 raise refuse(f"{part}.{name}", value, f"{brief(had[name])}, as in the checkpoint to resume")
-    if (had := saved.get("freeze", "")) != config.freeze:
-        raise refuse("freeze", config.freeze, f"{had!r}, as in the checkpoint to resume")
+    # A checkpoint holds no average if ema is 0, and the moments of its own optimizer.
+    same = {"freeze": "", "optim.optimizer": "adamw"} | (
+        {} if config.ema and saved.get("ema", 0) else {"ema": 0}
+    )
+    had, has = _flat(saved), _flat(now)
+    for name, default in same.items():
+        if had.get(name, default) != has[name]:
+            raise refuse(name, has[name], f"{had.get(name, default)!r}, as in the checkpoint to resume")
     return newest
+
+
+def _flat(config: Any, name: str = "") -> dict[str, Any]:
+    """Names the values of a resolved config as the command line does: "optim.lr"."""
+    if not isinstance(config, dict) or not config:
+        return {name: config}
+    return {path: x for k, v in config.items() for path, x in _flat(v, f"{name}.{k}" if name else k).items()}
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Lists the fields in which a resumed run differs from its checkpoint; the data compare their own state."""
+    had, has = _flat(saved), _flat(now)
+    names = [n for n in has if n in had and had[n] != has[n]]
+    names = [
+        n for n in names if n.split(".")[0] not in ("resume", "out", "data", "chats", "init", "join_timeout")
+    ]
+    return ", ".join(f"{n} is {has[n]!r} (was {had[n]!r})" for n in names)
 
 
 @contextmanager
@@ -234,12 +257,14 @@ def _opened(
     # A fresh run starts from the given parameters; a resumed run restores the trained tree from the checkpoint.
     if at is None:
         state, counted = steps.init_state(jax.random.key(config.seed), setup, mesh, start), {}
+        changes = ""
     else:
         found = checkpoint.restore(folder, steps.abstract_state(setup, mesh), at)
         if found.extra.get("base") != base:
             allowed = "the model that the run to resume started from: this one has other values"
             raise refuse("init", config.init, allowed)
         state, counted = found.tree, found.extra
+        changes = _changes(found.config, resolved(config))
         data.set_state(counted["data"])
     del params, start  # the update donates these buffers: no other reference may remain
     loop = _Loop(config, setup, mesh, data, state, at or 0, counted, frozen, base)
@@ -248,6 +273,8 @@ def _opened(
             loop.report.say(f"removed what an interrupted save left: {', '.join(stale)}")
         begins = "resumed at" if at else "starts at"
         loop.report.say(f"{config.name}: {begins} step {at or 0} of {config.steps}")
+        if changes:
+            loop.report.say(f"changed since the checkpoint: {changes}")
         yield loop
     finally:
         try:
@@ -278,7 +305,11 @@ class _Loop:
         config.folder.mkdir(parents=True, exist_ok=True)
         first = jax.process_index() == 0
         if first:
-            manifest.replace(config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode())
+            path, text = config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode()
+            # The config of the steps before a resume is kept if it was another one.
+            if step and path.is_file() and (old := path.read_bytes()) != text:
+                manifest.replace(path.with_name(f"config_to_step_{step}.json"), old)
+            manifest.replace(path, text)
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
         self.report = Reporter(
             config.folder, config.name, config.steps, step, quiet=not first,

@@ -114,7 +114,8 @@ def optimizer(config: OptimConfig, steps: int, width: int) -> optax.GradientTran
     # Weight decay comes after the factors of `by_width`: it is the same at every width.
     decay = optax.add_decayed_weights(c.weight_decay, decayed)
     update = optax.chain(direction, decay, optax.scale_by_learning_rate(schedule(c, steps)))
-    return optax.chain(optax.clip_by_global_norm(c.clip), update) if c.clip else update
+    # Without clipping the state has the same structure, so that a resumed run may change `clip`.
+    return optax.chain(optax.clip_by_global_norm(c.clip) if c.clip else optax.identity(), update)
 
 
 def by_width(

@@ -189,8 +189,45 @@ def test_values_that_an_earlier_version_ignored_do_not_prevent_a_resume(whole, m
     assert loop.resume_step(tiny.config(whole.out, resume=True)) == 30
 
 
-def test_another_optimizer_cannot_resume(whole):
-    refused("has no array 'opt", whole.out, resume=True, optim=OptimConfig(optimizer="muon"))
+def test_another_optimizer_or_an_average_cannot_resume(whole):
+    muon = OptimConfig(optimizer="muon")
+    refused(
+        "optim.optimizer is 'muon'; allowed: 'adamw', as in the checkpoint",
+        whole.out,
+        resume=True,
+        optim=muon,
+    )
+    refused("ema is 0.0; allowed: 0.9, as in the checkpoint to resume", whole.out, resume=True, ema=0.0)
+
+
+def test_what_may_change_on_a_resume_is_listed_and_the_config_before_is_kept(tmp_path, capsys):
+    run(tmp_path, steps=2)
+    before = (tmp_path / "config.json").read_bytes()
+    other = OptimConfig(lr=1e-2, warmup=3, clip=0.0)
+    run(tmp_path, steps=3, resume=True, optim=other, accumulate=2, ema=0.5, objective=tiny.quiet)
+    told = capsys.readouterr().err
+    for words in (
+        "optim.clip is 0.0 (was 1.0)",
+        "accumulate is 2 (was 1)",
+        "ema is 0.5 (was 0.9)",
+        "objective.function",
+    ):
+        assert words in told
+    assert (tmp_path / "config_to_step_2.json").read_bytes() == before
+    run(
+        tmp_path, steps=4, resume=True, optim=OptimConfig(lr=1e-2, warmup=3, clip=2.0)
+    )  # and back to clipping
+    assert saved(tmp_path)[-1] == 4
+
+
+def test_a_cut_checkpoint_says_how_to_continue_from_the_one_before(tmp_path):
+    run(tmp_path, steps=20)
+    for name in ("checkpoint.json", "manifest.json"):
+        path = checkpoint.path_of(tmp_path / "checkpoints", 20) / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        refused("To continue from step 10 instead, move .*00000020 away", tmp_path, resume=True)
+        path.write_bytes(whole)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):

@@ -46,11 +46,39 @@ def test_a_restored_state_goes_on_exactly_with_rows_open(mixed, prefetch):
     fresh.close()
 
 
-def test_a_state_of_other_data_is_refused(mixed):
+def test_a_state_of_other_data_is_refused_by_what_differs(mixed):
     state = build(mixed, prefetch=0).get_state()
-    for other in (build(mixed, prefetch=0, seed=4), build(mixed, prefetch=0, rows=2)):
-        with pytest.raises(ValueError, match=r"state\.data"):
-            other.set_state(state)
+    for other, words in ((dict(seed=4), "seed is 4; allowed: 3"), (dict(rows=2), "batch is 2; allowed: 4")):
+        with pytest.raises(ValueError, match=f"{words}, as in the checkpoint to resume"):
+            build(mixed, prefetch=0, **other).set_state(state)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "chat"])
+def test_data_are_known_by_their_content_wherever_they_are(tmp_path, monkeypatch, kind):
+    lines = [conversation(f"q{i}", f"answer {i}") if kind == "chat" else json.dumps({"text": f"word {i} " * 9})
+             for i in range(6)]  # fmt: skip
+    (tmp_path / "s1").mkdir()
+    (tmp_path / "s1/a.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    source = getattr(data, kind)
+    of = lambda where, **more: build(data.mixture((source(where, **more), 1.0)), prefetch=0)
+    first = of("s1/*.jsonl")
+    take(first, 3)
+    state = json.loads(json.dumps(first.get_state()))
+    wanted = take(first, 3)
+    (tmp_path / "s1").rename(tmp_path / "s2")
+    for where in ("s2/*.jsonl", "./s2/a.jsonl", f"{tmp_path}/s2/a.jsonl"):
+        moved = of(where)
+        moved.set_state(state)
+        assert_same(take(moved, 3), wanted)
+    with pytest.raises(
+        ValueError, match=r"held_out \(data, source 1: s2/\*.jsonl\) is 0.2; allowed: 0.0, as in"
+    ):
+        of("s2/*.jsonl", held_out=0.2).set_state(state)
+    changed = [line.replace("3", "7") for line in lines]
+    (tmp_path / "s2/a.jsonl").write_text("\n".join(changed))
+    with pytest.raises(ValueError, match="source 1: s2/a.jsonl has other content than in the checkpoint"):
+        of("s2/a.jsonl").set_state(state)
 
 
 def test_the_seed_decides(mixed):

@@ -284,6 +284,21 @@ def test_packed_chats_are_those_of_the_direct_source(chats):
     assert sorted(again[60:]) == sorted(wanted) and again[60:] != found
 
 
+def test_a_folder_of_shards_resumes_wherever_it_is(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of = lambda where: data.build(
+        data.mixture((data.shards(where), 1.0)), Numbers(), row_layout(), rows=4, row=100, seed=3, prefetch=0
+    )
+    first = of(texts)
+    take(first, 3)
+    state, wanted = first.get_state(), take(first, 3)
+    Path(texts).rename("s2")
+    for where in ("s2", "./s2", str(tmp_path / "s2")):
+        moved = of(where)
+        moved.set_state(state)
+        assert_same(take(moved, 3), wanted)
+
+
 def test_packed_problems_are_those_that_a_run_draws(tmp_path):
     source = data.generated("add2", thinking=True, prefill=0.5)
     folder = pack(tmp_path / "add2", Problems(source, 300), tokenizer(), held_out=0.1)

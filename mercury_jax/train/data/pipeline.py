@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import grain
 import numpy as np
@@ -56,7 +55,7 @@ class RowState(TypedDict):
 class DataState(TypedDict):
     """Position of a run in its data, ready for JSON."""
 
-    data: str  # digest of the mixture and its settings
+    data: dict[str, Any]  # everything that decides which tokens a batch holds, by name
     batches: int  # number of batches made
     rows: dict[str, RowState]  # state of each row, by its number in the batch
 
@@ -169,7 +168,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         stages: Sequence[tuple[int, Streams]],
         row: int,
         pad: int,
-        digest: str,
+        facts: dict[str, Any],
     ) -> None:
         """Starts at the first batch.
 
@@ -178,11 +177,11 @@ class PackedIterator(grain.DatasetIterator[Batch]):
             stages: Pairs (first batch, the sources opened in the layout of this and later batches).
             row: Positions T of a row.
             pad: Id that fills up rows.
-            digest: Digest of the mixture and its settings; a saved state with another digest is refused.
+            facts: Everything that decides which tokens a batch holds; a state that was saved with others is refused.
         """
         super().__init__()
         self._packers, self._stages, self._streams = packers, stages, stages[0][1]
-        self._row, self._pad, self._digest, self._batches = row, pad, digest, 0
+        self._row, self._pad, self._facts, self._batches = row, pad, facts, 0
 
     def _enter_stage(self, batch: int) -> None:
         """Switches all packers to the layout of a batch, if it is another one."""
@@ -224,7 +223,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
     def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the position of each row of this process."""
         rows = {str(number): packer.get_state() for number, packer in self._packers.items()}
-        return {"data": self._digest, "batches": self._batches, "rows": rows}
+        return {"data": self._facts, "batches": self._batches, "rows": rows}
 
     def set_state(self, state: DataState) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continues from a saved position.
@@ -235,11 +234,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         Raises:
             ValueError: The state belongs to other data or settings, or lacks a row of this process.
         """
-        if state["data"] != self._digest:
-            allowed = (
-                f"{self._digest}; a run resumes with the same data, seed, batch, row and blocks as before"
-            )
-            raise refuse("state.data", state["data"], allowed)
+        _check_same_data(state["data"], self._facts)
         missing = [number for number in self._packers if str(number) not in state["rows"]]
         if missing:
             allowed = f"all of this process's, {missing} too"
@@ -343,13 +338,14 @@ def build(
     firsts, layouts = [first for first, _ in stages], tuple(layout for _, layout in stages)
     check_blocks([(first, block_size(layout)) for first, layout in stages])
     # 1. Each source, opened in each layout. A source without held-out data is left out of the test split.
-    opened, weights = list[list[Stream | RowStream]](), list[float]()
+    opened, sources, weights = list[list[Stream | RowStream]](), list[DataSource](), list[float]()
     for number, (source, weight) in enumerate(mixture.sources):
         settings = StreamSettings(
             tokenizer, max(layouts, key=block_size), row, (seed, number), split, layouts
         )
         if found := open_in_layouts(source, settings):
             opened.append(found)
+            sources.append(source)
             weights.append(weight)
     if not opened:
         raise refuse(
@@ -357,17 +353,22 @@ def build(
             split,
             "train: no source of this mixture holds anything out. Set eval_every to 0, or held_out",
         )
-    # 2. The digest of everything that decides which tokens a batch holds. A layout is a function, so it is represented
-    #    by what it makes of an example.
+    # 2. Everything that decides which tokens a batch holds. A source with an identity is known by its content, wherever
+    #    its files are. A layout is a function, so it is represented by what it makes of an example.
     probes = list[list[int]]()
     for layout in layouts:
         laid = layout(np.zeros(100, np.int32), 1, 0)
         probes.append([len(laid.tokens), int(laid.positions.max()), int(laid.ranges.sum())])
-    probe = [tokenizer.vocab_size, getattr(tokenizer, "fingerprint", ""), *probes[0]]
-    sizes = [[s.size, s.identity] if s.identity else s.size for s, *_ in opened]
-    facts = (dataclasses.asdict(mixture), sizes, probe, rows, row, seed, split)
-    facts += (firsts, probes) if len(stages) > 1 else ()
-    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    facts: dict[str, Any] = {
+        "seed": seed,
+        "batch": rows,
+        "row": row,
+        "blocks": firsts,
+        "model's layout": probes,
+    }
+    facts |= {"tokenizer": getattr(tokenizer, "fingerprint", "") or tokenizer.vocab_size}
+    facts |= {"sources": [_facts_of(*source) for source in zip(sources, weights, (s for s, *_ in opened))]}
+    facts = json.loads(json.dumps(facts))  # as a checkpoint returns them
     # 3. One packer for each row of this process.
     own = range(index * rows // count, (index + 1) * rows // count)
     streams = list(zip(*opened))  # [layout][source]
@@ -378,7 +379,7 @@ def build(
             list(zip(firsts, streams)),
             row,
             tokenizer.pad,
-            digest,
+            facts,
         )
     )
     if not prefetch:
@@ -386,6 +387,38 @@ def build(
     return PrefetchedIterator(
         iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))
     )
+
+
+def _facts_of(source: DataSource, weight: float, stream: Stream | RowStream) -> dict[str, Any]:
+    """Describes a source for a resumed run; `where` is not compared if the content is known."""
+    assert dataclasses.is_dataclass(source) and not isinstance(source, type)
+    facts = {"source": type(source).__name__, **dataclasses.asdict(source)}
+    return {**facts, "weight": weight, "examples": stream.size, "content": stream.identity}
+
+
+def _check_same_data(saved: Any, now: dict[str, Any]) -> None:
+    """Refuses a saved state of other data, and names what differs."""
+    if not isinstance(saved, dict):
+        return  # an earlier version saved a digest, in which paths were part of the data
+
+    def check(name: str, had: Any, has: Any) -> None:
+        if had != has:
+            raise refuse(name, has, f"{had!r}, as in the checkpoint to resume")
+
+    for name in now.keys() - {"sources", "tokenizer", "model's layout"}:
+        check(name, saved.get(name), now[name])
+    check("data", f"{len(saved['sources'])} sources", f"{len(now['sources'])} sources")
+    same_run = "resume with what the run was started with, or start another run (--out)"
+    for i, (had, has) in enumerate(zip(saved["sources"], now["sources"])):
+        where = f"data, source {i + 1}: {has.get('where') or has['source']}"
+        for name in (name for name in has if name != "content"):
+            if name != "examples" and not (name == "where" and has["content"]):
+                check(f"{name} ({where})", had.get(name), has[name])
+        if had.get("content") != has["content"] or had.get("examples") != has["examples"]:
+            raise ValueError(f"{where} has other content than in the checkpoint to resume; {same_run}")
+    for name in ("tokenizer", "model's layout"):
+        if saved.get(name) != now[name]:
+            raise ValueError(f"the {name} is another one than in the checkpoint to resume; {same_run}")
 
 
 def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream | RowStream]:

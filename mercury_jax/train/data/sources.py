@@ -227,6 +227,7 @@ class Text:
         # All tokens stay in memory as int32, so that each epoch can cut anywhere. `Shards` is for larger corpora.
         encoded = [np.array([*tok.encode(text), tok.eos], np.int32) for _, text in documents]
         tokens, lengths = np.concatenate(encoded), np.array([len(ids) for ids in encoded])
+        identity = _identity(encoded)
         epoch = functools.lru_cache(2)(
             lambda number: packing.cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
         )
@@ -251,7 +252,7 @@ class Text:
                 infill = settings.split == "train" and rng.random() < self.infill
                 return packing.keep_spans(laid, rng) if infill else laid
 
-            return Stream(at, size, in_layout=in_layout)
+            return Stream(at, size, identity, in_layout)
 
         return in_layout(settings.layout)
 
@@ -384,7 +385,7 @@ class Chat:
             (encode_turns(settings.tokenizer, place, messages), place)
             for place, messages in self.conversations(settings.split)
         ]
-        n = len(examples)
+        n, identity = len(examples), _identity([example.ids for example, _ in examples])
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
         )
@@ -398,7 +399,7 @@ class Chat:
                 example, place = examples[order(index // n)[index % n]]
                 return packing.lay_out(here, packing.fill_up(here, example, index), place)
 
-            return Stream(at, n, in_layout=in_layout)
+            return Stream(at, n, identity, in_layout)
 
         return in_layout(settings.layout) if examples else None
 
@@ -535,6 +536,14 @@ generated = Generated
 
 
 # --- reading files
+
+
+def _identity(documents: list[np.ndarray]) -> str:
+    """Computes a digest of the tokens of all documents, which stands for the content wherever its files are."""
+    found = hashlib.blake2b(digest_size=16)
+    for ids in documents:
+        found.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+    return found.hexdigest()
 
 
 def side_of(text: str, held_out: float) -> DataSplit:
