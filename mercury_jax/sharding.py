@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -30,7 +30,18 @@ if TYPE_CHECKING:
 AXES = ("data", "fsdp", "tensor", "expert")
 ROWS = ("data", "fsdp")  # mesh axes that split the rows of a batch
 
-MATRICES = ("w", "gate_up", "down")  # last names of the parameters that multiply activations
+# The parameters of all models by their last name: a new parameter is declared with one of these names, or entered here.
+MATRICES = ("w", "gate_up", "down")  # multiply activations
+TABLES = ("embed", "head", "router")  # one row or column per id or expert
+VECTORS = (
+    "b",
+    "scale",
+    "correction",
+    "scalar",
+    "encoder_scalar",
+    "expert_scale",
+)  # added, or multiplied elementwise
+Role = Literal["matrix", "table", "vector"]
 ShardedAxis = str | tuple[str, ...] | None  # mesh axes of one dimension of an array
 ShardingRule = tuple[str, tuple[ShardedAxis, ...]]  # (regular expression of a path, axes of each dimension)
 
@@ -159,7 +170,26 @@ def matrix_axes(name: str) -> MatrixAxes | None:
     *stems, last = name.split("/")
     if last not in MATRICES or "router" in stems:
         return None
-    return MatrixAxes(1, 1) if last != "w" else MatrixAxes(2 if stems[-1] == "o" else 1, 0)
+    return MatrixAxes(1, 1) if last != "w" else MatrixAxes(2 if stems[-1:] == ["o"] else 1, 0)
+
+
+def role(name: str, ndim: int) -> Role:
+    """Tells what a parameter is, which decides how the optimizer treats it.
+
+    Args:
+        name: `path_name` of a parameter, or of a factor of an adapter (`attention/q/w/b`).
+        ndim: Number of its axes, which decides for a model of the user's own (`from_function`).
+
+    Returns:
+        "matrix": a matrix of a layer, or a factor of its adapter. "table": an embedding, head or router. "vector": a
+        bias, a scale or a scalar, even if layers or heads are stacked.
+    """
+    *stems, last = name.split("/")
+    if last in ("a", "b") and stems and matrix_axes("/".join(stems)) is not None:
+        return "matrix"
+    if last in (*VECTORS, "bias") or ndim < 2:
+        return "vector"
+    return "table" if matrix_axes(name) is None or "head" in stems else "matrix"
 
 
 def quantised_axes(name: str) -> MatrixAxes | None:

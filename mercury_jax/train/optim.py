@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from mercury_jax.config import at_least, check_types, one_of, refuse
-from mercury_jax.sharding import path_name
+from mercury_jax.sharding import Role, matrix_axes, path_name, role
 from mercury_jax.types import Params
 
 Decay = Literal["cosine", "linear", "constant", "wsd"]
@@ -31,7 +30,9 @@ class OptimConfig:
         ValueError: A field is out of range.
     """
 
-    optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
+    optimizer: OptimizerName = (
+        "adamw"  # muon: Muon for the matrices of layers and experts, AdamW for the rest
+    )
     lr: float = 1e-3  # the peak, after warm-up
     base_width: int = 0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
     warmup: int = 100  # number of the step that has the peak; the first has 1 / warmup of it
@@ -41,7 +42,7 @@ class OptimConfig:
     b1: float = 0.9  # decay of AdamW's average of gradients
     b2: float = 0.98  # decay of AdamW's average of squared gradients
     eps: float = 1e-8  # added to the denominator of an update
-    weight_decay: float = 0.1  # on matrices only, never on norms
+    weight_decay: float = 0.1  # on matrices and tables, never on norms and biases
     clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
 
     def __post_init__(self) -> None:
@@ -143,9 +144,10 @@ def by_width(
     ratio = config.base_width / width
 
     def factor(path: Sequence[Any], x: jax.Array) -> float:
-        if not _is_matrix(path, x):
+        kind = _role(path, x)
+        if kind == "vector":
             return 1.0
-        return ratio**0.5 if config.optimizer == "muon" and _is_hidden(path, x) else ratio
+        return ratio**0.5 if config.optimizer == "muon" and kind == "matrix" else ratio
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -156,18 +158,12 @@ def by_width(
     return optax.GradientTransformation(direction.init, update)
 
 
-def _is_matrix(path: Sequence[Any], x: jax.Array) -> bool:
-    # The number of axes is not enough: where layers are stacked, the scale of a norm has two axes too.
-    return x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
-
-
-def _is_hidden(path: Sequence[Any], x: jax.Array) -> bool:
-    """Tells whether an array is a hidden matrix: not an embedding or head, which have no `w` at the end of the path."""
-    return x.ndim >= 2 and bool(re.search(r"(^|/)w$", path_name(path)))
+def _role(path: Sequence[Any], x: jax.Array) -> Role:
+    return role(path_name(path), x.ndim)
 
 
 def decayed(params: Params) -> Params:
-    """Selects the parameters that weight decay applies to: matrices, not norms, biases or other vectors.
+    """Selects the parameters that weight decay applies to: matrices and tables, not norms, biases or other vectors.
 
     Args:
         params: Parameters, nested dicts of arrays.
@@ -175,24 +171,25 @@ def decayed(params: Params) -> Params:
     Returns:
         The same tree with a bool for each array.
     """
-    return jax.tree_util.tree_map_with_path(_is_matrix, params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: _role(path, x) != "vector", params)
 
 
 def _muon(c: OptimConfig) -> optax.GradientTransformation:
-    """Makes Muon (Jordan 2024) for hidden matrices, and AdamW for embeddings, the head and vectors.
+    """Makes Muon (Jordan 2024) for the matrices of layers and experts, and AdamW for tables and vectors.
 
     consistent_rms = 0.2 scales Muon's updates to the RMS of AdamW's, so that one learning rate fits both (Moonlight,
     arXiv 2502.16982, section 2.2).
     """
 
     def axes(path: Sequence[Any], x: jax.Array) -> MuonDimensionNumbers | None:
-        """Says which axes of a hidden matrix are contracted; None for parameters that AdamW updates."""
-        if not _is_hidden(path, x):
+        """Says which axes of a matrix are contracted; None for parameters that AdamW updates."""
+        found = matrix_axes(path_name(path))
+        if found is None or _role(path, x) != "matrix":
             return None
-        # [H, K, D]: contracts heads and their width.
-        if x.ndim == 3 and re.search(r"(^|/)o/w$", path_name(path)):
-            return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
-        return MuonDimensionNumbers(reduction_axis=0, output_axis=tuple(range(1, x.ndim)))
+        first = (
+            found.batch + found.inputs
+        )  # axes of experts before them: each expert has an update of its own
+        return MuonDimensionNumbers(tuple(range(found.batch, first)), tuple(range(first, x.ndim)))
 
     # optax's `muon` would decay the parameters that AdamW updates without a mask. `optimizer` applies weight decay and
     # learning rate after it, to all parameters alike. A rate of -1 undoes the sign that `muon` gives.

@@ -71,10 +71,11 @@ def test_data_are_known_by_their_content_wherever_they_are(tmp_path, monkeypatch
         moved = of(where)
         moved.set_state(state)
         assert_same(take(moved, 3), wanted)
-    with pytest.raises(
-        ValueError, match=r"held_out \(data, source 1: s2/\*.jsonl\) is 0.2; allowed: 0.0, as in"
-    ):
-        of("s2/*.jsonl", held_out=0.2).set_state(state)
+    if kind != "text":  # one document, which is not divided
+        with pytest.raises(
+            ValueError, match=r"held_out \(data, source 1: s2/\*.jsonl\) is 0.2; allowed: 0.0, as in"
+        ):
+            of("s2/*.jsonl", held_out=0.2).set_state(state)
     changed = [line.replace("3", "7") for line in lines]
     (tmp_path / "s2/a.jsonl").write_text("\n".join(changed))
     with pytest.raises(ValueError, match="source 1: s2/a.jsonl has other content than in the checkpoint"):
@@ -183,7 +184,7 @@ def test_a_source_of_the_users_own_is_used_as_it_is(mixed):
     wanted = np.array(Bytes().encode("mlkji"))
     windows = np.lib.stride_tricks.sliding_window_view(after[0].tokens, 5, axis=1)
     assert (windows == wanted).all(-1).any()
-    with pytest.raises(ValueError, match=r"state\.data"):  # another alphabet is other data
+    with pytest.raises(ValueError, match="as in the checkpoint to resume"):  # another alphabet is other data
         build(data.mixture((Alphabet("n"), 0.5), *own.sources[1:]), prefetch=0).set_state(state)
 
 

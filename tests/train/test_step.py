@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from mercury_jax import sharding
+from mercury_jax import hub, models, sharding
+from mercury_jax.hub.tiny import BUILDS
 from mercury_jax.train import optim, step
 from mercury_jax.train.optim import OptimConfig
 from tests.train import tiny_training as tiny
@@ -178,6 +179,29 @@ def test_weight_decay_is_for_matrices():
         "tau": False,
         "bias": False,
     }
+    factors = {
+        "q": {"w": {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 3))}, "b": jnp.ones((3, 4))}
+    }  # LoRA's, and a bias
+    assert optim.decayed(factors) == {"q": {"w": {"a": True, "b": True}, "b": False}}
+
+
+@pytest.mark.parametrize("family", BUILDS)
+def test_the_parameters_of_every_family_are_declared_and_meet_their_rule(family, tmp_path):
+    model = models.build(hub.config_of(hub.tiny_random(family, tmp_path / "m")))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
+    moved = first_move(ones, jax.tree.map(jnp.zeros_like, ones), weight_decay=0.5)
+    for path, delta in jax.tree_util.tree_flatten_with_path(moved)[0]:
+        name = sharding.path_name(path)
+        last = name.split("/")[-1]
+        assert last in (*sharding.MATRICES, *sharding.TABLES, *sharding.VECTORS), name
+        assert bool(delta.any()) == (last not in sharding.VECTORS), name
+    # Muon takes what multiplies activations, experts too; AdamW the rest, of which it alone keeps second moments.
+    second = optim.optimizer(OptimConfig(optimizer="muon"), 10, 8).init(ones)
+    kept = [sharding.path_name(p) for p, _ in jax.tree_util.tree_flatten_with_path(second)[0]]
+    nu = {name.split("/nu/")[1] for name in kept if "/nu/" in name}
+    every = {sharding.path_name(p) for p, _ in jax.tree_util.tree_flatten_with_path(ones)[0]}
+    assert every - nu == {n for n in every if n.split("/")[-1] in sharding.MATRICES and "router" not in n}
 
 
 def test_muon_turns_hidden_matrices_only():
