@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
@@ -87,6 +87,9 @@ class DataPack:
     """With --generated: the seed of the run that would draw the same problems. Default: 0."""
     field: Annotated[str | None, option("NAME")] = None
     """Key or column of the text. Default: text."""
+    bad_lines: Annotated[Literal["stop", "skip"], option("stop|skip")] = "stop"
+    """What happens to a line without a text or a conversation, such as content: null, or above 64 MB: stop with an
+    error that names it, or skip and count it."""
     held_out: Float = 0.0
     """Share of the documents that training never sees, chosen by a hash of their text. With --generated, this share of
     the number of problems is added from the test side of the task."""
@@ -148,12 +151,15 @@ def _reader(args: DataPack) -> DocumentReader:
         )
         raise refuse("SOURCE", " ".join(given), allowed)
     belongs = {
+        "bad_lines": ("SOURCE", "--chats"),
         "part": ("--hf",), "field": ("SOURCE", "--hf"), "count": ("--generated",), "thinking": ("--generated",),
         "prefill": ("--generated",), "seed": ("--generated",),
     }  # fmt: skip
     for name, owners in belongs.items():
-        if getattr(args, name) not in (None, False) and given[0] not in owners:
-            raise refuse(f"--{name}", getattr(args, name), f"with {' and '.join(owners)} only")
+        if getattr(args, name) not in (None, False, "stop") and given[0] not in owners:
+            raise refuse(
+                f"--{name.replace('_', '-')}", getattr(args, name), f"with {' and '.join(owners)} only"
+            )
     if args.generated is not None:
         if args.count is None:
             raise refuse("--count", None, "a number of problems, with --generated")
@@ -162,7 +168,7 @@ def _reader(args: DataPack) -> DocumentReader:
     field = args.field or "text"
     if args.hf is not None:
         return HubStream(args.hf, args.part or "train", field)
-    return Files(args.chats or args.source, field, chats=bool(args.chats))
+    return Files(args.chats or args.source, field, chats=bool(args.chats), bad_lines=args.bad_lines)
 
 
 def _tokenizer(args: DataPack) -> AnyTokenizer:
@@ -259,6 +265,7 @@ def _summary(folder: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": manifest["dtype"].replace("<u", "uint").replace("2", "16").replace("4", "32"),
         "kind": "chats" if manifest["prompts"] else "text", "held_out": manifest["held_out"],
         "tokenizer": manifest["tokenizer"], "source": manifest["source"], "digest": manifest["digest"],
+        "skipped": manifest.get("skipped", 0),
     }  # fmt: skip
 
 
@@ -270,6 +277,8 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     for side in ("train", "test"):
         counts = record[side]
         lines.append(f"{side:10} {counts['tokens']:,} tokens of {counts['documents']:,} documents")
+    if record["skipped"]:
+        lines.append(f"{'skipped':10} {record['skipped']:,} bad lines")
     packed = record["tokenizer"]
     lines.append(f"{'tokenizer':10} {packed['vocab_size']:,} ids, SHA-256 {packed['fingerprint'][:16]}...")
     lines.append(

@@ -128,8 +128,8 @@ def read_text(path: str | Path, argument: str) -> str:
     """
     try:
         if Path(path).suffix == ".gz":
-            return gzip.decompress(Path(path).read_bytes()).decode()
-        return Path(path).read_text(encoding="utf-8")
+            return gzip.decompress(Path(path).read_bytes()).decode("utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")  # without a byte-order mark
     except (OSError, EOFError, zlib.error) as error:  # the last two: cut or damaged
         raise refuse(
             argument, str(path), f"a file that can be read ({getattr(error, 'strerror', '') or error})"

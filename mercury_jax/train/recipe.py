@@ -36,7 +36,15 @@ from mercury_jax.config import (
 )
 from mercury_jax.train import find_recipe
 from mercury_jax.train.data.packing import check_blocks
-from mercury_jax.train.data.sources import BatchSource, Chat, DataSource, Mixture, find_paths, mixture
+from mercury_jax.train.data.sources import (
+    BadLines,
+    BatchSource,
+    Chat,
+    DataSource,
+    Mixture,
+    find_paths,
+    mixture,
+)
 from mercury_jax.train.lora import LoraConfig, check_pattern
 from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.train.optim import OptimConfig
@@ -114,6 +122,9 @@ class TrainConfig:
     objective: Objective
     data: Mixture | DataSource | BatchSource | None = None
     chats: str = ""  # glob of JSONL files with conversations, instead of `data`; trains on the last answer
+    bad_lines: BadLines = (
+        "stop"  # lines of `chats` that are no conversation or do not fit a row: stop, or skip them
+    )
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -165,6 +176,7 @@ class TrainConfig:
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )
         one_of(RematPolicy, remat=self.remat)
+        one_of(BadLines, bad_lines=self.bad_lines)
         check_pattern("freeze", self.freeze)
         if self.lora.rank and self.optim.base_width:
             raise refuse(
@@ -262,7 +274,7 @@ class TrainConfig:
         """
         if self.chats:
             find_paths(self.chats, "chats")
-            return mixture((Chat(self.chats), 1.0))
+            return mixture((Chat(self.chats, bad_lines=self.bad_lines), 1.0))
         if isinstance(self.data, BatchSource):
             raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
         if not isinstance(self.data, Mixture):

@@ -1,6 +1,9 @@
 """The laws of the data: nothing leaks, nothing is lost, and a state goes on exactly where it was taken."""
 
+import gzip
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +11,10 @@ import pytest
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.train import data
 from mercury_jax.train.data import packing
+from mercury_jax.train.data.documents import Files
+from mercury_jax.train.data.shard_writer import pack
 from tests.tiny import tokenizer
-from tests.train.tiny_data import BLOCK, FIRST, Bytes, Runs, build, epoch, layout, owners
+from tests.train.tiny_data import BLOCK, FIRST, Bytes, Runs, build, conversation, epoch, layout, owners, take
 
 # --- packing
 
@@ -152,3 +157,100 @@ def test_a_prefill_without_thinking_is_refused():
         data.generated("add2", prefill=0.5)
     with pytest.raises(ValueError, match="task is 'sudoku'; allowed: sudoku4 is the nearest"):
         data.generated("sudoku")
+
+
+# --- reading files
+
+
+def test_no_folder_is_read_twice_through_links(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/x.txt", "a/y.txt", "other/z.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    links = {"a/b/up": "..", "a/b/self": ".", "a/c": "b", "a/out": "../other", "link": "a"}
+    for link, target in links.items():
+        os.symlink(target, link)
+    texts = lambda pattern: sorted(text for _, text in data.text(pattern).documents("train"))
+    for top in ("a", "./a", f"{tmp_path}/a", "link"):
+        assert texts(f"{top}/**/*.txt") == ["a/b/x.txt", "a/y.txt", "other/z.txt"]
+    assert (
+        texts("**/*.txt")
+        == texts("*/**/*.txt")
+        == texts("**/**/*.txt")
+        == ["a/b/x.txt", "a/y.txt", "other/z.txt"]
+    )
+    assert texts("a/**/b/*.txt") == ["a/b/x.txt"] and texts("a/*/*.txt") == ["a/b/x.txt", "other/z.txt"]
+    assert sorted(Files(("a/**/*.txt", "link/*.txt", "other/*")).paths) == [
+        "a/b/x.txt",
+        "a/y.txt",
+        "other/z.txt",
+    ]
+
+
+@pytest.mark.parametrize("end", ["txt", "txt.gz", "jsonl", "jsonl.gz"])
+def test_a_byte_order_mark_is_no_token(tmp_path, end):
+    text = json.dumps({"text": "hello"}) if "jsonl" in end else "hello"
+    raw = "\ufeff".encode() + text.encode()
+    path = tmp_path / f"x.{end}"
+    path.write_bytes(gzip.compress(raw) if end.endswith("gz") else raw)
+    source = data.jsonl(str(path)) if "jsonl" in end else data.text(str(path))
+    assert source.documents("train")[0][1] == "hello"
+    folder = tmp_path / "packed"
+    manifest = pack(Files((str(path),)), tokenizer(), folder)
+    assert manifest["train"]["tokens"] == len(tokenizer().encode("hello")) + 1
+
+
+@pytest.mark.parametrize("end", ["txt.gz", "jsonl.gz", "txt.zst", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_a_damaged_file_is_named_whatever_its_format(tmp_path, end, how):
+    text = "\n".join(json.dumps({"text": f"{i} {i * 7919 % 1013}"}) for i in range(3000)).encode()
+    path = tmp_path / f"x.{end}"
+    if end.endswith("gz"):
+        path.write_bytes(gzip.compress(text))
+    elif end.endswith("zst"):
+        zstd = pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True)
+        path.write_bytes(zstd.compress(text[:5000]) + zstd.compress(text[5000:]))
+        whole = b"".join(
+            r.value.encode() if isinstance(r.value, str) else r.value for r in Files((str(path),)).records(0)
+        )
+        assert whole == text  # both frames
+    else:
+        arrow = pytest.importorskip("pyarrow.parquet")
+        arrow.write_table(__import__("pyarrow").table({"text": text.decode().split("\n")}), path)
+    raw = bytearray(path.read_bytes())
+    if how == "flipped":
+        raw[len(raw) // 2] ^= 255
+    path.write_bytes(raw[: len(raw) * 2 // 3] if how == "cut" else raw)
+    if how == "flipped" and end == "parquet":
+        return  # without checksums of pages a changed byte may be a changed text
+    with pytest.raises(ValueError, match=rf"SOURCE is .*x\.{end}.*a file that can be read"):
+        list(Files((str(path),)).records(0))
+
+
+def test_bad_lines_stop_or_are_skipped_and_counted(tmp_path, capsys):
+    turn = lambda content: {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    }
+    parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
+    bad = {
+        "null": turn(None),
+        "image": turn([{"type": "image_url", "image_url": {}}]),
+        "long": turn("long " * 99),
+    }
+    good = [conversation("q", "one"), json.dumps(turn(parts))]
+    path = tmp_path / "c.jsonl"
+    open_it = lambda **more: build(data.mixture((data.chat(str(path), **more), 1.0)), prefetch=0)
+    for line in bad.values():
+        path.write_text("\n".join([*good, json.dumps(line)]))
+        with pytest.raises(ValueError, match=r"c\.jsonl:3"):
+            open_it()
+    path.write_text("\n".join([*good, *map(json.dumps, bad.values())]))
+    rows = take(open_it(bad_lines="skip"), 4)
+    read = bytes(int(t) - FIRST for row in rows for t in row.tokens.ravel() if t >= FIRST)
+    assert b"two parts" in read and b"one" in read and b"long" not in read
+    told = capsys.readouterr().err
+    assert "skipped 2 of 5 lines; the first: " in told and "skipped 1 of 3 lines" in told
+    manifest = pack(Files((str(path),), chats=True, bad_lines="skip"), tokenizer(), tmp_path / "packed")
+    assert manifest["skipped"] == 2 and manifest["train"]["documents"] == 3
+    with pytest.raises(ValueError, match=r"c\.jsonl:3: content is None"):
+        pack(Files((str(path),), chats=True), tokenizer(), tmp_path / "stopped")

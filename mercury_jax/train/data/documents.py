@@ -11,6 +11,7 @@ time, so they happen in the worker processes of `shard_writer.py`, which call `e
 
 from __future__ import annotations
 
+import codecs
 import functools
 import gzip
 import hashlib
@@ -29,16 +30,19 @@ from mercury_jax.tasks.task import parse_json_line
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data.packing import DataSplit, Example
 from mercury_jax.train.data.sources import (
+    BadLines,
     Generated,
     encode_turns,
     find_paths,
     read_string,
     read_turns,
     side_of,
+    without_links,
 )
 
 LONGEST_TEXT = 2**20  # characters; a longer text is cut after a line, and each part becomes a document
 LONGEST_LINE = 2**26  # largest number of bytes of a line of JSONL
+BAD_LINE = b"a line that cannot be read"  # stands for a line that `bad_lines="skip"` counts
 PROBLEMS = 256  # problems per record
 
 
@@ -107,11 +111,14 @@ class Files:
         globs: Globs of paths; `**` descends into folders.
         field: Key or column of the text.
         chats: The lines are conversations, {"messages": [{"role", "content"}, ...]}.
+        bad_lines: What happens to a line or row without a text or conversation: "stop" with an error that names it, or
+            "skip" and count it.
     """
 
     globs: tuple[str, ...]
     field: str = "text"
     chats: bool = False
+    bad_lines: BadLines = "stop"
 
     @property
     def prompts(self) -> bool:
@@ -125,7 +132,7 @@ class Files:
         Raises:
             ValueError: A glob matches no file, or a file that cannot contain conversations.
         """
-        found = list(dict.fromkeys(path for pattern in self.globs for path in find_paths(pattern)))
+        found = without_links([path for pattern in self.globs for path in find_paths(pattern)])
         for path in found:
             if self.chats and _format(path) != "json":
                 raise refuse("chats", path, "files that end in .jsonl, .jsonl.gz or .jsonl.zst")
@@ -139,6 +146,7 @@ class Files:
             stat = os.stat(path)
             digest.update(json.dumps([path, stat.st_size, stat.st_mtime_ns]).encode())
         what = {"globs": list(self.globs), "field": self.field, "chats": self.chats}
+        what |= {"bad_lines": self.bad_lines} if self.bad_lines != "stop" else {}
         return {**what, "files": len(self.paths), "files_digest": digest.hexdigest()}
 
     def size(self) -> int | None:
@@ -157,18 +165,32 @@ class Files:
         for path in self.paths:
             try:
                 yield from read[_format(path)](path)
-            except (OSError, EOFError) as error:  # a cut-off .gz raises EOFError
-                reason = getattr(error, "strerror", None) or str(error)
+            except Exception as error:
+                # A cut-off file raises EOFError, a damaged one an error of the package that reads its format.
+                package = type(error).__module__.partition(".")[0]
+                if not isinstance(error, OSError | EOFError) and package not in (
+                    "zlib",
+                    "zstd",
+                    "zstandard",
+                    "pyarrow",
+                ):
+                    raise
+                reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
                 raise refuse("SOURCE", path, f"a file that can be read ({reason})") from None
 
     def _read_lines(self, path: str) -> Iterator[Record]:
         # `readline` with a limit: a file without line breaks would otherwise be read into memory as one line.
         with _open(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                if len(line) > LONGEST_LINE and self.bad_lines == "skip":
+                    while not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
+                        pass
+                    line = BAD_LINE
                 if len(line) > LONGEST_LINE:
                     raise refuse(
                         f"{path}:{number}", f"{len(line):,} bytes or more", f"lines up to {LONGEST_LINE:,}"
                     )
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield Record("chat" if self.chats else "json", f"{path}:{number}", line)
 
@@ -183,7 +205,10 @@ class Files:
             for batch in file.iter_batches(batch_size=256, columns=[self.field]):
                 for value in batch.column(0):
                     place = f"{path}:{number}"
-                    yield from text_records(place, read_string(f"{place}: {self.field}", value.as_py()))
+                    if value.as_py() is None and self.bad_lines == "skip":
+                        yield Record("json", place, BAD_LINE)
+                    else:
+                        yield from text_records(place, read_string(f"{place}: {self.field}", value.as_py()))
                     number += 1
 
 
@@ -331,7 +356,7 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
 
 def _read_text(path: str) -> Iterator[Record]:
     """Reads a file that is one text."""
-    with io.TextIOWrapper(_open(path), encoding="utf-8") as file:
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig") as file:
         try:
             yield from text_records(path, file.read)
         except UnicodeDecodeError as error:
@@ -351,9 +376,42 @@ def _open(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")  # pyright: ignore[reportReturnType]
     if path.endswith(".zst"):
-        file = open(path, "rb")  # noqa: SIM115  closed by the reader
-        return io.BufferedReader(_package("zstandard", path).ZstdDecompressor().stream_reader(file), 2**20)
+        return io.BufferedReader(_Parts(_decompressed(path)), 2**20)
     return open(path, "rb")
+
+
+class _Parts(io.RawIOBase):
+    """A file of the bytes of an iterator."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._rest = parts, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            part = next(self._parts, None)
+            if part is None:
+                return 0
+            self._rest = part
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def _decompressed(path: str) -> Iterator[bytes]:
+    """Decompresses all frames of a .zst file; the package's `stream_reader` does not notice that a file is cut off."""
+    make = _package("zstandard", path).ZstdDecompressor()
+    with open(path, "rb") as file:
+        frame = None
+        for data in iter(lambda: file.read(2**17), b""):
+            while data:
+                frame = frame or make.decompressobj()
+                yield frame.decompress(data)
+                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame is not None:
+            raise EOFError("it is cut off")
 
 
 def _package(name: str, needed_by: str) -> Any:

@@ -57,6 +57,13 @@ class Encoded(NamedTuple):
     prompts: np.ndarray
 
 
+class EncodedGroup(NamedTuple):
+    """The documents of a group on each side, and the number of its records that were skipped as bad lines."""
+
+    sides: dict[DataSplit, Encoded]
+    skipped: int
+
+
 class EncodeSettings(NamedTuple):
     """The settings of a worker.
 
@@ -176,6 +183,7 @@ def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> d
     )
     if "generated" in plan["source"]:
         manifest["split"] = "the sides of the task"
+    manifest["skipped"] = sum(record.get("skipped", 0) for record in done)
     for side in SIDES:
         shards = [record[side] for record in done if record[side]]
         counts = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens")}
@@ -252,13 +260,15 @@ class _ShardWriter:
     def _start(self) -> None:
         self.tokens = 0
         self.files: dict[DataSplit, dict[str, _ShardFile]] = {}
+        self.skipped = 0
         self.counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}
         self.longest: dict[DataSplit, Pairs] = {side: [] for side in SIDES}
 
-    def add(self, group: dict[DataSplit, Encoded]) -> None:
+    def add(self, group: EncodedGroup) -> None:
         """Appends the documents of one group."""
         self.groups += 1
-        for side, (tokens, lengths, prompts) in group.items():
+        self.skipped += group.skipped
+        for side, (tokens, lengths, prompts) in group.sides.items():
             if side not in self.files:
                 ends = (corpus.TOKENS, corpus.INDEX, *[corpus.PROMPTS] * self.prompts)
                 name = f"{side}-{self.number:05}"
@@ -278,7 +288,7 @@ class _ShardWriter:
     def close(self) -> dict[str, Any]:
         """Completes the current shard and writes its progress record."""
         # First all files, then the record: a record never refers to an incomplete shard.
-        record: dict[str, Any] = {"groups": self.groups, "train": None, "test": None}
+        record: dict[str, Any] = {"groups": self.groups, "skipped": self.skipped, "train": None, "test": None}
         for side, files in self.files.items():
             digests = {file.path.name: file.close() for file in files.values()}
             name = f"{side}-{self.number:05}"
@@ -314,17 +324,23 @@ def _group(records: Iterator[Record], skip: int, progress: Callable[[int], None]
         yield group
 
 
-def _encode(
-    group: list[Record], settings: EncodeSettings, tokenizer: AnyTokenizer
-) -> dict[DataSplit, Encoded]:
+def _encode(group: list[Record], settings: EncodeSettings, tokenizer: AnyTokenizer) -> EncodedGroup:
     """Tokenises the records of a group and concatenates the documents of each side."""
     found: dict[DataSplit, list[tuple[np.ndarray, int]]] = {side: [] for side in SIDES}
+    skipped = 0
     for record in group:
-        for side, example in encode_record(record, settings.reader, tokenizer, settings.held_out):
+        try:
+            examples = list(encode_record(record, settings.reader, tokenizer, settings.held_out))
+        except ValueError:
+            if getattr(settings.reader, "bad_lines", "stop") == "stop":
+                raise
+            skipped += 1
+            continue
+        for side, example in examples:
             if example.ids.max() > np.iinfo(settings.dtype).max:
                 raise refuse(f"{record.place}: largest id", int(example.ids.max()), "what vocab_size says")
             found[side].append((example.ids.astype(settings.dtype), example.prompt))
-    return {
+    sides = {
         side: Encoded(
             np.concatenate([ids for ids, _ in some]),
             np.array([len(ids) for ids, _ in some]),
@@ -333,9 +349,10 @@ def _encode(
         for side, some in found.items()
         if some
     }
+    return EncodedGroup(sides, skipped)
 
 
-Encoder = Callable[[Iterator[list[Record]]], Iterator[dict[DataSplit, Encoded]]]
+Encoder = Callable[[Iterator[list[Record]]], Iterator[EncodedGroup]]
 
 
 @contextmanager

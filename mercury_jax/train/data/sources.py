@@ -18,6 +18,7 @@ import glob
 import hashlib
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,7 +27,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import at_least, one_of, refuse
 from mercury_jax.tasks import Problem, Task, draw, find
 from mercury_jax.tasks.task import read_json_lines, read_text
 from mercury_jax.tokenizer import AnyTokenizer
@@ -35,6 +36,7 @@ from mercury_jax.train.data.filling import RowStream
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LM, LaidOutDocument, Layout, Params
 
+BadLines = Literal["stop", "skip"]
 Seed = tuple[int, ...]
 Messages = list[dict[str, str]]  # the turns of a conversation, {"role", "content"}
 Document = tuple[str, str]  # (path or path:line for error messages, text)
@@ -348,15 +350,19 @@ class Chat:
         where: A glob of JSONL files; `**` descends into folders.
         held_out: Share of the conversations that are held out, selected by a hash of their text; at least one if the
             share is above 0.
+        bad_lines: What happens to a line that is no conversation (`content: null` of a tool call, for example) or does
+            not fit a row: "stop" with an error that names it, or "skip" it and print how many were skipped.
     """
 
     kind: Literal["chat"] = field(default="chat", init=False)
     where: str
     _: KW_ONLY
     held_out: float = 0.0
+    bad_lines: BadLines = "stop"
 
     def __post_init__(self) -> None:
         _check_shares(held_out=self.held_out)
+        one_of(BadLines, bad_lines=self.bad_lines)
 
     def conversations(self, split: DataSplit) -> list[tuple[str, Messages]]:
         """Reads the conversations of one side of the split.
@@ -371,9 +377,24 @@ class Chat:
             ValueError: A line is not such a conversation. The message names the file and the line.
         """
         lines = (line for path in find_paths(self.where) for line in read_json_lines(path, "glob"))
-        found = [(place, read_turns(place, record)) for place, record in lines]
+        found = self._good([(place, read_turns, place, record) for place, record in lines])
         sides = _sides(self.where, self.held_out, [json.dumps(messages) for _, messages in found])
         return [conversation for conversation, side in zip(found, sides) if side == split]
+
+    def _good(self, calls: list[tuple[Any, ...]]) -> list[tuple[str, Any]]:
+        """Calls functions on the lines, (place, function, arguments...); errors stop, or the lines are skipped."""
+        found, errors = list[tuple[str, Any]](), list[ValueError]()
+        for place, function, *args in calls:
+            try:
+                found.append((place, function(*args)))
+            except ValueError as error:
+                if self.bad_lines == "stop":
+                    raise
+                errors.append(error)
+        if errors:
+            told = f"{self.where}: skipped {len(errors)} of {len(calls)} lines; the first: {errors[0]}"
+            print(told, file=sys.stderr)
+        return found
 
     def open(self, settings: StreamSettings) -> Stream | None:
         """Implements `DataSource.open`.
@@ -381,10 +402,18 @@ class Chat:
         Raises:
             ValueError: A conversation cannot be rendered or does not fit a row. The message names the file and line.
         """
-        examples = [
-            (encode_turns(settings.tokenizer, place, messages), place)
-            for place, messages in self.conversations(settings.split)
-        ]
+
+        def encoded(place: str, messages: Messages) -> Example:
+            example = encode_turns(settings.tokenizer, place, messages)
+            for layout in settings.layouts or (settings.layout,):
+                packing.lay_out(
+                    settings._replace(layout=layout), example, place
+                )  # refuses one that does not fit
+            return example
+
+        conversations = self.conversations(settings.split)
+        found = self._good([(place, encoded, place, messages) for place, messages in conversations])
+        examples = [(example, place) for place, example in found]
         n, identity = len(examples), _identity([example.ids for example, _ in examples])
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
@@ -392,8 +421,6 @@ class Chat:
 
         def in_layout(layout: Layout) -> Stream:
             here = settings._replace(layout=layout)
-            for example in examples:  # conversations are never cut: one that does not fit is refused at once
-                packing.lay_out(here, *example)
 
             def at(index: int) -> LaidOutDocument:
                 example, place = examples[order(index // n)[index % n]]
@@ -593,10 +620,46 @@ def find_paths(pattern: str, name: str = "glob") -> list[str]:
     Raises:
         ValueError: The glob matches no file.
     """
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
+    paths = [path for path in _matches(pattern.split("/")) if not os.path.isdir(path)]
     if not paths:
         raise refuse(name, pattern, "a glob that finds at least one file")
-    return paths
+    return without_links(sorted(paths))
+
+
+def without_links(paths: list[str]) -> list[str]:
+    """Leaves out paths of a file that another path reaches too, through a link to a folder or to the file.
+
+    Args:
+        paths: Paths of files.
+
+    Returns:
+        One path for each file, without a link if there is one, in the order of `paths`.
+    """
+    real = {path: os.path.realpath(path) for path in paths}
+    first = {real[path]: path for path in sorted(paths, key=lambda p: real[p] == os.path.abspath(p))}
+    return [path for path in dict.fromkeys(paths) if first[real[path]] == path]
+
+
+def _matches(parts: list[str]) -> list[str]:
+    """Expands a glob, given by its components; each folder below a `**` is entered once, whatever links lead to it."""
+    if "**" not in parts:
+        return glob.glob("/".join(parts))
+    at = parts.index("**")
+    tops = [os.path.join(top, "") for top in glob.glob("/".join(parts[:at]) or "/")] if at else [""]
+    found, seen = set[str](), {os.path.realpath(top or ".") for top in tops}
+    while tops:
+        top = tops.pop(0)
+        found.update(_matches([*glob.escape(top).split("/")[:-1], *(parts[at + 1 :] or ["*"])]))
+        try:
+            inside = sorted(os.scandir(top or "."), key=lambda entry: (entry.is_symlink(), entry.name))
+        except OSError:  # no folder, or one that may not be read: `glob` passes over it, too
+            continue
+        for entry in inside:
+            real = os.path.realpath(entry.path)
+            if entry.is_dir() and not entry.name.startswith(".") and real not in seen:
+                seen.add(real)
+                tops.append(os.path.join(top, entry.name, ""))
+    return list(found)
 
 
 def read_turns(place: str, record: Mapping[str, object]) -> Messages:
@@ -615,12 +678,20 @@ def read_turns(place: str, record: Mapping[str, object]) -> Messages:
     given = record.get("messages")
     if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
         raise refuse(f"{place}: messages", given, "a list of objects with role and content")
-    turns = [{k: read_string(f"{place}: {k}", m.get(k)) for k in ("role", "content")} for m in given]
+    turns = [{k: read_string(f"{place}: {k}", _joined(m.get(k))) for k in ("role", "content")} for m in given]
     while turns and turns[-1]["role"] != "assistant":
         turns.pop()
     if len(turns) < 2:
         raise refuse(f"{place}: messages", given, "an assistant turn that follows another turn")
     return turns
+
+
+def _joined(content: object) -> object:
+    """Joins a content of text parts, [{"type": "text", "text": ...}, ...]; other values are returned unchanged."""
+    parts = content if isinstance(content, list) else []
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    ok = texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if ok else content
 
 
 def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Example:
