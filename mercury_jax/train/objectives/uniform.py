@@ -128,6 +128,11 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
     each document. Here all canvases are scored in one forward pass, each at its own time. The expectation is the same,
     the variance smaller.
 
+    Another departure: gemma's encoder loss scores all end-of-text ids that fill up the last canvas, each with the ones
+    before it as input (`CanvasChunker` and `SequenceTargetShift` in `hackable_diffusion_adapter/data/data.py`). Here
+    the clean part of a document ends with its last token, so that only the first of them is scored by the encoder; the
+    canvases score all of them. A document's mean over next tokens is therefore not diluted by fillers.
+
     Args:
         encoder: Weight of next-token prediction; above 0 only for models with `predicts_next`.
         self_condition: Probability that a document is denoised with the prediction of a first pass as an additional
