@@ -26,7 +26,7 @@ from mercury_jax.kernels.attention_inputs import KVArray
 from mercury_jax.models import cache as kv_cache, kv_quant, moe, ops
 from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, local_dot
 from mercury_jax.models.weight_quant import GroupedWeight, QuantisedWeight, lookup
-from mercury_jax.sharding import ROWS, dividing_axes
+from mercury_jax.sharding import ROWS, constrain_rows, dividing_axes
 from mercury_jax.types import Device, LoraWeight
 
 SUMMED = ("tensor", "expert")  # mesh axes along which devices may hold partial sums
@@ -88,7 +88,15 @@ def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
         local = functools.partial(attend, mesh, device=device, row_axes=ROWS) if kernel else own.attend
         return local(q, k, v, ranges, **options)
 
-    return own._replace(attend=attend_in_training)
+    def embed_in_training(table: Array | QuantisedWeight, tokens: Array, then: Activation) -> Term:
+        # The width of the table is sharded over `fsdp`, as the rows of its result are. Like other matrices it is
+        # gathered first: XLA cannot turn the gradient of sharded rows into one of a sharded width without a full copy.
+        if isinstance(table, jax.Array) and mesh.shape["fsdp"] > 1:
+            ids = dividing_axes(("tensor",), table.shape[0], mesh) or None
+            table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P(ids)))
+        return own.embed(table, tokens, lambda x: constrain_rows(then(x), mesh))
+
+    return own._replace(attend=attend_in_training, embed=embed_in_training)
 
 
 def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
