@@ -368,7 +368,7 @@ def _encoder(
     given = settings, tokenizer.proto, unpack
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=given)
 
-    def encoded(groups: Iterator[list[Record]]) -> Iterator[dict[DataSplit, Encoded]]:
+    def encoded(groups: Iterator[list[Record]]) -> Iterator[EncodedGroup]:
         # Results are taken in the order of submission. The bounded queue limits how far the reader runs ahead of the
         # writer, and with it the memory in use.
         ahead: deque[Future[dict[DataSplit, Encoded]]] = deque()
@@ -403,6 +403,6 @@ def _start_worker(settings: EncodeSettings, proto: bytes, unpack: Callable[[byte
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _encode_in_worker(group: list[Record]) -> dict[DataSplit, Encoded]:
+def _encode_in_worker(group: list[Record]) -> EncodedGroup:
     assert _worker is not None
     return _encode(group, *_worker)
