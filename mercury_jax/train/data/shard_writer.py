@@ -371,7 +371,7 @@ def _encoder(
     def encoded(groups: Iterator[list[Record]]) -> Iterator[EncodedGroup]:
         # Results are taken in the order of submission. The bounded queue limits how far the reader runs ahead of the
         # writer, and with it the memory in use.
-        ahead: deque[Future[dict[DataSplit, Encoded]]] = deque()
+        ahead: deque[Future[EncodedGroup]] = deque()
         for group in groups:
             ahead.append(pool.submit(_encode_in_worker, group))
             if len(ahead) > 2 * workers:
