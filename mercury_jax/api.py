@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -23,6 +24,7 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.hub.family import plain_build, writers
+from mercury_jax.hub.generation import describe
 from mercury_jax.hub.tokenizer import unpack
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
@@ -132,6 +134,9 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     card = made_by if first is None else {**first.card, **made_by, "init": config.init}
     if first is not None and not decoding and not config.sampler and _same_use(first.model.config, c):
         decoding = first.decoding
+    elif first is not None and first.decoding and not decoding and jax.process_index() == 0:
+        told = f"the default decoding of {config.init} ({describe(first.decoding)}) is not kept"
+        print(f"{told}: pattern, block or alignment differ; set `sampler` in the recipe", file=sys.stderr)
     trained = dataclasses.replace(lm, params=result.ema, card=card, decoding=decoding)
     if config.lora.rank:
         hub.save_adapter(config.folder / ADAPTER, trained, config.noise, config.init)

@@ -340,7 +340,7 @@ def _encode(group: list[Record], settings: EncodeSettings, tokenizer: AnyTokeniz
             if example.ids.max() > np.iinfo(settings.dtype).max:
                 raise refuse(f"{record.place}: largest id", int(example.ids.max()), "what vocab_size says")
             found[side].append((example.ids.astype(settings.dtype), example.prompt))
-    sides = {
+    sides: dict[DataSplit, Encoded] = {
         side: Encoded(
             np.concatenate([ids for ids, _ in some]),
             np.array([len(ids) for ids, _ in some]),
