@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -135,8 +134,10 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     if first is not None and not decoding and not config.sampler and _same_use(first.model.config, c):
         decoding = first.decoding
     elif first is not None and first.decoding and not decoding and jax.process_index() == 0:
-        told = f"the default decoding of {config.init} ({describe(first.decoding)}) is not kept"
-        print(f"{told}: pattern, block or alignment differ; set `sampler` in the recipe", file=sys.stderr)
+        _LOG.warning(
+            f"the default decoding of {config.init} ({describe(first.decoding)}) is not kept: pattern, block or "
+            "alignment differ; set `sampler` in the recipe"
+        )
     trained = dataclasses.replace(lm, params=result.ema, card=card, decoding=decoding)
     if config.lora.rank:
         hub.save_adapter(config.folder / ADAPTER, trained, config.noise, config.init)

@@ -385,7 +385,7 @@ class SampledRequest(ApiRequest):
         None, ge=0, le=2, description=f"{ABOUT_TEMPERATURE} Left out, the decoding rule's own."
     )
     stop: StopSequences | None = Field(None, description=ABOUT_STOP)
-    bad_words: Annotated[list[StopSequence], Field(max_length=32, fail_fast=True)] | None = None
+    bad_words: Annotated[list[ShortText], Field(max_length=32, fail_fast=True)] | None = None
     """Texts that no answer holds, in whatever tokens. Not with tools, `response_format` or `suffix`."""
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     """Sample among this many of the likeliest tokens; -1 and 0: all."""

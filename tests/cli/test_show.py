@@ -79,14 +79,15 @@ def test_the_demos_questions_are_drawn_by_the_seed_and_can_be_checked(lm):
     titles = set()
     for seed in range(3):
         sudoku, total, hole, digit, schema = demo.scenes(lm, seed)
-        assert TASKS["sudoku4"].split(sudoku.prompt[0]["content"]) == "test"
+        (turn,) = sudoku.prompt or ()
+        assert TASKS["sudoku4"].split(turn["content"]) == "test"
         for scene in (sudoku, digit):
             right = scene.wrong.removeprefix("it should be ").replace(" / ", "\n")
             assert scene.check(right) and not scene.check("1234")
         assert not digit.check(digit.before.strip())  # one digit of it is wrong
         assert total.check(total.wrong.removeprefix("it should be ")) and not total.check("0")
         assert hole.check("def f(a):\n    a = 1\n") and not hole.check("def f(a):\n    a a = 1\n")
-        key = re.search(r'"required": \["(\w+)"\]', schema.title)[1]
+        (key,) = re.findall(r'"required": \["(\w+)"\]', schema.title)
         assert (
             schema.check(f'{{"{key}": 2}}') and not schema.check(f'{{"{key}": 4}}') and not schema.check("{}")
         )

@@ -352,7 +352,7 @@ def test_answers_of_a_model_that_thinks_are_scored_after_its_thinking():
     sampled, given = (mj.score(lm, chat, answers, thinking=one, samples=8).log_p for one in (True, thought))
     assert answers[int(np.argmax(sampled))] == "932"
     np.testing.assert_allclose(sampled, given, rtol=1e-4)
-    rows = mj.score(lm, [chat, chat], ["932", "932"], thinking=[True, False], samples=8).log_p
+    rows = np.asarray(mj.score(lm, [chat, chat], ["932", "932"], thinking=[True, False], samples=8).log_p)
     assert rows[0] > rows[1] + 10
     for thinking, said in (
         (None, "thinking is None"),

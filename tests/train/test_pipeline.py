@@ -42,8 +42,6 @@ def test_a_restored_state_goes_on_exactly_with_rows_open(mixed, prefetch):
     assert_same(take(fresh, 6), after)
     run.set_state(json.loads(state))  # and in place
     assert_same(take(run, 6), after)
-    run.close()
-    fresh.close()
 
 
 def test_a_state_of_other_data_is_refused_by_what_differs(mixed):

@@ -221,9 +221,7 @@ def test_a_restored_state_goes_on_exactly(texts, prefetch):
         fresh.set_state(json.loads(state))
         assert json.dumps(fresh.get_state()) == state
         assert_same(take(fresh, 4), after)
-        fresh.close()
     assert any(row["offset"][0] for row in json.loads(state)["rows"].values())
-    run.close()
 
 
 def test_weights_are_shares_of_the_positions(texts):
