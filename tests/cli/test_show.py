@@ -79,8 +79,7 @@ def test_the_demos_questions_are_drawn_by_the_seed_and_can_be_checked(lm):
     titles = set()
     for seed in range(3):
         sudoku, total, hole, digit, schema = demo.scenes(lm, seed)
-        (turn,) = sudoku.prompt or ()
-        assert TASKS["sudoku4"].split(turn["content"]) == "test"
+        assert sudoku.prompt is not None and TASKS["sudoku4"].split(sudoku.prompt[0]["content"]) == "test"
         for scene in (sudoku, digit):
             right = scene.wrong.removeprefix("it should be ").replace(" / ", "\n")
             assert scene.check(right) and not scene.check("1234")
