@@ -21,8 +21,10 @@ COUNTS = structure.counts(SOURCES)
 # kernels for training, norms, routing, experts and the heads of attention, and published quantised checkpoints, then
 # with the display of denoising steps, chats in a terminal and completion, then with published test sets and a sandbox,
 # guided scores and the scripts of authors in the harness, tools in the playground, and several models in one server,
-# then with small random checkpoints, questions of one's own, and completion and help of single rules.
-AT_MOST = {"files": 256, "functions_per_1000_lines": 42.5, "code_lines": 40_750}
+# then with small random checkpoints, questions of one's own, and completion and help of single rules, then with
+# recursive schemas and tools that are checked afterwards, banned texts, scores after thinking, prompts as token ids with
+# their likelihoods, files as other libraries write them, and data that are known by their content on a resume.
+AT_MOST = {"files": 257, "functions_per_1000_lines": 42.5, "code_lines": 43_050}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.

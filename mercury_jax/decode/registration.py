@@ -225,7 +225,16 @@ def check_token_ids(rule: Rule, vocab: int) -> None:
 
 
 def no_such_part(kind: str, name: str, names: Iterable[str]) -> AttributeError:
-    """Makes the error of a module such as `mj.rules` for a name that it does not have."""
+    """Makes the error of a module such as `mj.rules` for a name that it does not have.
+
+    Args:
+        kind: What the module has, such as "decoding rule".
+        name: The name.
+        names: The names that it has.
+
+    Returns:
+        The error, which suggests the nearest name.
+    """
     return AttributeError(f"no {kind} is called {name!r}: {nearest(name, sorted(names))}")
 
 
