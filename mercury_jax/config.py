@@ -468,6 +468,13 @@ class ModelConfig:
             )  # fmt: skip
 
     @property
+    def longest_context(self) -> int:
+        """The longest context with which the checkpoint can be loaded: RoPE that depends on the length allows more."""
+        scaling = self.rope_scaling
+        more = int(scaling.original * scaling.factor) if scaling is not None and scaling.bounded else 0
+        return max(self.context, more)
+
+    @property
     def windowed(self) -> bool:
         """Whether sliding windows are defined for this pattern."""
         return self.pattern == "block_causal" and self.block == 1 and self.alignment == "same_position"

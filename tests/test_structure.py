@@ -22,8 +22,8 @@ COUNTS = structure.counts(SOURCES)
 # with the display of denoising steps, chats in a terminal and completion, then with published test sets and a sandbox,
 # guided scores and the scripts of authors in the harness, tools in the playground, and several models in one server,
 # then with small random checkpoints, questions of one's own, and completion and help of single rules, then with
-# recursive schemas and tools that are checked afterwards, banned texts, scores after thinking, prompts as token ids with
-# their likelihoods, files as other libraries write them, and data that are known by their content on a resume.
+# recursive schemas and tools that are checked afterwards, banned texts, scores after thinking, ids as prompts and their
+# likelihoods, files as other libraries write them, and data that are known by their content on a resume.
 AT_MOST = {"files": 257, "functions_per_1000_lines": 42.5, "code_lines": 43_050}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an

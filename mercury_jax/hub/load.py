@@ -376,16 +376,9 @@ def open_checkpoint(
             config = dataclasses.replace(config, tied=False)
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     config = _with_context(config, context)
-    if (
-        (scaling := config.rope_scaling) is not None
-        and scaling.bounded
-        and config.context <= scaling.original
-    ):
-        more = int(scaling.original * scaling.factor)
-        notes = [
-            *notes,
-            f"rope_scaling {scaling.kind}: a longer context, up to {more}, by context= (--context)",
-        ]
+    if config.longest_context > config.context:
+        longest = config.longest_context
+        notes = [*notes, f"rope_scaling: a longer context, up to {longest}, by context= (--context)"]
     model = models.build(config)
     quantised = None
     if quantisation is not None and not alone:

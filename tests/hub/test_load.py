@@ -172,6 +172,9 @@ def test_only_rope_that_depends_on_the_length_goes_beyond_the_context(folder, ca
     most = own.model.config.context * 2
     assert any(f"up to {most}, by context=" in note for note in own.card["notes"])
     assert mj.load(folder, context=most).model.config.context == most
+    beyond = np.full(own.model.config.context + 1, 5)
+    with pytest.raises(ValueError, match=f"load\\(..., context={most}\\)"):
+        mj.sample(own, beyond, max_tokens=1)
     with pytest.raises(ValueError, match=f"at most {most}, 2 times the original"):
         mj.load(folder, context=most + 1)
 
