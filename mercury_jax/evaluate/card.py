@@ -21,7 +21,7 @@ import jax
 from mercury_jax import hub
 from mercury_jax.compilation import processor_name
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate.runner import ONE_A_STEP, Summary, compare, line, run, table
+from mercury_jax.evaluate.runner import LEFT_TO_RIGHT, ONE_A_STEP, Summary, compare, line, run, table
 from mercury_jax.types import LM
 
 MAX_SHARE, MAX_POINTS = 1 / 3, 2.0  # goals of a parallel rule: share of the forwards, loss of points
@@ -79,8 +79,9 @@ HOW_MEASURED = (
     "up to a renaming of their digits: a rotated one may have been trained on). "
     "Intervals are Wilson's, 95%. Forwards and tokens are means "
     "per answer: forwards are denoiser passes (encoding the prompt not counted), tokens those of the answer with "
-    f"its thinking. `{ONE_A_STEP}` accepts the most confident token of the canvas in each pass, the end of the "
-    "text behind an answer too, so it may need more passes than the answer has tokens. The other rule is the "
+    f"its thinking. `{LEFT_TO_RIGHT}` decodes the same weights autoregressively, with a KV cache. `{ONE_A_STEP}` "
+    "accepts the most confident token of the canvas in each pass, the end of the text after an answer too, "
+    "so it may need more passes than the answer has tokens. The last rule of a task is the "
     "model's default, which `sample` uses where none is named; no test question had a part in choosing it."
 )
 
@@ -218,7 +219,7 @@ def _comparison(s: Mapping[str, Any]) -> str:
     verdict = "within" if good else "outside of"
     return (
         f"{s['task']}, {s['data']}: {s['rule']} takes {100 * s['forwards_share']:.0f}% of the forwards of "
-        f"{ONE_A_STEP} ({s['forwards'] / max(s['tokens'], 1e-9):.2f} for each token of the answer), at "
+        f"{s['compared_with']} ({s['forwards'] / max(s['tokens'], 1e-9):.2f} for each token of the answer), at "
         f"{s['points']:+.1f} points of accuracy (paired, 95% {s['points_low']:+.1f} to {s['points_high']:+.1f}, "
         f"n = {s['n']}): {verdict} a third of the forwards and 2 points"
     )
@@ -236,7 +237,8 @@ def command(s: Mapping[str, Any]) -> str:
     words = ["mercury eval", s["task"]]
     words += [f"--file {s['data']}"] if s["data"].endswith(".jsonl") else []
     words += [f"--limit {s['limit']}"] if s.get("limit") else []
-    words += ["--rule confidence"] if s.get("rule") == ONE_A_STEP else []
+    rule = {ONE_A_STEP: "confidence", LEFT_TO_RIGHT: "autoregressive"}.get(s.get("rule", ""))
+    words += [f"--rule {rule}"] if rule else []
     return " ".join([*words, f"--seed {s['seed']}", "--json"])
 
 

@@ -29,8 +29,9 @@ from mercury_jax.types import LM
 Z = 1.959963984540054  # normal quantile of a two-sided 95% interval
 
 Summary = dict[str, Any]  # one JSON object
-# The baseline of every comparison: accept the argmax of the most confident position, one token per step.
-ONE_A_STEP = "one token a step"
+# What a rule is compared with: the same weights left to right with a KV cache, where a model predicts the next token,
+# and the most confident position of the canvas, one token per step.
+LEFT_TO_RIGHT, ONE_A_STEP = "left to right", "one token a step"
 HELD_OUT = {"test": "held-out", "validation": "validation"}  # `summary["data"]` without a file
 
 
@@ -375,13 +376,14 @@ def compare(
     Args:
         lm: The model.
         task: A name in `TASKS`.
-        samplers: (sampler, plan) by name. None: one token per step, and the model's default.
+        samplers: (sampler, plan) by name. None: left to right with a KV cache if the model predicts the next token, one
+            token per step, and the model's default.
         **settings: Other arguments of `run`.
 
     Returns:
-        Summaries in the order of `samplers`. All but the first also have `forwards_share`, the forward passes relative
-        to the first, and `points` with `points_low` and `points_high`, the difference in accuracy from the first in
-        percentage points with its paired 95% interval.
+        Summaries in the order of `samplers`. All but the first also have `compared_with`, the name of the first,
+        `forwards_share`, the forward passes relative to it, and `points` with `points_low` and `points_high`, the
+        difference in accuracy from it in percentage points with its paired 95% interval.
 
     Raises:
         ValueError: There is no sampler, or the task has no right and wrong answers.
@@ -389,6 +391,8 @@ def compare(
     if samplers is None:
         own = rule_name(lm, defaults.default_sampler(lm))
         samplers = {ONE_A_STEP: (rules.confidence(), None), own: (None, None)}
+        if lm.model.config.predicts_next and task in tasks.TASKS:  # an infill needs what follows the hole
+            samplers = {LEFT_TO_RIGHT: (rules.autoregressive(), None), **samplers}
     if not samplers:
         raise refuse("samplers", samplers, "at least one name with (sampler, plan)")
     reports = [run(lm, task, sampler=s, plan=p, **settings) for s, p in samplers.values()]
@@ -407,7 +411,7 @@ def compared(first: Summary, before: Sequence[bool], summary: Summary, now: Sequ
         now: Whether each answer of the other rule is right.
 
     Returns:
-        `summary` with `forwards_share`, `points`, `points_low` and `points_high`.
+        `summary` with `compared_with`, `forwards_share`, `points`, `points_low` and `points_high`.
 
     Raises:
         ValueError: The task has no right and wrong answers.
@@ -416,7 +420,10 @@ def compared(first: Summary, before: Sequence[bool], summary: Summary, now: Sequ
         raise refuse("task", summary["task"], "a task with right and wrong answers")
     mean, low, high = (100 * x for x in paired(before, now))
     share = summary["forwards"] / max(first["forwards"], 1e-9)
-    return {**summary, "forwards_share": share, "points": mean, "points_low": low, "points_high": high}
+    return {
+        **summary, "compared_with": first["rule"], "forwards_share": share, "points": mean, "points_low": low,
+        "points_high": high,
+    }  # fmt: skip
 
 
 # --- statistics

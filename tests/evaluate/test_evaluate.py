@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mercury_jax import evaluate, tasks
+from mercury_jax import evaluate, models, tasks
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.sample import Output
@@ -122,9 +122,16 @@ def test_a_small_model_runs_end_to_end_whatever_the_batch():
 def test_a_model_is_compared_by_the_rule_that_sample_uses():
     lm = dataclasses.replace(tiny(), decoding={"rule": "factor", "params": {"f": 0.5}})
     each, own = evaluate.compare(lm, "add3", limit=2, batch=2, max_tokens=16, split="validation")
-    assert (each["rule"], own["rule"]) == (runner.ONE_A_STEP, "factor(f=0.5, accept_last=1)") and own[
-        "data"
-    ] == "validation"
+    assert (each["rule"], own["rule"]) == (runner.ONE_A_STEP, "factor(f=0.5, accept_last=1)")
+    assert own["data"] == "validation"
+
+
+def test_the_opponent_of_a_model_that_can_is_the_same_model_left_to_right():
+    config = dataclasses.replace(tiny().model.config, predicts_next=True)
+    lm = dataclasses.replace(tiny(), model=models.build(config))
+    left, each, own = evaluate.compare(lm, "add3", limit=2, batch=2, max_tokens=16)
+    assert (left["rule"], each["rule"]) == (runner.LEFT_TO_RIGHT, runner.ONE_A_STEP)
+    assert each["compared_with"] == own["compared_with"] == runner.LEFT_TO_RIGHT
 
 
 def test_comparing_counts_the_forwards_of_both_rules():
