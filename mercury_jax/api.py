@@ -76,12 +76,6 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     partial, adapted = bool(config.lora.rank or config.freeze), isinstance(config.model, InitModel)
     config = _with_model(config)
     _check_evaluation(config)
-    if adapted and not jax.process_index() and not writers(plain_build(config.model_config)):
-        c = config.model_config
-        _LOG.warning(
-            "no family of Hugging Face's layout holds this model (%s, alignment %s, predicts_next %s): mercury_jax "
-            "loads the result, and `mercury convert --to hf` will refuse it", c.pattern, c.alignment, c.predicts_next,
-        )  # fmt: skip
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
     model = models.build(c)
@@ -122,6 +116,11 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     # its own checkpoint; with LoRA or frozen parameters it still needs the frozen ones of `init`.
     params = None if first is None or (at is not None and not partial) else first.params
     first = None if first is None else dataclasses.replace(first, params={})
+    if adapted and not jax.process_index() and writers(_build_of(config)) and not writers(plain_build(c)):
+        _LOG.warning(
+            "no family of Hugging Face's layout holds this model (%s, alignment %s, predicts_next %s): mercury_jax "
+            "loads the result, and `mercury convert --to hf` will refuse it", c.pattern, c.alignment, c.predicts_next,
+        )  # fmt: skip
     result = loop.run(
         config, models.build(c, config.remat), corruption,
         batches,  # pyright: ignore[reportArgumentType]  `distributed.DataState` has the keys that processes share
@@ -206,6 +205,11 @@ def _with_model(config: TrainConfig) -> TrainConfig:
             raise refuse("model.mask", None, allowed)
         found = dataclasses.replace(found, mask=mask)
     return dataclasses.replace(config, model=found)
+
+
+def _build_of(config: TrainConfig) -> ModelConfig:
+    """The config of the checkpoint that a run starts from, as the families know it."""
+    return plain_build(hub.config_of(config.init, ignore_config=config.ignore_config))
 
 
 def _same_use(one: ModelConfig, other: ModelConfig) -> bool:

@@ -22,8 +22,8 @@ def test_a_mesh_has_four_auto_axes_and_fills_the_one_that_is_left():
 @pytest.mark.parametrize(
     "sizes, words",
     [
-        ({"data": 3}, "number of devices, 4"),
-        ({"data": 1}, "number of devices, 4"),
+        ({"data": 3}, "the product of the sizes, and is 4"),
+        ({"data": 1}, "the product of the sizes, and is 4"),
         ({"fsdp": -1}, "mesh.fsdp is -1"),
         ({"tensor": 0}, "mesh.tensor is 0"),
     ],

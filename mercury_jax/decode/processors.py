@@ -338,8 +338,8 @@ def ban(ids: Ids | Sequence[Ids | None], before: int | None = None) -> LogitsPro
             raise refuse("ban", row, allowed)
     checked = [[check_whole("ban id", x, 0, MOST_ID) for x in row] for row in rows]
     packed = _packed(checked, np.int32, shared)
-    before = MOST_ID if before is None else check_whole("ban(before=)", before, 0, MOST_ID)
-    return LogitsProcessor(_forbid, {"ids": packed, "before": before}, "ban", needs_logits=False)
+    until = {} if before is None else {"before": check_whole("ban(before=)", before, 0, MOST_ID)}
+    return LogitsProcessor(_forbid, {"ids": packed, **until}, "ban", needs_logits=False)
 
 
 def allow(table: Mapping[int, Ids] | Sequence[Mapping[int, Ids] | None]) -> LogitsProcessor:

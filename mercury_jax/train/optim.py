@@ -30,9 +30,7 @@ class OptimConfig:
         ValueError: A field is out of range.
     """
 
-    optimizer: OptimizerName = (
-        "adamw"  # muon: Muon for the matrices of layers and experts, AdamW for the rest
-    )
+    optimizer: OptimizerName = "adamw"  # muon: Muon for matrices of layers and experts, AdamW for the rest
     lr: float = 1e-3  # the peak, after warm-up
     base_width: int = 0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
     warmup: int = 100  # number of the step that has the peak; the first has 1 / warmup of it

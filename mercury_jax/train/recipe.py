@@ -122,9 +122,8 @@ class TrainConfig:
     objective: Objective
     data: Mixture | DataSource | BatchSource | None = None
     chats: str = ""  # glob of JSONL files with conversations, instead of `data`; trains on the last answer
-    bad_lines: BadLines = (
-        "stop"  # lines of `chats` that are no conversation or do not fit a row: stop, or skip them
-    )
+    # Lines of `chats` that are no conversation, or do not fit a row: stop, or skip them.
+    bad_lines: BadLines = "stop"
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)

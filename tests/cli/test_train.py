@@ -20,8 +20,8 @@ from tests.cli.run import refused
 @pytest.mark.parametrize(
     "option, value, says",
     [
-        ("--optim.lr", "abc", "--optim.lr is wrong: 'abc' is no number"),
-        ("--steps", "1.5", "--steps is wrong: '1.5' is no whole number"),
+        ("--optim.lr", "abc", "--optim.lr is 'abc'; allowed: a number"),
+        ("--steps", "1.5", "--steps is '1.5'; allowed: a whole number"),
         ("--steps", "0", "steps is 0; allowed: 1 or more"),
         ("--chats", "missing.jsonl", "chats is 'missing.jsonl'; allowed: a glob that finds"),
     ],

@@ -102,7 +102,9 @@ def test_fixed_point_waits_as_long_as_it_is_told():
 def test_self_correct_first_fills_then_takes_the_surest_disagreement():
     logits = jnp.log(jnp.asarray([[0.9, 0.1, 0, 0], [0.3, 0.7, 0, 0], [0.2, 0.2, 0.6, 0]]) + 1e-12)
     logits = jnp.pad(logits, ((0, 0), (0, 6)), constant_values=-1e30)
-    v = believing([0, 1, 2], [0.9, 0.7, 0.6], [False] * 3, [1, 0, 0])._replace(logits=logits)
+    v = believing([0, 1, 2], [0.9, 0.7, 0.6], [False] * 3, [1, 0, 0])._replace(
+        logits=logits, draw_logits=logits
+    )
     cold = self_correct(t=0.0)
     assert written(cold, v) == ([0, 0, 0], [0, 0, 0])  # at t = 0 every draw has probability 1: leftmost
     # At t = 0.5 their odds are squared: 0.988, 0.845, 0.818; all of them drawn as the argmax under this key.

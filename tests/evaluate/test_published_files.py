@@ -197,8 +197,12 @@ def test_programs_of_a_model_run_and_their_errors_are_reported(tmp_path):
         ("add3", {"file": "questions.jsonl"}, r"questions.jsonl:1: input: 'shout iab'.*the task exact"),
         ("humaneval", {"file": "gsm8k.jsonl", "run_code": "unsandboxed"}, "gsm8k.jsonl:1: task_id is None"),
         ("humaneval", {"file": "own.jsonl"}, "run_code is None.*programs that the model writes"),
-        ("add3", {"file": None, "samples": 2}, "samples is '2'; allowed: 1"),
-        ("code-bpb", {"file": None, "run_code": "sandbox"}, "run_code is 'sandbox'; allowed: None"),
+        ("add3", {"file": None, "samples": 2}, "samples is 2: add3 has no use for it"),
+        (
+            "code-bpb",
+            {"file": None, "run_code": "sandbox"},
+            "run_code is sandbox: code-bpb has no use for it",
+        ),
     ],
 )
 def test_bad_settings_are_refused_before_a_model_is_asked_for(tmp_path, monkeypatch, task, settings, message):

@@ -211,7 +211,7 @@ def test_the_command_line_passes_its_options_to_load(capsys, monkeypatch):
     monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: seen.update(how) or golden_lm())
     argv = ["infill", "a[[4]]", "--model", "x", "--quantise", "int8", "--mask", "7"]
     assert main(argv) == 2 and "no tokenizer" in capsys.readouterr().err
-    assert seen == {"quantise": "int8", "mask": 7}
+    assert seen == {"quantise": "int8", "mask": 7, "context": None, "ignore_config": ()}
     monkeypatch.undo()
     assert main(["sample", "x", "--model", str(GOLDENS / "llama3"), "--quantise", "int4"]) == 2
     assert "--quantise is 'int4'; allowed: int8, fp8" in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_distillation_trains_from_a_teacher_and_keeps_it(start, tmp_path):
         (lambda: rl.GRPO(clip=-0.1), "clip is -0.1"),
         (lambda: rl.FewSteps(temperature=0.0), "temperature is 0.0; allowed: more than 0"),
         (lambda: rl.FewSteps(early=2.0), "early is 2.0"),
-        (lambda: rl.Rollouts(tasks=("chess",)), "tasks is 'chess'; allowed: add2"),
+        (lambda: rl.Rollouts(tasks=("chess",)), "task is 'chess'; allowed: sudoku4"),
         (lambda: rl.Rollouts(tasks=("add2",), n=1), "n is 1"),
         (lambda: rl.Rollouts(tasks=("add2",), temperature=0.0), "temperature is 0.0"),
         (lambda: rl.Trajectories(tasks=()), "tasks is .*at least one"),

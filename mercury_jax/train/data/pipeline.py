@@ -272,12 +272,16 @@ class PrefetchedIterator(Iterator[Batch]):
     def __init__(self, prefetched: grain.DatasetIterator[Batch]) -> None:
         """Starts at the next batch of grain's iterator, to which nobody else may refer."""
         self._prefetched = prefetched
-        atexit.register(PrefetchedIterator._close, weakref.ref(self))
+        atexit.register(PrefetchedIterator._close_kept, weakref.ref(self))
 
     @staticmethod
-    def _close(kept: weakref.ref[PrefetchedIterator]) -> None:
+    def _close_kept(kept: weakref.ref[PrefetchedIterator]) -> None:
         if (one := kept()) is not None:
-            del one._prefetched
+            one.close()
+
+    def close(self) -> None:
+        """Ends the thread. The iterator cannot be used afterwards."""
+        self.__dict__.pop("_prefetched", None)
 
     def __next__(self) -> Batch:
         return next(self._prefetched)
