@@ -8,22 +8,19 @@ import numpy as np
 
 from mercury_jax.tasks.task import Problem, Split, Task, hashed_split
 
-_FORM = re.compile(r"(?:What is )?([0-9]{1,18}) ?([+-]) ?([0-9]{1,18}) ?[=?]?")
-TYPED = ("{a}{op}{b}", "{a} {op} {b} =", "{a} {op} {b}", "What is {a}{op}{b}?")  # as people type into a chat
+_FORM = re.compile(r"([0-9]{1,18})([+-])([0-9]{1,18})=")
 _WORDS = {2: "two", 3: "three", 4: "four"}
 
 
-def arithmetic(name: str, digits: int, op: str, forms: tuple[str, ...] = ()) -> Task:
+def arithmetic(name: str, digits: int, op: str) -> Task:
     """Makes a task of sums or differences of two numbers with up to `digits` digits.
 
-    Half of the numbers have `digits` digits, the others 1 to `digits`. Every form of a question, and every order of
-    the numbers of a sum, is on the same side of the split. Two numbers of one digit are always on the train side.
+    In the test split both numbers have exactly `digits` digits.
 
     Args:
         name: Name of the task.
         digits: 1 to 17.
         op: "+", or "-" for differences that are never below zero.
-        forms: Half of the questions have one of these forms, the others the form `347+585=`.
 
     Returns:
         The task.
@@ -37,13 +34,13 @@ def arithmetic(name: str, digits: int, op: str, forms: tuple[str, ...] = ()) -> 
     def generate(rng: np.random.Generator) -> Problem:
         numbers = []
         for _ in range(2):
-            n = digits if rng.random() < 0.5 else int(rng.integers(1, digits + 1))
+            # Most numbers have full length; shorter ones teach the model what to do where a digit is missing.
+            n = digits if rng.random() < 0.75 else int(rng.integers(1, digits + 1))
             numbers.append(int(rng.integers(10 ** (n - 1) if n > 1 else 0, 10**n)))
         a, b = numbers
         if op == "-":
             a, b = max(a, b), min(a, b)
-        form = forms[int(rng.integers(len(forms)))] if forms and rng.random() < 0.5 else "{a}{op}{b}="
-        return Problem(form.format(a=a, op=op, b=b), str(a + b if op == "+" else a - b), columns(a, op, b))
+        return Problem(f"{a}{op}{b}=", str(a + b if op == "+" else a - b), columns(a, op, b))
 
     def parse(text: str) -> tuple[int, int]:
         match = _FORM.fullmatch(text)
@@ -58,8 +55,9 @@ def arithmetic(name: str, digits: int, op: str, forms: tuple[str, ...] = ()) -> 
         return f"{a}{op}{b}="
 
     def split(text: str) -> Split:
-        # There are only 55 sums of two numbers of one digit: none is held out.
-        return hashed_split(name, canonical(text)) if max(parse(text)) > 9 else "train"
+        # Problems with a shorter number are always in the train split.
+        full_length = all(len(str(number)) == digits for number in parse(text))
+        return hashed_split(name, canonical(text)) if full_length else "train"
 
     def check(text: str, prediction: str) -> bool:
         a, b = parse(text)

@@ -231,19 +231,14 @@ def test_written_columns():
         assert int(carry + digits) == int(problem.output)
 
 
-def test_additions_of_every_length_and_form_are_held_out_by_the_pair():
+def test_additions_are_split_by_the_pair_and_tested_at_full_length():
     rng = np.random.default_rng(0)
-    task, lengths = TASKS["add3"], set()
-    for _ in range(200):
-        problem = draw(task, rng, "test")
-        a, b = re.findall(r"\d+", problem.input)
-        lengths.add((len(a), len(b)))
-        for form in ("{}+{}=", "{} + {} =", "{}+{}", "{} + {}", "What is {}+{}?"):
-            for question in (form.format(a, b), form.format(b, a)):
-                assert task.split(question) == "test" and task.check(question, problem.output)
-    assert lengths == {(p, q) for p in (1, 2, 3) for q in (1, 2, 3)} - {(1, 1)}
-    assert task.canonical("What is 585+347?") == "347+585="
-    assert task.split("4+5=") == "train"
+    for _ in range(50):
+        problem = draw(TASKS["add3"], rng, "test")
+        a, b = problem.input[:-1].split("+")
+        assert len(a) == len(b) == 3
+        assert TASKS["add3"].split(f"{b}+{a}=") == "test"
+    assert TASKS["add3"].canonical("585+347=") == "347+585="
     with pytest.raises(ValueError, match="must look like"):
         TASKS["sub3"].canonical("1-2=")
 
