@@ -222,7 +222,7 @@ def test_a_server_that_compiles_says_so_and_answers_when_it_is_done(wide, served
 def test_labels_are_words_of_the_field(page, served):
     open_page(page, served, "decoding")
     text = page.locator("body").inner_text()
-    for label in ("default", "Maximum tokens", "tokens per step", "forward passes", "One token per step"):
+    for label in ("default", "Maximum tokens", "tokens per step", "forward passes", "left to right"):
         assert label in text
     for old in ("\nown", "any\n", "Beside", "a step\n"):
         assert old not in text

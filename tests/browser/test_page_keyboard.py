@@ -33,6 +33,8 @@ def tab_to(page, name: str, most: int = 60) -> None:
 def test_a_run_from_the_first_key_to_the_last(page, served):
     """Ask, play, step, choose a token, see its five, select two tokens and rewrite them: no mouse."""
     open_page(page, served)
+    tab_to(page, "compare")
+    page.keyboard.press("Space")
     tab_to(page, "prompt")
     page.keyboard.press("Control+a")
     page.keyboard.type("a question")

@@ -30,12 +30,12 @@ def ran(page, scripted):
 
 def test_the_slider_restores_every_step_exactly(page, ran):
     wanted = expected(ran.engine.lm, ran.script[:-1])  # the last snapshot only says that it was the last
-    last = int(page.get_attribute("#slider", "max"))
-    assert last == len(wanted)
+    last, longest = len(wanted), int(page.get_attribute("#slider", "max"))  # the opponent takes more steps
+    assert longest >= last
     for k in [3, 1, last, 2, 5, 4, 1, last, 3]:
         seek(page, k)
         assert facts(page) == wanted[k - 1]
-        expect(page.locator("#where")).to_have_text(f"step {k} of {last}")
+        expect(page.locator("#where")).to_have_text(f"step {k} of {longest}")
     seek(page, 0)
     assert facts(page) == [("▒", "noise", False)] * len(wanted[0])
 
