@@ -560,7 +560,8 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str) -
             allowed = f"no value, since this server has no such field. {instead}"
             raise invalid_value(f"{path}{name}", data[name], allowed)
     for name in data.keys() - model.field_names().keys():
-        if data[name] is not None and (near := _nearest_field(model, name[:64])):
+        near = None if data[name] is None else _nearest_field(model, name[:64])
+        if near is not None and near not in data:  # the AI SDK sends `logitBias` beside `logit_bias`
             message = f"{path}{name[:64]} is not a field; did you mean {near}?"
             raise ApiError(400, message, param=f"{path}{name[:64]}", code="unknown_parameter")
 

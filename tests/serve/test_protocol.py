@@ -199,6 +199,8 @@ def test_fields_of_other_servers_are_not_taken_for_misspelt_ones(name):
     model, minimal = MODELS[name], MINIMAL[name]
     for field in FOREIGN.split():
         assert parse_request(model, {**minimal, field: 1}) == parse_request(model, minimal), field
+    both = {**minimal, "maxTokens": 3, "max_tokens": 3}  # a client that sends its own spelling too
+    assert parse_request(model, both) == parse_request(model, {**minimal, "max_tokens": 3})
     if name != "chat":
         return
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
