@@ -530,10 +530,9 @@ class NoiseConfig:
             _check_traceable(
                 self.schedule
             )  # its values wait for a device: `jax.distributed` may start after this
-        elif self.schedule not in get_args(ScheduleName):
-            raise refuse(
-                "schedule", self.schedule, f"{', '.join(get_args(ScheduleName))}, or a function alpha(t)"
-            )
+        elif not isinstance(self.schedule, str) or self.schedule not in get_args(ScheduleName):
+            names = ", ".join(get_args(ScheduleName))
+            raise refuse("schedule", self.schedule, f"{names}, a function alpha(t), or a tuple of its values")
         check_types(self, "noise.", skip=("schedule",))
         if not self.power > 0:
             raise refuse("power", self.power, "more than 0")

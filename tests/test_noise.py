@@ -123,7 +123,7 @@ def test_configs_build_the_noise_that_they_name():
         (lambda t: jnp.sum(1.0 - t), "schedule is not elementwise"),
         (lambda: 1.0, "schedule is no function"),
         ((1.0, 0.2, 0.3, 0.0), "alpha rises from 0.2"),
-        (3, "linear, cosine, polynomial, or a function"),
+        (3, "linear, cosine, polynomial, a function"),
     ],
 )
 def test_a_function_that_is_no_schedule_is_refused(schedule, words):

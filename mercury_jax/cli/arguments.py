@@ -558,8 +558,8 @@ def read_text(name: str, word: str, escapes: bool) -> str:
     elif not escapes and (found := re.search(r"\\[nt]", word)):
         raise ValueError(
             f"{name} has {found[0]} in it: -e (--escapes) reads {found[0]} as a "
-            f"{'line break' if found[0] == chr(92) + 'n' else 'tab'}; for a text that holds a backslash, give - and "
-            "the text on standard input"
+            f"{'line break' if found[0] == chr(92) + 'n' else 'tab'}; for a backslash itself, give -e and write "
+            "it twice"
         )
     return unescape(word) if escapes else word
 

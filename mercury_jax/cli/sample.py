@@ -97,12 +97,12 @@ def run(argv: Sequence[str]) -> int:
         max_tokens=args.max_tokens, plan=args.decoding.plan(), temperature=args.temperature, effort=args.effort,
         logit_bias=args.processing.logit_bias(),
     )  # fmt: skip
-    # A lone "-" is no name of a file here.
-    stop = [word if word == "-" else arguments.read_text("--stop", word, args.escapes) for word in args.stop]
-    bad_words = [arguments.read_text("--bad-words", word, args.escapes) for word in args.bad_words]
+    # A lone "-" is a text here: only the prompt is read from standard input.
+    text = lambda name, word: word if word == "-" else arguments.read_text(name, word, args.escapes)
+    stop = [text("--stop", word) for word in args.stop]
+    bad_words = [text("--bad-words", word) for word in args.bad_words]
     negative = args.processing.negative
-    if negative is not None:
-        negative = arguments.read_text("--negative", negative, args.escapes)
+    negative = None if negative is None else text("--negative", negative)
     lm = args.loading.load()
     how["sampler"] = arguments.add_processors(sampler, processors, lm)
     if sampler is None and processors:  # the model's own sampler with more processors keeps its own plan

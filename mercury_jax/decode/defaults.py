@@ -85,8 +85,9 @@ def _tables(lm: LM) -> tuple[LogitsProcessor, ...]:
         made.append(processors.ban(ids))
     if ids := within("begin_ban"):
         made.append(processors.ban(ids, before=1))
-    if least := settings.get("min_tokens"):
-        made.append(processors.ban((c.eos, *c.ends), before=least))
+    ends = [i for i in (c.eos, *c.ends) if i >= 0]
+    if ends and (least := settings.get("min_tokens")):
+        made.append(processors.ban(ends, before=least))
     return tuple(made)
 
 

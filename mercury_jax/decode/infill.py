@@ -86,11 +86,16 @@ class _HoleRun(Hole):
         return max(1, sum(hole.tokens or 0 for hole in self.holes))
 
     def split(self, filling: np.ndarray) -> list[np.ndarray]:
-        """Divides what fills the run among its holes: each open hole takes what the fixed holes leave."""
+        """Divides what fills the run among its holes: each open hole takes what the fixed holes leave.
+
+        The last open hole takes all of that, which may be more than its `most` where open holes share their growth.
+        """
         found, fixed = [], sum(hole.tokens or 0 for hole in self.holes)
-        for hole in self.holes:
+        last = max((i for i, hole in enumerate(self.holes) if _is_open(hole)), default=-1)
+        for i, hole in enumerate(self.holes):
             fixed -= hole.tokens or 0
-            size = hole.tokens or min(hole.most, max(0, len(filling) - fixed))
+            rest = max(0, len(filling) - fixed)
+            size = hole.tokens or (rest if i == last else min(hole.most, rest))
             found.append(filling[:size])
             filling = filling[size:]
         return found

@@ -184,7 +184,12 @@ def prompt_ids(
         >>> state = decoder.init(lm.params, ids, lengths, max_tokens=64, key=jax.random.key(0))
     """
     inputs.check_lm(lm)
-    prompts, _ = inputs.encode_prompts(lm, prompt, thinking=_thinks(find_effort(effort)))
+    thinks = _thinks(find_effort(effort))
+    prompts, _ = inputs.encode_prompts(lm, prompt, thinking=thinks)
+    if isinstance(thinks, list) and len(thinks) != len(prompts):
+        raise refuse(
+            "effort", f"a list of {len(thinks)}", f"one for all, or {len(prompts)}: one for each prompt"
+        )
     rows = rows_of(prompts, 0, 0)
     return np.asarray(rows.tokens), np.asarray(rows.committed)
 

@@ -173,8 +173,9 @@ def _pairs(
         why = "False, True or a text: this model may think before it answers a conversation"
         raise refuse("thinking", None, why)
     thoughts = inputs.per_prompt("thinking", thinking, len(prompts), functools.partial(_check_thinking, lm))
-    if any(thoughts) and len(chats) < len(prompts):
-        raise refuse("thinking", thinking, "False or None: a prompt is no conversation")
+    for i, thought in enumerate(thoughts):
+        if thought and not prompts[i].chat:
+            raise refuse("thinking", thinking, f"False or None for prompt[{i}], which is no conversation")
     # An answer continues its prompt: no begin-of-text token comes between them.
     after, one_answer = inputs.encode_prompts(lm, completion, begin=False, name="completion")
     for i, answer in enumerate(after):

@@ -40,7 +40,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of keys that change no logit in any family, whatever their value.
 WITHOUT_EFFECT = re.compile(
     # who wrote the file, where the code of the reference is; `_`: private to the program that wrote the file
-    r"_.*|model_type|auto_map|name_or_path|tokenizer_class|trust_remote_code|(\w+_)?version|unsloth_\w+"
+    r"_.*|model_type|auto_map|name_or_path|tokenizer_class|trust_remote_code|unsloth_\w+"
+    r"|version|(transformers|peft|config|model|adapter_transformers)_version"
     # ids, which are in the tokenizer, and the task of a classifier
     r"|\w+_token_(id|index)|prefix|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params"
     # training
@@ -143,7 +144,7 @@ class ConfigKeys:
                 ):
                     supported = ", ".join(map(repr, self.only[key]))
                     raise refuse(where, shown, f"{supported}; {vouch(path + key)}")
-            elif WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS:
+            elif path in ("", "text_config.") and (WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS):
                 ignored.append(path + key)
             elif key not in self.unused:
                 raise ValueError(
@@ -174,7 +175,7 @@ def without(config: Json, keys: Sequence[str], file: str, family: Family) -> dic
     """
     found = copy.deepcopy(dict(config))
     table: ConfigKeys | Callable[[Json], ConfigKeys] | None
-    for key in keys:
+    for key in dict.fromkeys(keys):
         table, inside, parts = family.keys, found, key.split(".")
         for part in parts:
             if not isinstance(inside, dict) or part not in inside:

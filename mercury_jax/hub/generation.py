@@ -75,7 +75,7 @@ _WITHOUT_EFFECT = """
     is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
     prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind
     assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config low_memory
-    prefill_chunk_size encoder_repetition_penalty encoder_no_repeat_ngram_size generation_config
+    prefill_chunk_size generation_config
     transformers_version trust_remote_code
 """
 # Keys that change the text and are not applied; the first line has effect only where tokens are drawn. `not_applied`
@@ -84,6 +84,7 @@ _SAMPLING = "top_h typical_p epsilon_cutoff eta_cutoff"
 _NOT_APPLIED = """
     min_length max_time stop_strings num_beams no_repeat_ngram_size forced_eos_token_id token_healing guidance_scale
     exponential_decay_length_penalty watermarking_config penalty_alpha dola_layers constraints force_words_ids
+    encoder_repetition_penalty encoder_no_repeat_ngram_size
 """
 # Keys that families read in functions of their own.
 _OF_FAMILIES = """
@@ -205,7 +206,11 @@ def _tables(generation: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "bad_words_ids":
             fits = isinstance(value, list) and all(isinstance(x, list) and all(map(whole, x)) for x in value)
             allowed = "a list of lists of ids"
-            value = [x[0] for x in value if len(x) == 1] if fits else None
+            ends = generation.get(
+                "eos_token_id"
+            )  # transformers leaves out a list that is the end of the text
+            ends = ends if isinstance(ends, list) else [ends]
+            value = [x[0] for x in value if len(x) == 1 and x[0] not in ends] if fits else None
         elif key == "sequence_bias":
             pairs = isinstance(value, list) and all(isinstance(x, list) and len(x) == 2 for x in value)
             fits = pairs and all(
@@ -235,7 +240,7 @@ def not_applied(generation: Mapping[str, Any], decoding: Mapping[str, Any]) -> l
     """
     names = []
     for key, value in generation.items():
-        single = ("num_beams", "guidance_scale", "typical_p")
+        single = ("num_beams", "guidance_scale", "typical_p", "encoder_repetition_penalty")
         if not value or (key in single and value == 1) or key.startswith("_"):
             continue
         if key in TABLES:

@@ -139,7 +139,11 @@ def load(
     for note in opened.lost:
         logging.getLogger("mercury_jax").warning(note)
     found = None if adapter is None else open_adapter(adapter)
-    opened = opened if found is None else found.config_for(opened, dtype)
+    if found is not None:  # an adapter of our own has its model's config, with the context of its training
+        opened = found.config_for(opened, dtype)
+        if context is not None:
+            config = _with_context(opened.config, context)
+            opened = dataclasses.replace(opened, config=config, model=models.build(config))
     check_mask(opened, mask)
     if opened.family is not None:
         kind = None if dtype is None else np.dtype(jnp.dtype(dtype))

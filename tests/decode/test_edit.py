@@ -162,6 +162,15 @@ def test_a_growing_rule_decides_the_length_of_a_hole_itself():
     assert len(tokens) - len(before) - len(after) <= 7
 
 
+def test_open_holes_that_share_their_growth_lose_no_token():
+    """The first run may grow by what the last hole leaves: its parts are still the whole text."""
+    lm = tiny("bidirectional")
+    grows = mj.Sampler(mj.rules.expand(expand=300, delete=301), (mj.processors.bias({300: 50.0}),))
+    out = mj.infill(lm, ["x", mj.Hole(2), mj.Hole(most=4), "y", mj.Hole(most=30)], sampler=grows)
+    first, second, third = out.holes
+    assert out.text == "x" + first + second + "y" + third
+
+
 def test_candidates_reach_the_most_and_grow():
     for most in (1, 5, 8, 33, 100):
         sizes = candidate_lengths(most)

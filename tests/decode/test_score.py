@@ -363,3 +363,7 @@ def test_answers_of_a_model_that_thinks_are_scored_after_its_thinking():
             mj.score(lm, [chat, chat], ["932", "932"], thinking=thinking)
     with pytest.raises(ValueError, match="no conversation"):
         mj.score(lm, "347+585=", answers, thinking=True)
+    mixed = mj.score(lm, [chat, "import "], ["932", "os"], thinking=[thought, False], samples=8).log_p
+    assert np.asarray(mixed)[0] == pytest.approx(rows[0], abs=1e-3)
+    with pytest.raises(ValueError, match="effort is 'a list of 1'; allowed: one for all, or 2"):
+        mj.prompt_ids(lm, [chat, chat], effort=["medium"])

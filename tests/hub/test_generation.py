@@ -195,7 +195,8 @@ def test_tables_of_generation_config_are_applied(checkpoint):
 
 
 def test_keys_of_generation_config_that_are_not_applied_are_named(checkpoint, tmp_path, capsys, caplog):
-    lost = {"no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]], "num_beams": 4, "new_processor": {"a": 1}}
+    lost = {"no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]], "num_beams": 4, "new_processor": {"a": 1},
+            "encoder_repetition_penalty": 1.3}  # fmt: skip
     idle = {"num_beam_groups": 1, "typical_p": 1.0, "guidance_scale": None, "top_h": 0.4, "max_length": 20}
     logging.getLogger("mercury_jax").addHandler(caplog.handler)
     lm = checkpoint("qwen3", **lost, **idle)

@@ -104,7 +104,15 @@ def test_every_family_refuses_an_unknown_key_unless_the_user_vouches_for_it(name
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = hub.config_of(tmp_path / "config.json", mask=5)
     (tmp_path / "config.json").write_text(json.dumps(changed))
-    assert hub.config_of(tmp_path / "config.json", mask=5, ignore_config=[key]) == plain
+    assert hub.config_of(tmp_path / "config.json", mask=5, ignore_config=[key, key]) == plain
+    # Settings of sampling stand at the top; the same name within the arithmetic is another setting.
+    for inner in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if inner:
+            inner["temperature"] = 2.0
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with pytest.raises(ValueError, match="temperature=2.0 is unknown"):
+                hub.config_of(tmp_path / "config.json", mask=5)
+            del inner["temperature"]
     # Keys that a base class of any release writes, and whatever begins with an underscore.
     written = json.loads((GOLDENS.parent / "config_keys.json").read_text())["base"]
     (tmp_path / "config.json").write_text(json.dumps({**written, **config, "_mine": {"a": [1]}}))

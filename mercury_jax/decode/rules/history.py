@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.decode.registration import AtLeast, Count, NonNegative, Probability, rule
 from mercury_jax.decode.rules.masked import even_share, fixed_share, top
 from mercury_jax.decode.sampler import Memory, Param, accept
+from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.types import Key, Proposal, View
 
 
@@ -36,7 +37,7 @@ def credit(
 
     Args:
         key: Unused.
-        view: Reads `logits`, `stats` and `masked`.
+        view: Reads `logits`, `draw_logits`, `stats` and `masked`.
         memory: The credit C [L, V], which takes as much memory as the logits in fp32.
         p: Probability from which a token is accepted.
         weight: Factor of log(1 + C) in the logits.
@@ -56,7 +57,7 @@ def credit(
     log_p = jax.nn.log_softmax(view.logits + weight * jnp.log1p(memory), axis=-1)
     # `stats.sample` was drawn from the original logits. Only a draw that was their argmax follows the new argmax;
     # replacing the others too would decode greedily, whatever the temperature.
-    argmax = log_p.argmax(-1).astype(stats.sample.dtype)
+    argmax = jnp.where(view.draw_logits > NEVER, log_p, NEVER).argmax(-1).astype(stats.sample.dtype)
     token = jnp.where(stats.sample == stats.argmax, argmax, stats.sample)
     c = jnp.exp(log_p[at, token])  # confidence after the credit [L]
     best = jnp.max(jnp.where(view.masked, c, 0.0))
