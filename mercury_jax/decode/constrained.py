@@ -222,7 +222,7 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     """
     if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
         allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
-        raise refuse("schema", request.schema, allowed)
+        raise refuse("schema or bad_words", "set", allowed)
     others = {"state": request.state, "passes": passes, "guidance": request.guidance, "mesh": request.mesh}
     others["stop"] = request.stop  # a cut text would no longer match the grammar
     for name, value in others.items():
@@ -230,16 +230,18 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
             raise refuse(name, value, "None with schema= or bad_words=")
     revise = request.plan.revise
     if revise:
-        raise refuse("plan.revise", revise, "0 with schema=: tokens that the grammar has accepted stay")
+        raise refuse(
+            "plan.revise", revise, "0 with schema= or bad_words=: tokens that the grammar has accepted stay"
+        )
     if request.plan.lookahead:
-        allowed = "0 with schema=: the grammar judges the tokens of each pass"
+        allowed = "0 with schema= or bad_words=: the grammar judges the tokens of each pass"
         raise refuse("plan.lookahead", request.plan.lookahead, allowed)
     sampler = None if request.sampler is None else check_sampler(request.sampler)
     if sampler is not None and sampler.rule.variable_length:
-        allowed = "a rule that keeps the number of tokens, with schema="
+        allowed = "a rule that keeps the number of tokens, with schema= or bad_words="
         raise refuse("sampler.rule", sampler.rule.name, allowed)
     if sampler is not None and sampler.speculate:
-        allowed = "None or 0 with schema=: the grammar judges what is drafted"
+        allowed = "None or 0 with schema= or bad_words=: the grammar judges what is drafted"
         raise refuse("sampler.speculate", sampler.speculate, allowed)
     prompts, _ = encode_prompts(lm, request.prompt)
     budgets, count = check_max_tokens(lm, prompts, request.max_tokens).tolist(), len(prompts)
@@ -257,7 +259,7 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
             compiled = None if spec is None else compile(lm.tokenizer, spec)
             walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]
         except GrammarError as error:
-            if error.place is not None and error.place.root == name:
+            if isinstance(spec, Without) or (error.place is not None and error.place.root == name):
                 raise
             raise GrammarError(f"{name} is refused: {error}") from None
         rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]

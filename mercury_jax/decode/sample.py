@@ -311,6 +311,8 @@ def sample(
         mesh=mesh, schema=schema, n=n, stop=stop, draft=draft,
     ).checked()  # fmt: skip
     if bad_words is not None:
+        if draft is not None:
+            raise refuse("bad_words", bad_words, "None with draft=")
         request = constrained.without_bad_words(lm, request, bad_words)
     if draft is not None:
         lm, request = with_drafter(lm, request, keep=keep, passes=passes)
