@@ -243,3 +243,53 @@ def test_a_pattern_that_backtracks_delays_no_refusal():
         with contextlib.suppress(GrammarError):
             compile(TOK, JSONSchema(schema))
     assert time.monotonic() - began < 12
+
+
+NO_SCHEMAS = [
+    {"format": []},
+    {"enum": 5},
+    {"enum": None},
+    {"allOf": [{"enum": [1]}, {"enum": 5}]},
+    {"propertyNames": {"format": []}},
+    {"propertyNames": {"enum": 5}},
+    {"title": "x", "properties": {"a": {"$ref": "#/title"}}, "required": ["a"]},
+    *(
+        {"x": {"a": {key: value}}, "$ref": "#/x/a"}
+        for key, value in {"minimum": "z", "type": 5, "allOf": 5, "enum": 5, "properties": 5}.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("schema", NO_SCHEMAS, ids=json.dumps)
+def test_a_keyword_of_the_wrong_kind_is_refused_and_never_another_error(schema):
+    with pytest.raises(GrammarError):
+        compile(TOK, JSONSchema(schema))
+
+
+@pytest.mark.parametrize(
+    "other", [{"$ref": "#/$defs/n{}"}, {"anyOf": [{"$ref": "#/$defs/n{}"}, {"pattern": "b"}]}]
+)
+def test_names_that_refer_to_the_same_names_many_times_take_no_longer(other):
+    option = lambda i: json.loads(json.dumps(other).replace("{}", str(i + 1)))
+    names = {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}, option(i)]} for i in range(30)}
+    began = time.monotonic()
+    with contextlib.suppress(GrammarError):
+        compile(
+            TOK,
+            JSONSchema(
+                {"propertyNames": {"$ref": "#/$defs/n0"}, "$defs": {**names, "n30": {"pattern": "a"}}}
+            ),
+        )
+    assert time.monotonic() - began < 3
+
+
+def test_names_that_refer_to_themselves_are_refused():
+    names = {"anyOf": [{"$ref": "#/$defs/n"}, {"pattern": "a"}]}
+    with pytest.raises(GrammarError, match="propertyNames"):
+        compile(TOK, JSONSchema({"propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": names}}))
+
+
+def test_schemas_that_share_a_deadline_are_left_open_after_it():
+    schema = {"type": "object", "properties": {"late": {"type": "string"}}}
+    assert compiling.enforceable(schema, "tool", time.monotonic() - 1) == ({"type": "object"}, True)
+    assert compiling.enforceable(schema, "tool") == (schema, False)

@@ -7,7 +7,6 @@ done by llguidance.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import threading
@@ -36,6 +35,8 @@ from mercury_jax.tokenizer import AnyTokenizer
 COMPILE_SECONDS = 5.0  # for one grammar
 MOST_CACHED = 128  # grammars
 MOST_CACHED_BYTES = 8 << 20  # of their texts
+MOST_ENFORCED = 256  # schemas of `enforceable` that are kept
+MOST_ENFORCED_BYTES = 16 << 10  # of one that is kept
 MOST_TOKENS = 16_384  # of the shortest answer
 
 _LIMITS = {
@@ -176,12 +177,15 @@ _KEPT = (
 _LARGE = "fuel|limit|too (big|large|many|complex|deep)|exceed|stack"
 
 
-def enforceable(schema: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], bool]:
+def enforceable(
+    schema: Mapping[str, Any], name: str, deadline: float | None = None
+) -> tuple[Mapping[str, Any], bool]:
     """Leaves out of a schema what a grammar cannot enforce.
 
     Args:
         schema: A JSON Schema of an object.
         name: What errors call it.
+        deadline: By `time.monotonic`; several schemas may share one. None: COMPILE_SECONDS from now.
 
     Returns:
         A schema that the same values satisfy, and possibly others; and whether something was left out.
@@ -190,26 +194,43 @@ def enforceable(schema: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any]
         GrammarError: The schema is out of bounds, refers to what does not exist, or nothing satisfies it.
     """
     check_bounds(schema, name)
-    left, partly = _enforceable(json.dumps(schema), name)
+    text = json.dumps(schema)
+    with _lock:
+        if found := _enforced.get((text, name)):
+            _enforced.move_to_end((text, name))
+    if not found:
+        until = time.monotonic() + COMPILE_SECONDS if deadline is None else deadline
+        found, complete = _enforceable(text, name, until)
+        if complete and len(text) <= MOST_ENFORCED_BYTES:
+            with _lock:
+                _enforced[text, name] = found
+                while len(_enforced) > MOST_ENFORCED:
+                    _enforced.popitem(last=False)
+    left, partly = found
     return (left, True) if partly else (schema, False)
 
 
-@functools.lru_cache(256)  # a conversation sends its tools with every turn
-def _enforceable(text: str, name: str) -> tuple[Mapping[str, Any], bool]:
-    schema = json.loads(text)
-    until, left = time.monotonic() + COMPILE_SECONDS, schema
+# A conversation sends its tools with every turn.
+_enforced: OrderedDict[tuple[str, str], tuple[Mapping[str, Any], bool]] = OrderedDict()
+
+
+def _enforceable(text: str, name: str, until: float) -> tuple[tuple[Mapping[str, Any], bool], bool]:
+    """The answer of `enforceable`, and whether it is one that more time would not change."""
+    left = schema = json.loads(text)
+    if time.monotonic() > until:
+        return ({"type": "object"}, True), False
     for _ in range(_MOST_LEFT_OUT):
         error = _schema_error(left, name, until)
         if error is None:
-            return left, left is not schema
+            return (left, left is not schema), True
         place = error.place
         if not place or not place.keys or place.keys[-1] in ("$ref", "$schema") or _EMPTY in str(error):
             raise error
         left = _without(left, place.keys)
         left = left if isinstance(left, Mapping) else {"type": "object"}
         if time.monotonic() > until:
-            break
-    return {"type": "object"}, True
+            return ({"type": "object"}, True), False
+    return ({"type": "object"}, True), True
 
 
 def _schema_error(schema: Mapping[str, Any], name: str, deadline: float) -> GrammarError | None:

@@ -74,7 +74,8 @@ def shortest_value(schema: Any, match: Callable[[str], str | None]) -> Shortest:
     search = _Search(schema, match)
     try:
         return search.run()
-    except (_Limit, RecursionError):
+    except (_Limit, RecursionError, AttributeError, TypeError, ValueError):
+        # A reference may lead to what is no schema; the compiler of the grammar refuses it.
         return Shortest(None)
 
 
@@ -189,7 +190,9 @@ class _Search:
         types = [types] if isinstance(types, str) else types
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            return _least(_dumped(v) for v in values if any(_is(v, t) for t in types) and _holds(v, schema))
+            values = [v for v in values if any(_is(v, t) for t in types)]
+            values = values if "const" not in schema else self.shared(values, schema.get("enum", values))
+            return _least(map(_dumped, values))
         make = {"object": self.object, "array": self.array, "string": self.string, "number": _number,
                 "integer": _number, "null": lambda _: "null", "boolean": lambda _: "true"}  # fmt: skip
         return _least(make[t](schema) for t in types if t in make)
@@ -246,12 +249,23 @@ class _Search:
 
     def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self.made:
-            if len(self.made) > MOST_SCHEMAS:
+            if len(self.made) > MOST_SCHEMAS or time.monotonic() > self.until:
                 raise _Limit
             made = make()
             # Equal combinations are one schema, so that a schema that refers to itself has finitely many.
             self.made[key] = self.equal.setdefault(_dumped(made), made)
         return self.made[key]
+
+    def shared(self, values: Iterable[Any], others: Iterable[Any], both: bool = True) -> list[Any]:
+        """The values that the others contain, or those that they do not contain, in their order."""
+        plain = lambda value: value is None or isinstance(value, str | int | float)
+        known, rest = {v for v in others if plain(v)}, [v for v in others if not plain(v)]
+        kept = []
+        for value in values:
+            if time.monotonic() > self.until:
+                raise _Limit
+            kept += [value] if (value in (known if plain(value) else rest)) == both else []
+        return kept
 
     def both(self, a: Any, b: Any) -> Any:
         """A schema of the values that satisfy two schemas, as far as a guess needs it; false only where none does."""
@@ -263,7 +277,7 @@ class _Search:
         made: dict[str, Any] = {**b, **a}
         every = [
             *a.get("allOf", ()),
-            *(part for part in b.get("allOf", ()) if part not in a.get("allOf", ())),
+            *self.shared(b.get("allOf", ()), a.get("allOf", ()), False),
         ]
         for key in made.keys() & a.keys() & b.keys():
             x, y = a[key], b[key]
@@ -282,7 +296,7 @@ class _Search:
             elif key == "patternProperties":
                 made[key] = {**x, **y}
             elif key == "enum":
-                made[key] = [value for value in x if value in y]
+                made[key] = self.shared(x, y)
             elif (
                 key in ("items", "additionalProperties")
                 and not isinstance(x, list)
@@ -332,10 +346,6 @@ def _is(value: Any, kind: str) -> bool:
     if isinstance(value, int | float):
         return kind == "number" or (kind == "integer" and value == int(value))
     return kind == {str: "string", dict: "object"}.get(type(value), "array")
-
-
-def _holds(value: Any, schema: Mapping[str, Any]) -> bool:
-    return "enum" not in schema or value in schema["enum"]
 
 
 def _number(schema: Mapping[str, Any]) -> str:

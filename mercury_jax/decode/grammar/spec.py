@@ -251,7 +251,7 @@ def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
     """
     check_bounds(schema, name)
     patterns: list[str] = []
-    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema), patterns)
+    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema, {}), patterns)
 
 
 def check_bounds(schema: Any, name: str = "schema") -> None:
@@ -300,7 +300,9 @@ def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
         raise grammar_error(at, value, "JSON: an object, a list, a text, a number, true, false or null")
 
 
-def _rewritten(schema: Any, where: Place, patterns: list[str], root: Any) -> dict[str, Any] | bool:
+def _rewritten(
+    schema: Any, where: Place, patterns: list[str], root: Any, known: dict[int, str | None]
+) -> dict[str, Any] | bool:
     """Rewrites one schema and all schemas inside it; `root` is the whole, for references."""
     if isinstance(schema, bool):
         return schema
@@ -320,7 +322,7 @@ def _rewritten(schema: Any, where: Place, patterns: list[str], root: Any) -> dic
         scheme, end = ("http", "#") if "draft-" in draft else ("https", "")
         new = {"$schema": f"{scheme}://json-schema.org/{draft}schema{end}", **new} if draft else new
     _tighten(new)
-    _close_names(new, where, root)
+    _close_names(new, where, root, known)
     if isinstance(new.get("pattern"), str):
         new["pattern"] = _EQUAL_PATTERNS.get(new["pattern"], new["pattern"])
     patterns += _patterns(new, where)
@@ -329,13 +331,13 @@ def _rewritten(schema: Any, where: Place, patterns: list[str], root: Any) -> dic
         if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
                 raise grammar_error(place, value, "a list of schemas")
-            new[key] = [_rewritten(inner, place / i, patterns, root) for i, inner in enumerate(value)]
+            new[key] = [_rewritten(inner, place / i, patterns, root, known) for i, inner in enumerate(value)]
         elif key in NAMED:
             if not isinstance(value, Mapping):
                 raise grammar_error(place, value, "an object of schemas")
-            new[key] = {n: _rewritten(inner, place / n, patterns, root) for n, inner in value.items()}
+            new[key] = {n: _rewritten(inner, place / n, patterns, root, known) for n, inner in value.items()}
         elif key in _ONE:
-            new[key] = _rewritten(value, place, patterns, root)
+            new[key] = _rewritten(value, place, patterns, root, known)
     format, every = new.get("format"), new.get("allOf", [])
     if format is not None and format not in _FORMATS:  # an annotation (JSON Schema 2020-12, 7.2.3)
         del new["format"]
@@ -377,7 +379,7 @@ def _says_nothing(schema: Mapping[str, Any], key: str) -> bool:
     return owner not in schema or (value is False and key in ("uniqueItems", "not", "$recursiveAnchor"))
 
 
-def _close_names(schema: dict[str, Any], where: Place, root: Any) -> None:
+def _close_names(schema: dict[str, Any], where: Place, root: Any, known: dict[int, str | None]) -> None:
     """Replaces `propertyNames` by properties or by a pattern of them; other properties are not allowed then."""
     if "propertyNames" not in schema:
         return
@@ -387,6 +389,8 @@ def _close_names(schema: dict[str, Any], where: Place, root: Any) -> None:
     if not isinstance(own, Mapping):
         raise grammar_error(where / "properties", own, "an object of schemas")
     names = _definition(names, root)
+    if isinstance(names, Mapping):
+        _check_texts(dict(names), place)
     listed = (
         names.get("enum", [names["const"]] if "const" in names else None)
         if isinstance(names, Mapping)
@@ -403,7 +407,7 @@ def _close_names(schema: dict[str, Any], where: Place, root: Any) -> None:
             not (set(names) & {"pattern", "anyOf", "allOf", "oneOf"}) if isinstance(names, Mapping) else True
         )
     else:
-        pattern = _name_pattern(names, place, root)
+        pattern = _name_pattern(names, place, root, known)
         if pattern == "":
             return
         # Whether a pattern matches a listed property is left to llguidance: Python's matching has no bound of time.
@@ -426,11 +430,29 @@ def _definition(schema: Any, root: Any) -> Any:
     return schema
 
 
-def _name_pattern(names: Any, place: Place, root: Any) -> str | None:
-    """A pattern of the names that a schema allows; empty for all, None where it has none."""
+def _name_pattern(
+    names: Any, place: Place, root: Any, known: dict[int, str | None], depth: int = 0
+) -> str | None:
+    """A pattern of the names that a schema allows; empty for all, None where it has none.
+
+    `known` holds the patterns by the ids of their schemas; None where one is still being made, which ends cycles.
+    """
     names = _definition(names, root)
+    if id(names) not in known:
+        known[id(names)] = None
+        pattern = None if depth > MOST_DEPTH else _made_pattern(names, place, root, known, depth)
+        if pattern and len(pattern) > MOST_PATTERN:
+            raise grammar_error(place, f"a pattern of {len(pattern)} characters", f"at most {MOST_PATTERN}")
+        known[id(names)] = pattern
+    return known[id(names)]
+
+
+def _made_pattern(
+    names: Any, place: Place, root: Any, known: dict[int, str | None], depth: int
+) -> str | None:
     if not isinstance(names, Mapping):
         return "" if names is True else None
+    _check_texts(dict(names), place)
     notes = {"type", "title", "description", "$comment", "default", "examples", "deprecated"}
     said = set(names) - notes
     if not said:
@@ -448,7 +470,7 @@ def _name_pattern(names: Any, place: Place, root: Any) -> str | None:
         escaped = [re.sub(r"([^\w\s])", r"\\\1", text) for text in texts if isinstance(text, str)]
         return f"^({'|'.join(escaped)})$"
     if said in ({"anyOf"}, {"oneOf"}) and isinstance(options := names[min(said)], list | tuple):
-        parts = [_name_pattern(option, place, root) for option in options]
+        parts = list(dict.fromkeys(_name_pattern(o, place, root, known, depth + 1) for o in options))
         return None if None in parts else "" if "" in parts else "|".join(f"({part})" for part in parts)
     return None
 
@@ -493,6 +515,10 @@ def _check_texts(schema: dict[str, Any], where: Place) -> None:
         else not isinstance(types, list) or not {*map(str, types)} <= TYPES
     ):
         raise grammar_error(where / "type", types, f"one of {', '.join(sorted(TYPES))}, or a list of these")
+    if not isinstance(schema.get("format", ""), str):
+        raise grammar_error(where / "format", schema["format"], "a text")
+    if not isinstance(schema.get("enum", []), list | tuple):
+        raise grammar_error(where / "enum", schema["enum"], "a list of values")
     target = schema.get("$ref", "#")
     if not isinstance(target, str) or not target.startswith("#"):
         allowed = "a place in this schema, such as '#/$defs/name': nothing is fetched"
