@@ -293,3 +293,9 @@ def test_schemas_that_share_a_deadline_are_left_open_after_it():
     schema = {"type": "object", "properties": {"late": {"type": "string"}}}
     assert compiling.enforceable(schema, "tool", time.monotonic() - 1) == ({"type": "object"}, True)
     assert compiling.enforceable(schema, "tool") == (schema, False)
+
+
+def test_a_list_of_names_that_many_schemas_share_is_bounded():
+    closed = [{"propertyNames": {"$ref": "#/$defs/e"}} for _ in range(100)]
+    with pytest.raises(GrammarError, match="names in all"):
+        compile(TOK, JSONSchema({"$defs": {"e": {"enum": [f"n{i}" for i in range(300)]}}, "allOf": closed}))

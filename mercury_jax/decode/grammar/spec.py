@@ -236,6 +236,12 @@ class CheckedSchema(NamedTuple):
     patterns: list[str]
 
 
+class _Names(dict[int, str | None]):
+    """Patterns of names by the ids of their schemas, and how many names have become properties."""
+
+    listed = 0
+
+
 def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
     """Checks the bounds of a schema, and rewrites it where a generated answer could fail a validator.
 
@@ -251,7 +257,7 @@ def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
     """
     check_bounds(schema, name)
     patterns: list[str] = []
-    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema, {}), patterns)
+    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema, _Names()), patterns)
 
 
 def check_bounds(schema: Any, name: str = "schema") -> None:
@@ -301,7 +307,7 @@ def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _rewritten(
-    schema: Any, where: Place, patterns: list[str], root: Any, known: dict[int, str | None]
+    schema: Any, where: Place, patterns: list[str], root: Any, known: _Names
 ) -> dict[str, Any] | bool:
     """Rewrites one schema and all schemas inside it; `root` is the whole, for references."""
     if isinstance(schema, bool):
@@ -342,9 +348,9 @@ def _rewritten(
     if format is not None and format not in _FORMATS:  # an annotation (JSON Schema 2020-12, 7.2.3)
         del new["format"]
     elif format is not None and isinstance(every, list | tuple):
-        known, more = _FORMATS[format]
-        new["format"] = known
-        new = new if known else {key: value for key, value in new.items() if key != "format"}
+        supported, more = _FORMATS[format]
+        new["format"] = supported
+        new = new if supported else {key: value for key, value in new.items() if key != "format"}
         if more:
             new["allOf"] = [
                 *every,
@@ -379,7 +385,7 @@ def _says_nothing(schema: Mapping[str, Any], key: str) -> bool:
     return owner not in schema or (value is False and key in ("uniqueItems", "not", "$recursiveAnchor"))
 
 
-def _close_names(schema: dict[str, Any], where: Place, root: Any, known: dict[int, str | None]) -> None:
+def _close_names(schema: dict[str, Any], where: Place, root: Any, known: _Names) -> None:
     """Replaces `propertyNames` by properties or by a pattern of them; other properties are not allowed then."""
     if "propertyNames" not in schema:
         return
@@ -397,7 +403,10 @@ def _close_names(schema: dict[str, Any], where: Place, root: Any, known: dict[in
         else None
     )
     if names is False or isinstance(listed, list | tuple):
-        texts = [name for name in listed or () if isinstance(name, str)]
+        texts = dict.fromkeys(name for name in listed or () if isinstance(name, str))
+        known.listed += len(texts)
+        if known.listed > MOST_VALUES:
+            raise grammar_error(place, f"more than {MOST_VALUES} names in all", f"at most {MOST_VALUES}")
         # In the order of the schema's own properties, then of the names.
         schema["properties"] = {
             name: own.get(name, extra) for name in (*(n for n in own if n in texts), *texts)
@@ -430,9 +439,7 @@ def _definition(schema: Any, root: Any) -> Any:
     return schema
 
 
-def _name_pattern(
-    names: Any, place: Place, root: Any, known: dict[int, str | None], depth: int = 0
-) -> str | None:
+def _name_pattern(names: Any, place: Place, root: Any, known: _Names, depth: int = 0) -> str | None:
     """A pattern of the names that a schema allows; empty for all, None where it has none.
 
     `known` holds the patterns by the ids of their schemas; None where one is still being made, which ends cycles.
@@ -447,9 +454,7 @@ def _name_pattern(
     return known[id(names)]
 
 
-def _made_pattern(
-    names: Any, place: Place, root: Any, known: dict[int, str | None], depth: int
-) -> str | None:
+def _made_pattern(names: Any, place: Place, root: Any, known: _Names, depth: int) -> str | None:
     if not isinstance(names, Mapping):
         return "" if names is True else None
     _check_texts(dict(names), place)
