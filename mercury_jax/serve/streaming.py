@@ -398,7 +398,7 @@ class RetriedAnswer:
     """An `AnswerHandle` that decodes an answer once more where its tool calls are not valid.
 
     A stream shows no call before the call is complete and checked. If it has shown text already, that cannot be taken
-    back, and the answer stays as it is.
+    back, and the answer stays as it is. It also stays where the engine does not finish the second decoding.
 
     Args:
         engine: The engine to which the second job is submitted.
@@ -416,25 +416,28 @@ class RetriedAnswer:
         self._handle.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        parser, plan, second = self._plan.parser(), self._plan, None
+        parser, plan, first, second = self._plan.parser(), self._plan, None, None
         assert plan.valid is not None
         async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
             async for snapshot in snapshots:
                 parser.feed(snapshot)
                 message = parser.message()
-                if snapshot.finish is None and parser.calling:
-                    continue
                 shown = plan.request.stream and bool(message.content)
-                ended = snapshot.finish in ("stop", "length") and not self._cancelled
-                if ended and not shown and not plan.valid(message):
-                    second = await self._second_job()
-                if second is None:
-                    yield snapshot
-        if second is not None:
+                stopped = parser.stopped and self.request.logprobs is None
+                # The reader's parser keeps what it has read, so it reads nothing of an answer that may be replaced.
+                if snapshot.finish is None and not stopped and (parser.calling or not shown):
+                    continue
+                ended = snapshot.finish in ("stop", "length") or (snapshot.finish is None and stopped)
+                if ended and not shown and not self._cancelled and not plan.valid(message):
+                    first, second = snapshot, await self._second_job()
+                if second is not None:
+                    break
+                yield snapshot
+        if first is not None and second is not None:
             async with contextlib.aclosing(aiter(second)) as snapshots:  # type: ignore[type-var]
                 async for snapshot in snapshots:
                     if snapshot.finish is not None:
-                        yield snapshot
+                        yield snapshot if snapshot.finish in ("stop", "length") or self._cancelled else first
 
     async def _second_job(self) -> AnswerHandle | None:
         """Submits the request with another seed, and warm enough for another answer; None if the engine refuses it."""
@@ -442,12 +445,14 @@ class RetriedAnswer:
         warm = max(first.temperature or 0.0, RETRY_TEMPERATURE)
         request = dataclasses.replace(first, seed=(first.seed + RETRY_SEED) % (1 << 31), temperature=warm)
         try:
-            self._handle = await run_in_threadpool(self._engine.submit, request)
+            handle = await run_in_threadpool(self._engine.submit, request)
         except (RequestRejected, ValueError):
             return None
+        self._handle.cancel()
+        self._handle = handle
         if self._cancelled:  # `cancel` was called while the job was being submitted
-            self._handle.cancel()
-        return self._handle
+            handle.cancel()
+        return handle
 
 
 async def parsed_snapshots(

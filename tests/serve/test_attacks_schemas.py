@@ -190,3 +190,48 @@ def test_a_tool_without_strict_is_checked_afterwards_and_decoded_once_more(nano)
             for d in chunk["choices"][0]["delta"].get("tool_calls", ())
         ]
         assert "".join(d["function"].get("arguments", "") for d in deltas) == shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish", ["stop", "error", "cancelled"])
+def test_an_answer_that_is_decoded_once_more_replaces_the_first_as_a_whole(nano, finish, stream):
+    """Also where thinking or text precedes the call; a second decoding that fails leaves the first answer."""
+    marks, encode = nano.tokenizer.special, nano.tokenizer.encode
+    tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    tool = function_tool({"type": "object", "properties": {"tags": tags}, "required": ["tags"]})
+    payload = {**PAYLOAD, "tools": [tool], "reasoning_summary": True}
+
+    def answer(before, thought, arguments):
+        call = encode(f'{{"name": "f", "arguments": {arguments}}}')
+        thinking = [marks.think, *encode(thought), marks.end_think]
+        return [*thinking, *encode(before), marks.tool_call, *call, marks.end_tool_call]
+
+    def read(before):
+        def script(job):
+            again = len(engine.tickets) > 1
+            ids = answer("", "b", '{"tags": [1, 2]}') if again else answer(before, "aaa", '{"tags": [1, 1]}')
+            end = finish if again else "stop"
+            return [*(snapshot(ids, final=n) for n in range(0, len(ids), 3)), snapshot(ids, finish=end)]
+
+        engine = ScriptedEngine(nano, script, pause=0.002)
+        if not stream:
+            body = post(engine, payload)
+            message, thought = body["choices"][0]["message"], body["reasoning_summary"]["content"]
+            calls, content = message.get("tool_calls") or (), message["content"] or ""
+        else:
+            chunks = events(engine, payload)
+            deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+            calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+            content = "".join(delta.get("content") or "" for delta in deltas)
+            thought = chunks[-1]["reasoning_summary"]["content"]
+        arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+        return content, arguments, thought, len(engine.tickets)
+
+    second = ("", '{"tags": [1, 2]}', "b", 2)
+    failed = ("", '{"tags": [1, 1]}', "aaa", 2)
+    assert read("") == (second if finish == "stop" else failed)
+    text = "Let me look that up for you. "
+    if stream:  # the text has been sent, so the answer stays
+        assert read(text) == (text, '{"tags": [1, 1]}', "aaa", 1)
+    else:
+        assert read(text) == (second if finish == "stop" else (text, *failed[1:]))
