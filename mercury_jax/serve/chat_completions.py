@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jsonschema.exceptions import SchemaError
-from jsonschema.validators import validator_for
+from jsonschema import FormatChecker
+from jsonschema.exceptions import SchemaError, ValidationError as JsonSchemaError
+from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.decode import grammar as grammars
+from mercury_jax.decode.grammar.lark import llguidance
 from mercury_jax.serve import engine_requests, errors, protocol, responses
 from mercury_jax.serve.chat import messages as conversation
 from mercury_jax.serve.chat.messages import ToolFormat, tool_format
@@ -282,14 +284,14 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
             grammar, _answer_check(tools, policy), valid=_loose_check(loose) if loose else None
         )
     if not policy.tools:
-        grammar = compile_grammar(lm, content, param)
-        return OutputConstraint(grammar, _answer_check((), policy, schema), json=True)
+        check = _answer_check((), policy, schema, param)
+        return OutputConstraint(compile_grammar(lm, content, param), check, json=True)
     if form.quote is not None:
         message = f"{lm.name} cannot combine a format with tools; allowed with tools: tool_choice none"
         raise errors.invalid_request("response_format", message)
     tools, loose = _enforced(request, policy)
+    check = _answer_check(tools, policy, schema, param)
     grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy, tools), content), param)
-    check = _answer_check(tools, policy, schema)
     return OutputConstraint(grammar, check, json=True, valid=_loose_check(loose) if loose else None)
 
 
@@ -339,8 +341,9 @@ def _enforced(
         )
         if name not in allowed:
             continue
-        if parameters is not None and not tool.function.strict:
+        if parameters is not None:
             _validator(parameters, place)
+        if parameters is not None and not tool.function.strict:
             try:
                 enforced, partly = grammars.enforceable(parameters, place)
             except grammars.GrammarError as error:
@@ -353,7 +356,7 @@ def _enforced(
 
 def _loose_check(schemas: Mapping[str, Any]) -> Callable[[ParsedMessage], bool]:
     """Makes the check of the arguments whose schemas the grammar enforces in part."""
-    valid = {name: _validator(schema) for name, schema in schemas.items()}
+    valid = {name: _validator(schema, name) for name, schema in schemas.items()}
     return lambda message: all(
         _is_valid(call.arguments, valid[call.name]) for call in message.tool_calls if call.name in valid
     )
@@ -370,7 +373,9 @@ def _call_grammar(form: ToolFormat, policy: ToolPolicy, tools: Tools) -> grammar
     )
 
 
-def _answer_check(tools: Tools, policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMessage], bool]:
+def _answer_check(
+    tools: Tools, policy: ToolPolicy, schema: Any = None, param: str = "response_format"
+) -> Callable[[ParsedMessage], bool]:
     """Makes the check of a finished answer: its calls are allowed and valid, and their number is allowed.
 
     With a schema, an answer without calls is valid if its content matches the schema.
@@ -378,7 +383,7 @@ def _answer_check(tools: Tools, policy: ToolPolicy, schema: Any = None) -> Calla
     valid = {
         tool["name"]: _validator(tool["parameters"] or {"type": "object"}, tool["place"]) for tool in tools
     }
-    valid_content = None if schema is None else _validator(schema)
+    valid_content = None if schema is None else _validator(schema, param)
 
     def check(message: ParsedMessage) -> bool:
         count = len(message.tool_calls)
@@ -390,23 +395,101 @@ def _answer_check(tools: Tools, policy: ToolPolicy, schema: Any = None) -> Calla
     return check
 
 
-def _validator(schema: Any, name: str = "schema") -> Callable[[Any], bool]:
+def _validator(schema: Any, name: str) -> Callable[[Any], bool]:
     """Makes a validator that fetches no references; errors call the schema by its name."""
     try:
         grammars.check_bounds(schema, name)
         kind = validator_for(schema)
-        kind.check_schema(schema)
+        kind.check_schema(schema, format_checker=_FORMATS)
     except grammars.GrammarError as error:
         raise _refused_schema(error, name) from None
     except SchemaError as error:
         place = grammars.Place(name, tuple(error.absolute_path))
         message = f"{place}: {error.message[:500]}"
         raise ApiError(400, message, param=name, code="invalid_json_schema") from None
-    return kind(schema, registry=NO_REFERENCES).is_valid
+    except (TypeError, ValueError, AttributeError, RecursionError):  # a `$schema` that is no address
+        raise ApiError(400, f"{name} is no JSON Schema", param=name, code="invalid_json_schema") from None
+    patterned = '"patternProperties"' in json.dumps(schema)
+    return _with_patterns(kind, patterned)(schema, registry=NO_REFERENCES).is_valid
+
+
+@functools.cache
+def _with_patterns(kind: Any, patterned: bool) -> Any:
+    """A validator class of jsonschema that matches patterns in linear time, as Python's `re` does not.
+
+    Beside `patternProperties`, `unevaluatedProperties` would match patterns by `re`, and is not checked.
+    """
+    changed = {
+        "pattern": _check_pattern,
+        "patternProperties": _check_pattern_properties,
+        "additionalProperties": _check_additional_properties,
+        **({"unevaluatedProperties": lambda *_: ()} if patterned else {}),
+    }
+    return extend(kind, {name: check for name, check in changed.items() if name in kind.VALIDATORS})
+
+
+def _check_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[JsonSchemaError]:
+    if validator.is_type(value, "string") and not _matches(pattern, value):
+        yield JsonSchemaError("the pattern does not match")
+
+
+def _check_pattern_properties(
+    validator: Any, named: Any, value: Any, schema: Any
+) -> Iterator[JsonSchemaError]:
+    if validator.is_type(value, "object"):
+        for pattern, inner in named.items():
+            for name in value:
+                if _matches(pattern, name):
+                    yield from validator.descend(value[name], inner)
+
+
+def _check_additional_properties(
+    validator: Any, others: Any, value: Any, schema: Any
+) -> Iterator[JsonSchemaError]:
+    if validator.is_type(value, "object"):
+        listed, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        for name in value:
+            if name not in listed and not any(_matches(pattern, name) for pattern in patterns):
+                yield from validator.descend(value[name], others)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Says whether a pattern matches a part of a text; True for a pattern that a grammar cannot express."""
+    matcher = _pattern_matcher(pattern)
+    if matcher is None:
+        return True
+    matcher = matcher.deep_copy()
+    written = json.dumps(text, ensure_ascii=False).encode(errors="replace")
+    fits = matcher.try_consume_tokens(list(written)) == len(written) and matcher.is_accepting()
+    return fits or matcher.is_error()
+
+
+@functools.lru_cache(256)
+def _pattern_matcher(pattern: str) -> Any:
+    """Compiles a pattern for JSON strings as bytes; None if llguidance cannot."""
+    package = llguidance()
+    rule = package.LLMatcher.grammar_from_lark(
+        f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}\n"
+    )
+    matcher = package.LLMatcher(package.LLTokenizer("byte"), rule, log_level=0)
+    return None if matcher.is_error() else matcher
+
+
+# Patterns are the only format of a schema that is checked.
+_FORMATS = FormatChecker(formats=())
+
+
+@_FORMATS.checks("regex")
+def _is_pattern(pattern: Any) -> bool:
+    """Says whether Python or llguidance reads a pattern; their syntaxes differ."""
+    try:
+        return not isinstance(pattern, str) or bool(re.compile(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return _pattern_matcher(pattern) is not None
 
 
 def _is_valid(text: str, valid: Callable[[Any], bool]) -> bool:
     try:
         return valid(json.loads(text))
-    except (ValueError, RecursionError, Unresolvable, re.error):
+    except (ValueError, RecursionError, Unresolvable):
         return False
