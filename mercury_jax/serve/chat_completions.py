@@ -124,7 +124,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         )
     constraint = output_constraint(lm, body, policy) if constrained else OutputConstraint()
     if words := tuple(filter(None, body.bad_words or ())):
-        constraint = OutputConstraint(compile_grammar(lm, grammars.Without(words), "bad_words"))
+        constraint = OutputConstraint(compile_grammar(lm, grammars.Without(words, begun or ""), "bad_words"))
     temperature, warning = body.temperature, None
     if options.strict_temperature:
         temperature, warning = engine_requests.vendor_temperature(body.temperature)
@@ -197,6 +197,9 @@ def continued_text(request: ChatCompletionsRequest, messages: Sequence[Mapping[s
     (name, value), last = next(iter(fields.items())), messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         allowed = f"{str(not value).lower()} where the last message is not a text of the assistant"
+        raise errors.invalid_value(name, value, allowed)
+    if len(messages) < 2:
+        allowed = f"{str(not value).lower()} where no message precedes the one that is continued"
         raise errors.invalid_value(name, value, allowed)
     if request.response_format is not None and request.response_format.type != "text":
         raise errors.invalid_value("response_format.type", request.response_format.type, f"text with {name}")

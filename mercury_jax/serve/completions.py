@@ -23,6 +23,7 @@ from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.serve.chat_completions import compile_grammar
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
+from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.responses import EchoedPrompt
 from mercury_jax.serve.service import SMALL_GRAMMAR_BYTES, ServedModels, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
@@ -58,7 +59,8 @@ async def completions(models: ServedModels, request: Request) -> Response:
     if body.echo and body.suffix:
         raise errors.invalid_value("echo", True, "false with a suffix")
     # Scoring a prompt takes as long as compiling a large grammar, so it takes a thread of that pool.
-    slow = SMALL_GRAMMAR_BYTES + 1 if body.echo and body.logprobs is not None else None
+    slow = len(dump_json(body.bad_words)) if body.bad_words else None
+    slow = SMALL_GRAMMAR_BYTES + 1 if body.echo and body.logprobs is not None else slow
     return await respond(
         service, request, lambda: _prepare_texts(service, body, prompts, body.n), count, slow
     )
@@ -152,11 +154,15 @@ def _prepare_texts(
         if words and suffix:
             raise errors.invalid_request("bad_words", "bad_words cannot be combined with suffix")
         if body.max_tokens:
+            used = len(code.prompt) + len(code.suffix or ())  # what does not fit is refused before compiling
+            token_budget(service.engine.context, used, body.max_tokens, 0, "prompt")
             before = prompt if isinstance(prompt, str) else lm.tokenizer.decode(prompt)
             grammar = compile_grammar(lm, Without(words, before), "bad_words") if words else None
             jobs += with_seeds(_code_request(service, body, code, "prompt", logprobs, grammar), n, i)
         else:
             token_budget(service.engine.context, len(code.prompt) - 1, 1, 0, "prompt")  # the prompt must fit
+            # Makes a request only to refuse parameters that do not fit.
+            make_request(service, body, decoding_params(service, None), prompt=code.prompt, max_tokens=1)
             jobs += [PrecomputedAnswer((), "length")] * n
     plan = ResponsePlan(
         kind=responses.TEXT,

@@ -60,7 +60,11 @@ CONSTRAINT_FIELDS = {
 
 
 # Fields of other servers that look like a misspelt field of this one, and are ignored like all unknown fields.
-NOT_MISSPELT = ("context", "models", "parse_tool_calls", "reasoning_format", "top_logprobs_num")
+NOT_MISSPELT = (
+    "context", "models", "parse_tool_calls", "reasoning_format", "top_logprobs_num",
+    "frequency_penalty_range", "repetition_penalty_range", "repetition_penalty_slope",
+)  # fmt: skip
+MAX_UNKNOWN = 128  # different unknown fields of one request, of which the nearest field is searched
 SIMILARITY = 0.85  # of `difflib`, from which on an unknown field is taken for a misspelt one
 
 # Efforts of OpenAI's API, mapped to the efforts of this server.
@@ -247,6 +251,8 @@ class FunctionDefinition(RequestModel):
 class FunctionTool(RequestModel):
     """A tool."""
 
+    refused_fields = {"strict": "Use function.strict."}
+
     type: Literal["function"]
     function: FunctionDefinition
     """The function that may be called."""
@@ -291,6 +297,11 @@ ToolChoice = (
 
 class TextFormat(RequestModel):
     """Free text."""
+
+    refused_fields = {
+        "schema": "Use the type json_object or json_schema.",
+        "json_schema": "Use the type json_schema.",
+    }
 
     type: Literal["text"]
 
@@ -535,22 +546,25 @@ def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
     extra = data.get("extra_body")
     if isinstance(extra, dict) and "extra_body" in model.model_fields:
         data = {**{name: value for name, value in extra.items() if name != "extra_body"}, **data}
-    check_names(model, data, "")
+    unknown: set[str] = set()
+    check_names(model, data, "", unknown)
     try:
         made = model.model_validate(data)
     except ValidationError as error:
         raise validation_error(request_schema(model), data, error) from None
-    _check_inner(made, data, "")
+    _check_inner(made, data, "", unknown)
     return made
 
 
-def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str) -> None:
+def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str, unknown: set[str]) -> None:
     """Refuses unknown fields that must not be ignored: those that the model refuses by name, and misspelt ones.
 
     Args:
         model: The model of the object.
         data: The object.
         path: Where the object is in the request, with a dot behind it; empty for the request itself.
+        unknown: Unknown fields of the request so far, to which those of the object are added. Beyond `MAX_UNKNOWN`
+            misspelt ones are no longer looked for, since that takes time.
 
     Raises:
         ApiError: 400, naming the field, and the one that it resembles.
@@ -559,7 +573,10 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str) -
         if data.get(name) not in UNUSED:
             allowed = f"no value, since this server has no such field. {instead}"
             raise invalid_value(f"{path}{name}", data[name], allowed)
-    for name in data.keys() - model.field_names().keys():
+    known = model.field_names()
+    found = [name for name in data if name not in known]
+    unknown.update(found)
+    for name in found if len(unknown) <= MAX_UNKNOWN else ():
         near = None if data[name] is None else _nearest_field(model, name[:64])
         if near is not None and near not in data:  # the AI SDK sends `logitBias` beside `logit_bias`
             message = f"{path}{name[:64]} is not a field; did you mean {near}?"
@@ -574,7 +591,7 @@ def _nearest_field(model: type[RequestModel], name: str) -> str | None:
     return next(iter(difflib.get_close_matches(words, model.field_names(), 1, SIMILARITY)), None)
 
 
-def _check_inner(made: RequestModel, data: Mapping[str, Any], path: str) -> None:
+def _check_inner(made: RequestModel, data: Mapping[str, Any], path: str, unknown: set[str]) -> None:
     """Applies `check_names` to the objects within a valid request."""
     for name, field in made.field_names().items():
         value = getattr(made, field)
@@ -583,8 +600,8 @@ def _check_inner(made: RequestModel, data: Mapping[str, Any], path: str) -> None
             if not isinstance(inner, RequestModel):
                 break  # lists hold things of one kind
             raw, at = (data[name][i], f"{path}{name}[{i}].") if many else (data[name], f"{path}{name}.")
-            check_names(type(inner), raw, at)
-            _check_inner(inner, raw, at)
+            check_names(type(inner), raw, at, unknown)
+            _check_inner(inner, raw, at, unknown)
 
 
 class RequestJsonSchema(GenerateJsonSchema):

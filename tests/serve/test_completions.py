@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from mercury_jax.serve.service import Service
 from tests.serve.api_client import choices, client_of, content_of, events, post
 from tests.serve.chat.editors import kilo, kilo_text, zed
 from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
@@ -130,3 +131,25 @@ def test_without_instructions_a_similar_line_is_inserted_as_a_new_one(nano, inst
     engine = ScriptedEngine(instructed, text_snapshots(instructed, "```\nmerged\n```"))
     body = post(engine, payload_of(text), APPLY, "EditCompletion")
     assert body["choices"][0]["message"]["content"] == "merged\n"
+
+
+@pytest.mark.parametrize("fields", [{"rule": "nothing"}, {"logit_bias": {"999999999": 1}}], ids=str)
+def test_without_an_answer_parameters_are_checked_too(scripted_app, fields):
+    body = {"model": "nano", "prompt": "a", "max_tokens": 0}
+    assert scripted_app.post(body, "/v1/completions").status_code == 200
+    scripted_app.refuses({**body, **fields}, "/v1/completions")
+
+
+def test_bad_words_count_as_a_grammar(scripted_app, monkeypatch):
+    """They are compiled where grammars are, and only for a prompt that fits."""
+    sizes, submit = [], Service.submit
+
+    def recorded(self, prepare, count, grammar_bytes=None, *rest):
+        sizes.append(grammar_bytes)
+        return submit(self, prepare, count, grammar_bytes, *rest)
+
+    monkeypatch.setattr(Service, "submit", recorded)
+    body = {"model": "nano", "prompt": "a", "bad_words": ["upon"]}
+    assert scripted_app.post(body, "/v1/completions").status_code == 200 and sizes == [len('["upon"]')]
+    error = scripted_app.refuses({**body, "prompt": "a b" * 2_000, "bad_words": ["new"]}, "/v1/completions")
+    assert error["code"] == "context_length_exceeded"

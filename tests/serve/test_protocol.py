@@ -12,6 +12,7 @@ from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve import protocol
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.protocol import parse_request, refused_properties, request_schema
+from tests.serve.api_client import PAYLOAD
 
 MODELS = {
     "chat": protocol.ChatCompletionsRequest,
@@ -134,6 +135,7 @@ def test_unknown_fields_are_ignored(name):
 
 # Fields of other servers and of clients, which this server does not have.
 FOREIGN = """\
+frequency_penalty_range repetition_penalty_range repetition_penalty_slope
 audio background conversation include input instructions max_output_tokens max_tool_calls metadata modalities
 moderation prediction previous_response_id prompt_cache_key prompt_cache_retention reasoning safety_identifier
 service_tier store text truncation user verbosity web_search_options add_special_tokens cache_salt chat_template
@@ -432,3 +434,28 @@ def test_the_playground_refuses_a_strictness_outside_of_its_rules_range(nano):
         payload = {"kind": "text", "prompt": "a", "rule": rule, "p": p}
         error = app.refuses(payload, "/playground/stream")
         assert error["param"] == "p" and rule in error["message"] and "a number" in error["message"]
+
+
+def test_many_unknown_fields_take_bounded_time(scripted_app):
+    scripted_app.engine.context = 1 << 20
+    names = iter(f"{i}temperatur{i}" for i in range(200_000))
+    extra = lambda n: {next(names): 1 for _ in range(n)}
+    messages = [{"role": "user", "content": "hi", **extra(20)} for _ in range(200)]
+    began = time.perf_counter()
+    assert scripted_app.post({**PAYLOAD, **extra(4_000), "messages": messages}).status_code == 200
+    assert time.perf_counter() - began < 1.5
+    # The first of several misspelt fields is named.
+    error = scripted_app.refuses({**PAYLOAD, "tempature": 0, "max_token": 5, "stops": "a"})
+    assert error["param"] == "tempature"
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"response_format": {"type": "text", "schema": {"type": "object"}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}, "strict": True}]}, "tools[0].strict"),
+    ],
+)
+def test_a_constraint_at_the_wrong_place_is_refused(scripted_app, fields, param):
+    assert scripted_app.refuses({**PAYLOAD, **fields})["param"] == param

@@ -231,6 +231,18 @@ def test_what_cannot_be_continued_is_refused(scripted_app, fields, last, message
     assert re.search(message, scripted_app.refuses({**PAYLOAD, "messages": messages, **fields})["message"])
     early = [{"role": "assistant", "content": "b", "prefix": True}, *PAYLOAD["messages"]]
     assert scripted_app.refuses({**PAYLOAD, "messages": early})["param"] == "messages[0].prefix"
+    only = {**PAYLOAD, "messages": early[:1]}
+    for body in (only, {**only, "tools": [{"type": "function", "function": {"name": "f"}}]}):
+        assert "where no message precedes the one" in scripted_app.refuses(body)["message"]
+
+
+def test_bad_words_may_not_arise_where_a_text_is_continued(nano):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    for text, ok in (("Once up", False), ("Once", True)):
+        last = {"role": "assistant", "content": text, "prefix": True}
+        post(engine, {**PAYLOAD, "messages": [*PAYLOAD["messages"], last], "bad_words": ["upon"]})
+        grammar = engine.tickets[-1].request.grammar
+        assert grammar.completes(nano.tokenizer.encode("on")) == ok
 
 
 @pytest.mark.parametrize("content", [None, "", "I add."])
