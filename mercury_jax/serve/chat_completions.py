@@ -402,7 +402,7 @@ def _validator(schema: Any, name: str) -> Callable[[Any], bool]:
     """Makes a validator that fetches no references; errors call the schema by its name."""
     try:
         grammars.check_bounds(schema, name)
-        kind = validator_for(schema)
+        kind: Any = validator_for(schema)
         kind.check_schema(schema, format_checker=_FORMATS)
     except grammars.GrammarError as error:
         raise _refused_schema(error, name) from None
