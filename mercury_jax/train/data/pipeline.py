@@ -95,17 +95,20 @@ class RowPacker:
         Args:
             streams: The same sources, opened in the other layout.
         """
-        refs = [ref for row in self._open for ref in row.refs]
-        self._streams, self._open = streams, []
+        self._streams = streams
+        self._place_again()
+        for s, filler in self._fillers.items():
+            stream = streams[s]
+            assert isinstance(stream, RowStream)
+            filler.use(stream)
+
+    def _place_again(self) -> None:
+        refs, self._open = [ref for row in self._open for ref in row.refs], []
         for s, index in refs:
             laid = self._document(s, index)
             # `place` may close a row that is exactly full. It goes back to the open rows, since no batch asked for it.
             if full := place(self._open, (s, index), laid, self._row, len(refs)):
                 self._open.append(full)
-        for s, filler in self._fillers.items():
-            stream = streams[s]
-            assert isinstance(stream, RowStream)
-            filler.use(stream)
 
     def next_row(self) -> PackedRow | tuple[int, FilledRow]:
         """Takes documents until a row is closed.
@@ -152,6 +155,9 @@ class RowPacker:
             self._open.append(PackedRow())
             for s, index in refs:
                 self._open[-1].add((s, index), self._document(s, index))
+        # An earlier version laid documents out shorter, without what `packing.fill_up` adds.
+        if any(row.used > self._row for row in self._open):
+            self._place_again()
 
     def _document(self, s: int, index: int) -> LaidOutDocument:
         stream = self._streams[s]
@@ -409,20 +415,22 @@ def _check_same_data(saved: Any, now: dict[str, Any]) -> None:
         if had != has:
             raise refuse(name, has, f"{had!r}, as in the checkpoint to resume")
 
-    for name in now.keys() - {"sources", "tokenizer", "model's layout"}:
-        check(name, saved.get(name), now[name])
+    # A state of an earlier version lacks what was added later.
+    for name in (now.keys() & saved.keys()) - {"sources", "tokenizer", "model's layout"}:
+        check(name, saved[name], now[name])
     check("data", f"{len(saved['sources'])} sources", f"{len(now['sources'])} sources")
     same_run = "resume with what the run was started with, or start another run (--out)"
+    for name in ("tokenizer", "model's layout"):
+        if saved.get(name, now[name]) != now[name]:
+            raise ValueError(f"the {name} is another one than in the checkpoint to resume; {same_run}")
     for i, (had, has) in enumerate(zip(saved["sources"], now["sources"])):
         where = f"data, source {i + 1}: {has.get('where') or has['source']}"
-        for name in (name for name in has if name != "content"):
-            if name != "examples" and not (name == "where" and has["content"]):
-                check(f"{name} ({where})", had.get(name), has[name])
+        # Equal content may come from another place, and with or without bad lines.
+        skipped = ("content", "examples", *(("where", "bad_lines") if has["content"] else ()))
+        for name in (name for name in has if name in had and name not in skipped):
+            check(f"{name} ({where})", had[name], has[name])
         if had.get("content") != has["content"] or had.get("examples") != has["examples"]:
             raise ValueError(f"{where} has other content than in the checkpoint to resume; {same_run}")
-    for name in ("tokenizer", "model's layout"):
-        if saved.get(name) != now[name]:
-            raise ValueError(f"the {name} is another one than in the checkpoint to resume; {same_run}")
 
 
 def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream | RowStream]:
