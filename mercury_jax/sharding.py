@@ -33,14 +33,8 @@ ROWS = ("data", "fsdp")  # mesh axes that split the rows of a batch
 # The parameters of all models by their last name: a new parameter is declared with one of these names, or entered here.
 MATRICES = ("w", "gate_up", "down")  # multiply activations
 TABLES = ("embed", "head", "router")  # one row or column per id or expert
-VECTORS = (
-    "b",
-    "scale",
-    "correction",
-    "scalar",
-    "encoder_scalar",
-    "expert_scale",
-)  # added, or multiplied elementwise
+# Added, or multiplied elementwise.
+VECTORS = ("b", "scale", "correction", "scalar", "encoder_scalar", "expert_scale")
 Role = Literal["matrix", "table", "vector"]
 ShardedAxis = str | tuple[str, ...] | None  # mesh axes of one dimension of an array
 ShardingRule = tuple[str, tuple[ShardedAxis, ...]]  # (regular expression of a path, axes of each dimension)
@@ -187,7 +181,7 @@ def role(name: str, ndim: int) -> Role:
     *stems, last = name.split("/")
     if last in ("a", "b") and stems and matrix_axes("/".join(stems)) is not None:
         return "matrix"
-    if last in (*VECTORS, "bias") or ndim < 2:
+    if last in VECTORS or last.endswith(("scale", "bias")) or ndim < 2:
         return "vector"
     return "table" if matrix_axes(name) is None or "head" in stems else "matrix"
 

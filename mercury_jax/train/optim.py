@@ -15,7 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from mercury_jax.config import at_least, check_types, one_of, refuse
-from mercury_jax.sharding import Role, matrix_axes, path_name, role
+from mercury_jax.sharding import MatrixAxes, Role, matrix_axes, path_name, role
 from mercury_jax.types import Params
 
 Decay = Literal["cosine", "linear", "constant", "wsd"]
@@ -69,7 +69,8 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """Makes the learning-rate schedule: a linear warm-up, then the decay.
 
     The first update has 1 / warmup of the peak, so that it is not wasted, and update number `warmup` the peak. The last
-    update of the run has the share `final` of the peak, unless the decay is constant.
+    update of the run has the share `final` of the peak, unless the decay is constant
+    or the warm-up is as long as the run.
 
     Args:
         config: Peak, warm-up and decay.
@@ -184,9 +185,10 @@ def _muon(c: OptimConfig) -> optax.GradientTransformation:
         found = matrix_axes(path_name(path))
         if found is None or _role(path, x) != "matrix":
             return None
-        first = (
-            found.batch + found.inputs
-        )  # axes of experts before them: each expert has an update of its own
+        if x.ndim <= found.batch + found.inputs:  # a user's matrix [D, D'] with the name of a larger one
+            found = MatrixAxes(1, 0)
+        # Axes of experts come before the inputs: each expert has an update of its own.
+        first = found.batch + found.inputs
         return MuonDimensionNumbers(tuple(range(found.batch, first)), tuple(range(first, x.ndim)))
 
     # optax's `muon` would decay the parameters that AdamW updates without a mask. `optimizer` applies weight decay and

@@ -179,6 +179,10 @@ def test_weight_decay_is_for_matrices():
         "tau": False,
         "bias": False,
     }
+    assert optim.decayed({"ln1_scale": jnp.ones((3, 4)), "mlp_bias": jnp.ones((3, 4))}) == {
+        "ln1_scale": False,
+        "mlp_bias": False,
+    }
     factors = {
         "q": {"w": {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 3))}, "b": jnp.ones((3, 4))}
     }  # LoRA's, and a bias
@@ -210,6 +214,17 @@ def test_muon_turns_hidden_matrices_only():
     moved = first_move(params, grads, optimizer="muon", weight_decay=0)
     spread = lambda m: (lambda s: float(s[0] / s[-1]))(jnp.linalg.svd(m, compute_uv=False))
     assert spread(moved["hidden"]["w"]) < 2 < spread(moved["head"])
+    square = params["hidden"]["w"]
+    own = {
+        "o": {"w": square},
+        "down": square,
+        "gate_up": square,
+    }  # a user's, without axes of heads or experts
+    turned = first_move(
+        own, jax.tree.map(lambda _: grads["hidden"]["w"], own), optimizer="muon", weight_decay=0
+    )
+    for found in jax.tree.leaves(turned):
+        np.testing.assert_allclose(found, moved["hidden"]["w"], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
