@@ -187,7 +187,9 @@ def _type_in_words(hint: Any) -> str:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Converts a dataclass to data for JSON: tuples become lists, nested configs dicts, a schedule its values."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=schedule_values))
+    # Not `asdict`, which would take a schedule that is a dataclass apart.
+    fields = lambda x: {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    return json.loads(json.dumps(config, default=lambda x: schedule_values(x) if callable(x) else fields(x)))
 
 
 def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
@@ -567,6 +569,13 @@ def _check_traceable(alpha: Callable[[Any], Any]) -> None:
     import jax  # the other configs need no JAX
     import jax.numpy as jnp
 
+    try:
+        hash(alpha)
+    except TypeError:
+        raise ValueError(
+            f"schedule is a {type(alpha).__name__} that has no hash: make it immutable, "
+            "for example with @dataclass(frozen=True)"
+        ) from None
     for shape in ((), (2, 3)):  # an objective passes the times of a batch, a decoding rule one time
         try:
             time = jax.ShapeDtypeStruct(shape, jnp.float32)

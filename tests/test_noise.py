@@ -124,6 +124,10 @@ def test_configs_build_the_noise_that_they_name():
         (lambda: 1.0, "schedule is no function"),
         ((1.0, 0.2, 0.3, 0.0), "alpha rises from 0.2"),
         (3, "linear, cosine, polynomial, a function"),
+        (
+            dataclasses.make_dataclass("Mutable", [], namespace={"__call__": lambda self, t: 1 - t})(),
+            "frozen=True",
+        ),
     ],
 )
 def test_a_function_that_is_no_schedule_is_refused(schedule, words):
@@ -143,7 +147,17 @@ def test_a_function_leaves_the_devices_alone_until_a_job_of_several_processes_ha
     subprocess.run([sys.executable, "-c", code], env=flags, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("alpha", [lambda t: 1 - t**2, lambda t: jnp.cos(0.5 * jnp.pi * t)])
+@dataclasses.dataclass(frozen=True)
+class Power:
+    """A schedule with a field."""
+
+    exponent: float
+
+    def __call__(self, t):
+        return 1 - t**self.exponent
+
+
+@pytest.mark.parametrize("alpha", [lambda t: 1 - t**2, lambda t: jnp.cos(0.5 * jnp.pi * t), Power(2.0)])
 def test_a_function_is_read_back_from_a_config_as_the_same_schedule(alpha):
     given = NoiseConfig(schedule=alpha)
     saved = mj.config.from_dict(NoiseConfig, json.loads(json.dumps(mj.config.to_dict(given))))
