@@ -22,6 +22,7 @@ from mercury_jax.checkpoint import manifest
 from mercury_jax.config import brief, from_dict, refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import lora, optim, step as steps
+from mercury_jax.train.data import BatchSource
 from mercury_jax.train.distributed import DataState, gather_data_state, watch_signals
 from mercury_jax.train.recipe import TrainConfig, resolved
 from mercury_jax.train.report import Reporter
@@ -221,13 +222,11 @@ def _flat(config: Any, name: str = "") -> dict[str, Any]:
     return {path: x for k, v in config.items() for path, x in _flat(v, f"{name}.{k}" if name else k).items()}
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Lists the fields in which a resumed run differs from its checkpoint; the data compare their own state."""
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], unlisted: tuple[str, ...]) -> str:
+    """Lists the fields in which a resumed run differs from its checkpoint."""
     had, has = _flat(saved), _flat(now)
     names = [n for n in has if n in had and had[n] != has[n]]
-    names = [
-        n for n in names if n.split(".")[0] not in ("resume", "out", "data", "chats", "init", "join_timeout")
-    ]
+    names = [n for n in names if n.split(".")[0] not in unlisted]
     return ", ".join(f"{n} is {has[n]!r} (was {had[n]!r})" for n in names)
 
 
@@ -247,7 +246,7 @@ def _opened(
         model, config.objective, corruption, optim.optimizer(config.optim, config.steps, model.config.width),
         optim.schedule(config.optim, config.steps), config.accumulate, config.ema, part,
     )  # fmt: skip
-    start, frozen = params, ()
+    start, frozen, changes, before = params, (), "", None
     if part is not None:
         if params is None:
             raise refuse("params", None, "the parameters of a model, of which lora or freeze keeps a part")
@@ -257,17 +256,20 @@ def _opened(
     # A fresh run starts from the given parameters; a resumed run restores the trained tree from the checkpoint.
     if at is None:
         state, counted = steps.init_state(jax.random.key(config.seed), setup, mesh, start), {}
-        changes = ""
     else:
         found = checkpoint.restore(folder, steps.abstract_state(setup, mesh), at)
         if found.extra.get("base") != base:
             allowed = "the model that the run to resume started from: this one has other values"
             raise refuse("init", config.init, allowed)
         state, counted = found.tree, found.extra
-        changes = _changes(found.config, resolved(config))
+        # Documents compare their own state; of data that are made, the settings may change.
+        unlisted = ("resume", "out", "chats", "init", "join_timeout")
+        unlisted += () if isinstance(config.data, BatchSource) else ("data",)
+        if changes := _changes(found.config, resolved(config), unlisted):
+            before = found.config
         data.set_state(counted["data"])
     del params, start  # the update donates these buffers: no other reference may remain
-    loop = _Loop(config, setup, mesh, data, state, at or 0, counted, frozen, base)
+    loop = _Loop(config, setup, mesh, data, state, at or 0, counted, frozen, base, before)
     try:
         if stale:
             loop.report.say(f"removed what an interrupted save left: {', '.join(stale)}")
@@ -290,6 +292,7 @@ class _Loop:
     def __init__(
         self, config: TrainConfig, setup: steps.TrainSetup, mesh: Mesh, data: Batches, state: steps.TrainState,
         step: int, counted: Mapping[str, Any], frozen: Params, base: str | None,
+        before: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         self.config, self.mesh, self.data = config, mesh, data
         self.frozen, self.base = frozen, base  # parameters that are not trained, and their digest
@@ -305,11 +308,11 @@ class _Loop:
         config.folder.mkdir(parents=True, exist_ok=True)
         first = jax.process_index() == 0
         if first:
-            path, text = config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode()
             # The config of the steps before a resume is kept if it was another one.
-            if step and path.is_file() and (old := path.read_bytes()) != text:
-                manifest.replace(path.with_name(f"config_to_step_{step}.json"), old)
-            manifest.replace(path, text)
+            kept = config.folder / f"config_to_step_{step}.json"
+            if before is not None and not kept.exists():
+                manifest.replace(kept, json.dumps(before, indent=1).encode())
+            manifest.replace(config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode())
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
         self.report = Reporter(
             config.folder, config.name, config.steps, step, quiet=not first,

@@ -202,7 +202,9 @@ def test_another_optimizer_or_an_average_cannot_resume(whole):
 
 def test_what_may_change_on_a_resume_is_listed_and_the_config_before_is_kept(tmp_path, capsys):
     run(tmp_path, steps=2)
-    before = (tmp_path / "config.json").read_bytes()
+    before = (tmp_path / "config.json").read_text()
+    run(tmp_path, steps=2, resume=True)
+    assert not list(tmp_path.glob("config_to_step_*"))  # nothing changed
     other = OptimConfig(lr=1e-2, warmup=3, clip=0.0)
     run(tmp_path, steps=3, resume=True, optim=other, accumulate=2, ema=0.5, objective=tiny.quiet)
     told = capsys.readouterr().err
@@ -213,7 +215,12 @@ def test_what_may_change_on_a_resume_is_listed_and_the_config_before_is_kept(tmp
         "objective.function",
     ):
         assert words in told
-    assert (tmp_path / "config_to_step_2.json").read_bytes() == before
+    kept = tmp_path / "config_to_step_2.json"
+    assert json.loads(kept.read_text()) == json.loads(before)
+    kept.write_text("kept")
+    shutil.rmtree(sorted((tmp_path / "checkpoints").iterdir())[-1])
+    run(tmp_path, steps=3, resume=True, optim=other)
+    assert kept.read_text() == "kept"
     run(
         tmp_path, steps=4, resume=True, optim=OptimConfig(lr=1e-2, warmup=3, clip=2.0)
     )  # and back to clipping
