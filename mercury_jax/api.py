@@ -121,6 +121,12 @@ def _train(config: TrainConfig) -> loop.TrainResult:
             "no family of Hugging Face's layout holds this model (%s, alignment %s, predicts_next %s): mercury_jax "
             "loads the result, and `mercury convert --to hf` will refuse it", c.pattern, c.alignment, c.predicts_next,
         )  # fmt: skip
+    keeps = first is not None and not config.sampler and _same_use(first.model.config, c)
+    if first is not None and first.decoding and not decoding and not keeps and jax.process_index() == 0:
+        _LOG.warning(
+            f"the default decoding of {config.init} ({describe(first.decoding)}) is not kept: pattern, block or "
+            "alignment differ; set `sampler` in the recipe"
+        )
     result = loop.run(
         config, models.build(c, config.remat), corruption,
         batches,  # pyright: ignore[reportArgumentType]  `distributed.DataState` has the keys that processes share
@@ -130,13 +136,8 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     )  # fmt: skip
     made_by = {"recipe": config.name, "seed": config.seed, "steps": result.step}
     card = made_by if first is None else {**first.card, **made_by, "init": config.init}
-    if first is not None and not decoding and not config.sampler and _same_use(first.model.config, c):
+    if first is not None and keeps and not decoding:
         decoding = first.decoding
-    elif first is not None and first.decoding and not decoding and jax.process_index() == 0:
-        _LOG.warning(
-            f"the default decoding of {config.init} ({describe(first.decoding)}) is not kept: pattern, block or "
-            "alignment differ; set `sampler` in the recipe"
-        )
     trained = dataclasses.replace(lm, params=result.ema, card=card, decoding=decoding)
     if config.lora.rank:
         hub.save_adapter(config.folder / ADAPTER, trained, config.noise, config.init)

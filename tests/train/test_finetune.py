@@ -247,6 +247,14 @@ def test_a_model_that_no_family_can_hold_is_said_before_the_first_step(base, tmp
     assert "`mercury convert --to hf` will refuse it" in told(shifted)
 
 
+def test_a_default_decoding_that_is_not_kept_is_said_before_the_first_step(base, tmp_path, told):
+    folder, lines = base("LLaDA")
+    config = recipe("LLaDA", folder, lines, tmp_path)
+    assert "is not kept" not in told(config)
+    shifted = dataclasses.replace(config, model=dataclasses.replace(config.model, alignment="shifted"))
+    assert "the default decoding of" in told(shifted)
+
+
 def test_an_evaluation_that_reads_a_small_held_out_side_often_says_so(base, tmp_path, told):
     folder, lines = base("LLaDA")
     source = data.chat(str(lines), held_out=0.2)
