@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -99,16 +100,24 @@ def fill_up(settings: StreamSettings, example: Example, index: int) -> Example:
     Returns:
         The example with more ids. The layout completes the last block as for other texts.
     """
-    layout, n = settings.layout, len(example.ids)
-    block = block_size(layout)
-    most = settings.row // block * block - example.prompt
-    if settings.split != "train" or not example.ends or n - example.prompt >= most:
+    if settings.split != "train" or not example.ends:
         return example
-    if layout(np.zeros(block + 1, np.int32), 0, 0).canvas.tolist() != [0] * 2 * block:
+    block = _block_of_one_canvas(settings.layout)
+    if not block:
         return example  # shorter canvases: decoding ends with the first one that holds an end of text
-    own, u = n - example.prompt, np.random.default_rng((*settings.seed, 3, index)).random()
+    own, most = len(example.ids) - example.prompt, settings.row // block * block - example.prompt
+    if own >= most:
+        return example
+    u = np.random.default_rng((*settings.seed, 3, index)).random()
     fill = np.full(int(own * (most / own) ** (u * u)) - own, settings.tokenizer.eos, np.int32)
     return example._replace(ids=np.concatenate([example.ids, fill]))
+
+
+@lru_cache(64)
+def _block_of_one_canvas(layout: Layout) -> int:
+    """The block of a layout that puts a whole text into one canvas; 0 for a layout with shorter canvases."""
+    block = block_size(layout)
+    return block if layout(np.zeros(block + 1, np.int32), 0, 0).canvas.tolist() == [0] * 2 * block else 0
 
 
 def block_size(layout: Layout) -> int:
