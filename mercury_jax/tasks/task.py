@@ -151,12 +151,16 @@ def read_json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict
     Raises:
         ValueError: It cannot be read, or a line is no object; names the line.
     """
+    for place, line in read_lines(path, argument):
+        yield place, parse_json_line(place, line)
+
+
+def read_lines(path: str | Path, argument: str) -> Iterator[tuple[str, str]]:
+    """Reads the lines of a JSONL file as `read_json_lines` does, but does not parse them: (path:line, line)."""
     # Not splitlines(): a JSON string may contain U+2028 and other characters at which that splits.
     for number, line in enumerate(read_text(path, argument).split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        yield place, parse_json_line(place, line)
+        if line.strip():
+            yield f"{path}:{number}", line
 
 
 def parse_json_line(place: str, line: str | bytes) -> dict[str, object]:

@@ -176,6 +176,9 @@ class TrainConfig:
         )
         one_of(RematPolicy, remat=self.remat)
         one_of(BadLines, bad_lines=self.bad_lines)
+        if self.bad_lines != "stop" and self.data is not None and not self.chats:
+            allowed = "stop without chats; a source has its own: data.chat(..., bad_lines='skip')"
+            raise refuse("bad_lines", self.bad_lines, allowed)
         check_pattern("freeze", self.freeze)
         if self.lora.rank and self.optim.base_width:
             raise refuse(

@@ -167,7 +167,7 @@ def test_no_folder_is_read_twice_through_links(tmp_path, monkeypatch):
     for name in ("a/b/x.txt", "a/y.txt", "other/z.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name)
-    links = {"a/b/up": "..", "a/b/self": ".", "a/c": "b", "a/out": "../other", "link": "a"}
+    links = {"a/b/up": "..", "a/b/self": ".", "a/c": "b", "a/out": "../other", "link": "a", "a/loop": "loop"}
     for link, target in links.items():
         os.symlink(target, link)
     texts = lambda pattern: sorted(text for _, text in data.text(pattern).documents("train"))
@@ -244,13 +244,13 @@ def test_bad_lines_stop_or_are_skipped_and_counted(tmp_path, capsys):
         path.write_text("\n".join([*good, json.dumps(line)]))
         with pytest.raises(ValueError, match=r"c\.jsonl:3"):
             open_it()
-    path.write_text("\n".join([*good, *map(json.dumps, bad.values())]))
+    path.write_text("\n".join([*good, *map(json.dumps, bad.values()), '{"messages": [']))
     rows = take(open_it(bad_lines="skip"), 4)
     read = bytes(int(t) - FIRST for row in rows for t in row.tokens.ravel() if t >= FIRST)
     assert b"two parts" in read and b"one" in read and b"long" not in read
     told = capsys.readouterr().err
-    assert "skipped 2 of 5 lines; the first: " in told and "skipped 1 of 3 lines" in told
+    assert "skipped 3 of 6 lines; the first: " in told and "skipped 1 of 3 lines" in told
     manifest = pack(Files((str(path),), chats=True, bad_lines="skip"), tokenizer(), tmp_path / "packed")
-    assert manifest["skipped"] == 2 and manifest["train"]["documents"] == 3
+    assert manifest["skipped"] == 3 and manifest["train"]["documents"] == 3
     with pytest.raises(ValueError, match=r"c\.jsonl:3: content is None"):
         pack(Files((str(path),), chats=True), tokenizer(), tmp_path / "stopped")

@@ -166,6 +166,11 @@ def test_a_field_of_the_noise_that_is_not_read_is_refused(noise, words):
         tiny.config("x", noise=mj.NoiseConfig(**noise))
 
 
+def test_bad_lines_without_chats_name_where_the_field_belongs():
+    with pytest.raises(ValueError, match="bad_lines is 'skip'; .*data.chat"):
+        tiny.config("x", bad_lines="skip")
+
+
 def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
     config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0))
     told = json.loads(json.dumps(recipe.resolved(config)))

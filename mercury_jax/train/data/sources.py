@@ -29,7 +29,7 @@ import numpy as np
 
 from mercury_jax.config import at_least, one_of, refuse
 from mercury_jax.tasks import Problem, Task, draw, find
-from mercury_jax.tasks.task import read_json_lines, read_text
+from mercury_jax.tasks.task import parse_json_line, read_json_lines, read_lines, read_text
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data import packing
 from mercury_jax.train.data.filling import RowStream
@@ -376,8 +376,9 @@ class Chat:
         Raises:
             ValueError: A line is not such a conversation. The message names the file and the line.
         """
-        lines = (line for path in find_paths(self.where) for line in read_json_lines(path, "glob"))
-        found = self._good([(place, read_turns, place, record) for place, record in lines])
+        read = lambda place, line: read_turns(place, parse_json_line(place, line))
+        lines = (line for path in find_paths(self.where) for line in read_lines(path, "glob"))
+        found = self._good([(place, read, place, line) for place, line in lines])
         sides = _sides(self.where, self.held_out, [json.dumps(messages) for _, messages in found])
         return [conversation for conversation, side in zip(found, sides) if side == split]
 
@@ -656,7 +657,7 @@ def _matches(parts: list[str]) -> list[str]:
             continue
         for entry in inside:
             real = os.path.realpath(entry.path)
-            if entry.is_dir() and not entry.name.startswith(".") and real not in seen:
+            if os.path.isdir(entry.path) and not entry.name.startswith(".") and real not in seen:
                 seen.add(real)
                 tops.append(os.path.join(top, entry.name, ""))
     return list(found)
