@@ -23,7 +23,8 @@ from mercury_jax.train.report import RATES
 from tests.train import tiny_training as tiny
 
 
-def run(out, data=None, *, model=None, evaluate=None, preview=None, **fields):
+def run(out, data=None, *, model=None, evaluate=None, preview=None, config_data=None, **fields):
+    fields |= {"data": config_data} if config_data else {}
     return loop.run(
         tiny.config(out, **fields), model or tiny.model(), tiny.CORRUPTION, data or tiny.Data(),
         evaluate=evaluate, preview=preview,
@@ -225,6 +226,24 @@ def test_what_may_change_on_a_resume_is_listed_and_the_config_before_is_kept(tmp
         tmp_path, steps=4, resume=True, optim=OptimConfig(lr=1e-2, warmup=3, clip=2.0)
     )  # and back to clipping
     assert saved(tmp_path)[-1] == 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Data that are made during the run, with a setting."""
+
+    samples: int
+
+    def batches(self, config, lm):
+        raise NotImplementedError
+
+    evaluator = batches
+
+
+def test_settings_of_data_that_are_made_during_the_run_are_listed(tmp_path, capsys):
+    run(tmp_path, steps=1, config_data=Made(4))
+    run(tmp_path, steps=2, resume=True, config_data=Made(8))
+    assert "data.samples is 8 (was 4)" in capsys.readouterr().err
 
 
 def test_a_cut_checkpoint_says_how_to_continue_from_the_one_before(tmp_path):
