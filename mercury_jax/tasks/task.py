@@ -156,7 +156,15 @@ def read_json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict
 
 
 def read_lines(path: str | Path, argument: str) -> Iterator[tuple[str, str]]:
-    """Reads the lines of a JSONL file as `read_json_lines` does, but does not parse them: (path:line, line)."""
+    """Reads the lines of a JSONL file without parsing them; blank lines are skipped.
+
+    Args:
+        path: The file, in UTF-8.
+        argument: What the message calls the path.
+
+    Yields:
+        (path:line, line).
+    """
     # Not splitlines(): a JSON string may contain U+2028 and other characters at which that splits.
     for number, line in enumerate(read_text(path, argument).split("\n"), 1):
         if line.strip():
