@@ -191,7 +191,7 @@ class AssistantMessage(_Message):
     content: AnswerContent | None = None  # type: ignore[assignment]
     """A string, or a list of parts of type text or refusal."""
     refusal: str | None = None
-    """The text of a refusal, which counts as the content where there is none."""
+    """The text of a refusal. It is the content of a message that has no other."""
     name: ShortText | None = None
     """Name of the speaker."""
     tool_calls: list[AssistantToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)

@@ -87,7 +87,7 @@ def resolved(root: Any, ref: str) -> Any:
         ref: The reference, such as "#/$defs/a".
 
     Returns:
-        The schema there; None where there is none, and for an anchor.
+        The schema at the reference. None: the reference is an anchor, or nothing is there.
     """
     if ref != "#" and not ref.startswith("#/"):
         return None
