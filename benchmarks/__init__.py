@@ -11,5 +11,7 @@ rewards     accuracy and passes before and after GRPO or distillation
 search      sequential Monte Carlo against best-of-n at equal passes
 effort      what a reasoning effort changes: accuracy, forward passes, tokens
 pipeline    batches from shards: tokens per second, start and resume, memory
+training    the training loop against one written by hand
+serving     a server under load: latencies, batching, agents
 structure   counts of files, functions and documentation of the package
 """

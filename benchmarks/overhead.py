@@ -18,8 +18,9 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.timing import alternate, prompt_ids, quartiles, ratio
 from mercury_jax.bench.decode import SweepPoint, sweep
-from mercury_jax.bench.timing import alternate, endless, prompt_ids, quartiles, ratio, timed
+from mercury_jax.bench.timing import endless, timed
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Ints, Positional, option
 from mercury_jax.compilation import compilations

@@ -21,8 +21,9 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.timing import quartiles
 from mercury_jax import install, models, noise
-from mercury_jax.bench.timing import quartiles, timed
+from mercury_jax.bench.timing import timed
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
 from mercury_jax.compilation import compilations

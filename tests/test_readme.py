@@ -46,11 +46,13 @@ LONG = {"README.md", "CONTRIBUTING.md"}  # pages that take over ten seconds
 LONG |= {
     "docs/command-line.md",
     "docs/decoder.md",
+    "docs/evaluation.md",
     "docs/fine-tuning.md",
     "docs/hardware.md",
     "docs/sampling.md",
     "docs/scaling.md",
     "docs/search-and-rl.md",
+    "docs/serving.md",
     "docs/your-model.md",
     "docs/your-rule.md",
 }

@@ -1,16 +1,15 @@
-"""Timing without compilation: warm calls, two alternating calls, and the measured limits of a device.
+"""Timing without compilation: warm calls, and the measured limits of a device.
 
-All benchmarks of this package use `steady` and `alternate`. `measure_roofline` measures the memory bandwidth and the
-matmul rate with which `mercury bench gpu` compares. `endless` and `prompt_ids` give answers and prompts a fixed length.
+`steady` times warm calls. `measure_roofline` measures the memory bandwidth and the matmul rate with which `mercury
+bench gpu` compares. `endless` gives answers a fixed length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -25,7 +24,6 @@ T = TypeVar("T")
 TRIES = 4  # calls after which one must have compiled nothing
 REPEATS = 5  # timed loops, of which the fastest counts
 PRODUCTS, COPIES = 4, 8  # matrix products and array updates per timed loop
-TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
@@ -60,43 +58,6 @@ def steady(call: Callable[[], T]) -> tuple[T, float]:
         if compilations() == before:
             return result, seconds
     raise RuntimeError(f"each of {TRIES} equal calls compiled a program; there is no steady state to time")
-
-
-def alternate(
-    first: Callable[[], object], other: Callable[[], object], pairs: int
-) -> list[tuple[float, float]]:
-    """Times two calls in pairs, alternating which of them runs first.
-
-    On a shared machine both calls of a pair see the same load, so their ratio varies less than either time.
-
-    Args:
-        first, other: Functions without arguments that wait for their results.
-        pairs: Number of pairs.
-
-    Returns:
-        (seconds of `first`, seconds of `other`) for each pair.
-    """
-    found = []
-    for i in range(pairs):
-        if i % 2:
-            after = timed(other)[1]
-            found.append((timed(first)[1], after))
-        else:
-            found.append((timed(first)[1], timed(other)[1]))
-    return found
-
-
-def ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns the median of first / other over the pairs of `alternate`."""
-    return statistics.median(a / max(b, 1e-12) for a, b in pairs)
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Returns the first and third quartile; a single value twice."""
-    if len(values) < 2:
-        return [*values, *values]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
 
 
 # --- measured limits of a device
@@ -170,19 +131,3 @@ def endless(lm: LM) -> LM:
     """Returns the same model with `eos` forbidden, so that every answer has `max_tokens` tokens."""
     c = lm.corruption
     return dataclasses.replace(lm, corruption=c._replace(forbidden=(*c.forbidden, lm.model.config.eos)))
-
-
-def prompt_ids(lm: LM, batch: int, shorter: int = 0) -> list[list[int]]:
-    """Makes equal prompts of up to one block, which a single forward pass encodes.
-
-    Args:
-        lm: The model.
-        batch: Number of prompts.
-        shorter: Number of tokens by which a prompt is shorter than a block.
-
-    Returns:
-        The same ids `batch` times.
-    """
-    ids = lm.tokenizer.encode(TEXT * 8)
-    size = max(min(lm.model.config.block, len(ids)) - shorter, 1)
-    return [ids[:size] for _ in range(batch)]

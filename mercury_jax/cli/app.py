@@ -48,11 +48,6 @@ BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
     "compile": ("bench_compile", "a program for a chip that is not here: memory, collectives, roofline"),
     "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, their speed, the speed of models"),
-    "train": (
-        "bench_train",
-        "the training loop against one written by hand, and how well it uses the machine",
-    ),
-    "serve": ("bench_serve", "a server under load: latencies, batching against single requests, agents"),
 }
 
 # Names that other programs use -> ours.
@@ -199,8 +194,6 @@ def _bench(words: list[str]) -> int:
       mercury bench decode --rules all --recommend --plot rules.png
       mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
       mercury bench compile plan --out plan.jsonl
-      mercury bench serve --concurrency 1 16 --agent 2
-      mercury bench train nano
       mercury bench gpu check --out h200.jsonl
 
     `mercury bench WHAT --help` lists the options.

@@ -101,6 +101,12 @@ def _symmetries_4x4() -> np.ndarray:
 
 
 @cache
+def _places_4x4() -> np.ndarray:
+    """[128, 16] where each cell goes under each of the symmetries."""
+    return np.argsort(_symmetries_4x4(), axis=1)
+
+
+@cache
 def _unique_4x4() -> tuple[np.ndarray, ...]:
     """For each number of givens: [N, 2] (index of grid, pattern of givens) of the problems with one solution."""
     namings = np.array(list(itertools.permutations((1, 2, 3, 4))), np.int8)
@@ -132,12 +138,14 @@ def _generate_4x4(rng: np.random.Generator) -> Problem:
 
 def _images_4x4(text: str) -> tuple[str, str]:
     """(the grid with its digits renamed in order of appearance, the least of its 128 renamed symmetric images)."""
-    cells = parse_grid(4, text).ravel()[_symmetries_4x4()]  # [128, 16]
-    # The new name of a digit is 1 + the number of digits that appear before it; blanks stay 0.
-    seen = cells[..., None] == np.arange(1, 5)  # [128, 16, 4]
-    first = np.where(seen.any(-2), seen.argmax(-2), 16)  # [128, 4], where each digit appears first
-    name = 1 + (first[..., None, :] < first[..., :, None]).sum(-1)  # [128, 4]
-    images = (seen * name[..., None, :]).sum(-1)  # [128, 16]
+    cells, orders = parse_grid(4, text).ravel(), _symmetries_4x4()
+    # The new name of a digit is the number of digits that appear before it, and blanks (0) before all; [128, 5].
+    first = np.full((len(orders), 5), 16)
+    first[:, 0] = -1
+    for digit in np.unique(cells[cells > 0]):
+        first[:, digit] = _places_4x4()[:, cells == digit].min(1)
+    names = (first[:, :, None] > first[:, None, :]).sum(2)
+    images = np.take_along_axis(names, cells[orders], 1)  # [128, 16]
     least = images[np.argmin(images @ 5 ** np.arange(15, -1, -1))]
     return write_grid(images[0].reshape(4, 4)), write_grid(least.reshape(4, 4))
 

@@ -50,6 +50,7 @@ def test_a_plan_of_chips_without_any_compiler_is_refused_as_a_whole(capsys, monk
     assert "[deviceless]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_chip_without_its_compiler_is_refused_beside_others(monkeypatch):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: name == "libtpu" or None)
     tpu, gpu = plan.plan(plan.grid([BIG], ["v5e-1", "h200"]))
@@ -127,6 +128,7 @@ def test_a_cell_that_fails_does_not_end_the_plan_and_is_tried_again(processes, d
     assert again[0]["status"] == "failed" and "was stopped after 0.01 s" in again[0]["reason"]
 
 
+@pytest.mark.slow
 def test_a_stopped_plan_goes_on_where_it_was_stopped(processes, tmp_path):
     file = tmp_path / "plan.jsonl"
     requests = plan.grid([BIG], ["t4", "l4", "v5e-1"])

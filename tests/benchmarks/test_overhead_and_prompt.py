@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import overhead, prompt
+from benchmarks.timing import prompt_ids
 from mercury_jax.bench.decode import SweepPoint
-from mercury_jax.bench.timing import prompt_ids
 from mercury_jax.cli.app import execute
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules, session as programs

@@ -132,6 +132,7 @@ def test_parameters_reach_the_rule():
     assert read("--rule", "entropy_bound", "--gamma", "0.3").name == "entropy_bound"
 
 
+@pytest.mark.slow
 def test_every_example_of_edit_changes_something(capsys):
     assert infill.Edit.__doc__
     text = re.sub(r"\\\n *", "", infill.Edit.__doc__)

@@ -75,7 +75,7 @@ def spans(refresh, prompts, rule=None, pattern="bidirectional", **more):
     return out, [log[:n] for log, n in rows][: len(out.texts)]
 
 
-@pytest.mark.parametrize("prompt", ["def x", LONG])
+@pytest.mark.parametrize("prompt", slow_except(["def x", LONG], LONG))
 def test_a_prefix_cache_recomputes_the_block_and_what_follows_and_nothing_of_the_prompt(prompt):
     start = len(tiny().tokenizer.encode(prompt))
     out, [log] = spans(mj.Refresh.prefix(), prompt)
@@ -120,7 +120,7 @@ def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so(rows_ap
 @pytest.mark.parametrize(
     "refresh",
     [
-        mj.Refresh.prefix(),
+        pytest.param(mj.Refresh.prefix(), marks=pytest.mark.slow),
         pytest.param(mj.Refresh.vicinity(2, every=3), marks=pytest.mark.slow),
         caches.dkv_decode(4),
         pytest.param(caches.suffix_pruning(8, reuse=2), marks=pytest.mark.slow),

@@ -69,6 +69,7 @@ def test_steering_raises_the_reward_at_equal_passes(pattern):
     assert again.answers == out.answers  # the same seed, the same particles
 
 
+@pytest.mark.slow
 def test_prompts_of_a_batch_are_searched_alone():
     one = mj.smc(tiny(), PROMPTS[:1], reward=letters, n=4, scale=3.0, ess=0.8, every=100, **HOW)
     both = mj.smc(tiny(), PROMPTS, reward=letters, n=4, scale=3.0, ess=0.8, every=100, **HOW)
@@ -170,6 +171,7 @@ def test_the_weighted_particles_are_samples_of_the_target(pattern, more):
     assert np.abs(found - want).max() < 0.03 < 0.3 < np.abs(p - want).max()
 
 
+@pytest.mark.slow
 def test_a_twist_that_changes_nothing_keeps_the_weights():
     how = dict(n=4, reward=lambda prompts, texts: [0.0] * len(texts), **HOW)
     out = mj.smc(tiny(), PROMPTS, twist=mj.processors.bias({40: 0.0}), **how)
@@ -189,6 +191,7 @@ def test_systematic_resampling_gives_each_particle_its_share():
     assert systematic_resample(np.array([0.0, 1.0, 0.0]), 0.999).tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_search_of_ones_own_under_jit():
     # The same steps on the decoder alone: the reward is jitted, and nothing leaves the device.
     lm = tiny()

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from mercury_jax.bench import serve_process
+from benchmarks import serving_process
 
 ENOUGH = os.environ.get("MERCURY_FUZZ", "")
 collect_ignore_glob = [] if ENOUGH else ["test_*.py"]
@@ -34,5 +34,5 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / MODEL
     hub.save(folder, dataclasses.replace(tiny(), name=MODEL), NoiseConfig(kind="absorbing"))
     options = {"read_timeout": 8.0, "effort": "instant"}  # fewer passes: what is asked for matters here
-    with serve_process.server(str(folder), SETTINGS, options) as own:
+    with serving_process.server(str(folder), SETTINGS, options) as own:
         yield own

@@ -6,7 +6,7 @@ import json
 import random
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_load import BrokenResponse
+from benchmarks.serving_client import BrokenResponse
 from tests.fuzz import bodies, heads
 from tests.load.load_clients import resources, run
 

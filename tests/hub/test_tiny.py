@@ -9,7 +9,7 @@ from mercury_jax.hub.tiny import BUILDS
 from tests.marks import slow_except
 
 
-@pytest.mark.parametrize("family", slow_except(BUILDS, "LLaDA", "DiffusionGemma"))
+@pytest.mark.parametrize("family", slow_except(BUILDS, "LLaDA"))
 def test_a_checkpoint_is_of_its_family_and_answers_a_chat(family, tmp_path):
     folder = mj.hub.tiny_random(family, tmp_path / "model")
     assert mj.hub.info(folder)["family"] == family

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mercury_jax.bench import serve_process
+from benchmarks import serving_process
 
 CLIENTS = os.environ.get("MERCURY_LOAD", "")
 collect_ignore_glob = [] if CLIENTS else ["test_*.py"]
@@ -27,12 +27,12 @@ def clients():
 @pytest.fixture(scope="module")
 def large_server(clients):
     """A server whose queue accepts all clients."""
-    with serve_process.server(settings=SETTINGS | {"queue": 2 * clients}, env=FLAGS) as own:
+    with serving_process.server(settings=SETTINGS | {"queue": 2 * clients}, env=FLAGS) as own:
         yield own
 
 
 @pytest.fixture(scope="module")
 def small_server():
     """A server of four slots and a short queue."""
-    with serve_process.server(settings=SETTINGS | {"slots": 4, "queue": 12}, env=FLAGS) as own:
+    with serving_process.server(settings=SETTINGS | {"slots": 4, "queue": 12}, env=FLAGS) as own:
         yield own

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.serving_client import BrokenResponse, Client, LoadRequest, chat, counters
 from mercury_jax import tasks
-from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat, counters
 
 MODEL = "nano"
 NAMES = (

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from mercury_jax.bench import serve_load
-from mercury_jax.bench.serve_load import BrokenResponse, LoadRequest
+from benchmarks import serving_client
+from benchmarks.serving_client import BrokenResponse, LoadRequest
 from tests.load.load_clients import MODEL, disconnecting_clients, requests, resources, run, wait_for_counters
 
 MEBI = 1 << 20
@@ -28,10 +28,10 @@ async def never_failed(client):
 
 def test_every_request_ends_once_with_the_text_it_has_without_load(large_server, clients):
     asks = requests(max(clients // 10, 20))
-    alone, _ = run(large_server.url, lambda client: serve_load.closed_loop(client, asks, 1))
+    alone, _ = run(large_server.url, lambda client: serving_client.closed_loop(client, asks, 1))
     assert all(one.good for one in alone) and len({one.text for one in alone}) > len(asks) // 2
     crowd = [asks[i * 7 % len(asks)] for i in range(clients)]
-    together, _ = run(large_server.url, lambda client: serve_load.closed_loop(client, crowd, clients))
+    together, _ = run(large_server.url, lambda client: serving_client.closed_loop(client, crowd, clients))
     assert [one for one in together if not one.good] == []
     wanted = [alone[i * 7 % len(asks)] for i in range(clients)]
     assert [one.text for one in together] == [one.text for one in wanted]
@@ -87,20 +87,20 @@ def test_excess_is_refused_at_once_and_does_not_delay_accepted_requests(small_se
     asks = requests(64, frames=True)[::2]
     room = 4 + 12
     load = [asks[i % len(asks)] for i in range(max(clients // 5, 3 * room))]
-    warm, _ = run(small_server.url, lambda client: serve_load.closed_loop(client, load[:room], room))
-    full, seconds = run(small_server.url, lambda client: serve_load.closed_loop(client, load, room))
+    warm, _ = run(small_server.url, lambda client: serving_client.closed_loop(client, load[:room], room))
+    full, seconds = run(small_server.url, lambda client: serving_client.closed_loop(client, load, room))
     assert all(one.good for one in warm + full)
     rate = 10 * len(load) / seconds
     many = [asks[i % len(asks)] for i in range(max(clients, int(rate)))]
-    seen, _ = run(small_server.url, lambda client: serve_load.open_loop(client, many, rate))
+    seen, _ = run(small_server.url, lambda client: serving_client.open_loop(client, many, rate))
     accepted, refused = [one for one in seen if one.good], [one for one in seen if one.status == 429]
     assert len(accepted) + len(refused) == len(many) and len(accepted) >= room
     assert len(refused) > 0.5 * len(many)
     assert all(int(one.retry_after) >= 1 and "rate_limit_reached" in one.refused for one in refused)
     if clients < FULL:  # with few clients, one delay of a shared machine decides
         return
-    assert serve_load.percentiles([one.whole for one in refused])["p99"] < 0.1
-    late = lambda found: serve_load.percentiles([one.first for one in found])["p99"]
+    assert serving_client.percentiles([one.whole for one in refused])["p99"] < 0.1
+    late = lambda found: serving_client.percentiles([one.first for one in found])["p99"]
     assert late(accepted) <= 2 * late(full)
 
 
@@ -110,7 +110,7 @@ def test_a_signal_drains_the_server_and_no_request_fails(small_server):
 
     async def answer(client, ask):
         if ask.body["stream"]:
-            return (await serve_load.fetch(client, ask)).good
+            return (await serving_client.fetch(client, ask)).good
         answer = await client.ask("POST", ask.path, ask.body)
         return answer.status == 200 and len(answer.json()["choices"]) == 1
 
@@ -120,7 +120,7 @@ def test_a_signal_drains_the_server_and_no_request_fails(small_server):
         body = {"model": MODEL, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 8}
         while True:
             try:
-                told.add((await client.ask("POST", serve_load.CHAT, body)).status)
+                told.add((await client.ask("POST", serving_client.CHAT, body)).status)
             except (BrokenResponse, OSError):
                 return told
             await asyncio.sleep(0.02)

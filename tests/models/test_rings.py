@@ -22,6 +22,7 @@ from mercury_jax.models import cache, network, ops
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import mesh, shardings
 from mercury_jax.types import LM, Pass
+from tests.marks import slow_except
 from tests.tiny import VOCAB, tiny, tokenizer
 
 LONG = 1500  # tokens: the rings of these models have 1,152 slots
@@ -82,7 +83,7 @@ def assert_equal(found: mj.Output, want: mj.Output) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "gemma" else pytest.mark.slow) for n in MODELS]
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_except([0.0, 1.0], 0.0))
 def test_answers_are_those_of_a_cache_with_a_slot_for_every_position(name, temperature):
     found, want = (
         mj.sample(lm, prompts(LONG, 5, 700), max_tokens=40, temperature=temperature, seed=3)
@@ -113,6 +114,7 @@ def test_rings_suit_quantised_keys_leave_one_out_masks_other_blocks_and_guidance
     assert_equal(*(mj.sample(lm, prompts(LONG, 9), max_tokens=40, seed=1, **options) for lm in lms))
 
 
+@pytest.mark.slow
 def test_a_continued_call_keeps_its_keys_or_encodes_them_again(fp64):
     """The second call has another block, and so rings of another size."""
     for more in (dict(), dict(plan=mj.Plan(block=640))):
@@ -181,6 +183,7 @@ def test_on_a_mesh_rings_are_divided_like_any_cache(fp64):
     assert near.sharding.shard_shape(near.shape)[0] == 1  # a row on each half of the devices
 
 
+@pytest.mark.slow
 def test_the_kernel_that_writes_keys_computes_the_plain_pass(monkeypatch):
     """Interpreted, in layers of both kinds, one of which is a ring that the last pass overwrites from its start."""
     wide = dataclasses.replace(

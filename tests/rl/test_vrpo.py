@@ -75,6 +75,7 @@ def test_with_the_reference_as_policy_the_loss_is_log_2_and_its_gradient_that_of
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, slopes)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_ends_equal_and_microbatches_begin_at_the_reference(tmp_path, start):
     make = lambda out, **more: recipe(
         start, tmp_path, out, batch=8, accumulate=2, objective=rl.VRPO(samples=1), **more

@@ -1,17 +1,18 @@
 """Laws of a job of several processes that need no other process; tests/multihost has the real ones."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 
 import jax
 import pytest
 
-from mercury_jax.train import distributed
+import mercury_jax as mj
+from mercury_jax.config import ModelConfig
+from mercury_jax.train import data, distributed
 from mercury_jax.train.distributed import ENDED, Watch
+from mercury_jax.train.objectives import llada
+from mercury_jax.train.recipe import MeshConfig, TrainConfig
 
 
 class Store:
@@ -122,32 +123,17 @@ def test_without_other_processes_distributed_is_refused_in_words(monkeypatch):
         pass
 
 
-RUN_ON_FOUR = """
-import sys
-import mercury_jax as mj
-from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.objectives import llada
-from mercury_jax.train.recipe import MeshConfig, TrainConfig
-
-model = ModelConfig(
-    vocab=298, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=48, block=8, context=128,
-    pattern="bidirectional",
-)
-mj.train(TrainConfig(
-    name="four", model=model, objective=llada(), data=data.generated("add2"), steps=1, batch=8, row=64, eval_every=0,
-    sample_every=0, mesh=MeshConfig(data=2, fsdp=2), out=sys.argv[1],
-))
-"""
-
-
-def test_no_activation_is_copied_to_all_devices_on_a_mesh_of_data_and_fsdp(tmp_path):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    told = subprocess.run(
-        [sys.executable, "-c", RUN_ON_FOUR, str(tmp_path)],
-        env=os.environ | flags,
-        capture_output=True,
-        text=True,
-    )
-    assert told.returncode == 0, told.stderr
-    assert "Involuntary full rematerialization" not in told.stderr
+@pytest.mark.slow
+def test_no_activation_is_copied_to_all_devices_on_a_mesh_of_data_and_fsdp(tmp_path, capfd, request):
+    jax.config.update("jax_enable_compilation_cache", False)  # XLA warns when it compiles
+    request.addfinalizer(lambda: jax.config.update("jax_enable_compilation_cache", True))
+    model = ModelConfig(
+        vocab=298, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=48, block=8, context=128,
+        pattern="bidirectional",
+    )  # fmt: skip
+    recipe = TrainConfig(
+        name="four", model=model, objective=llada(), data=data.generated("add2"), steps=1, batch=8, row=64,
+        eval_every=0, sample_every=0, mesh=MeshConfig(data=2, fsdp=2), out=str(tmp_path),
+    )  # fmt: skip
+    mj.train(recipe)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err

@@ -45,6 +45,8 @@ BOUNDS = {
 }
 SLOW = {name for name in BOUNDS if "cosine" in name or "posterior" in name} | {
     "llada",
+    "complementary",
+    "hybrid",
     "hybrid, half uniform",
 }
 

@@ -1,5 +1,7 @@
 """The prefix cache of models with sliding windows: a prefix is used where the keys of its last window are known."""
 
+import pytest
+
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from tests.models.test_rings import LONG, both, prompts
@@ -16,6 +18,7 @@ def finals(lm, asked):
     return found
 
 
+@pytest.mark.slow
 def test_a_row_that_began_with_an_old_prefix_stores_no_keys_that_it_does_not_have():
     """The second prompt begins with chunks that have no keys of sliding layers, and the third one needs these keys."""
     prompt = tuple(prompts(LONG)[0])

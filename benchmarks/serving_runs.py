@@ -1,7 +1,7 @@
 """Measures a server under load: latencies, the throughput gain of batching, and agents that call tools.
 
-`measure` starts a server in another process (`serve_process`); `against` measures a running one. Both send the requests
-of `serve_load`.
+`measure` starts a server in another process (`serving_process`); `against` measures a running one. Both send the
+requests of `serving_client`.
 
 `measure_bound` times the engine's device program without a server, with one row and with many, and `explain` reports
 what limits the throughput. A forward pass of B rows multiplies B times as many positions by the same matrices. If one
@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.bench import serve_load, serve_process
-from mercury_jax.bench.serve_load import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
-from mercury_jax.bench.timing import endless, prompt_ids, quartiles, timed
+from benchmarks import serving_client, serving_process
+from benchmarks.serving_client import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
+from benchmarks.timing import prompt_ids, quartiles
+from mercury_jax.bench.timing import endless, timed
 from mercury_jax.config import at_least, refuse
 from mercury_jax.evaluate import card, find
 from mercury_jax.serve.engine import programs, sampling_params as sampling
@@ -125,7 +126,7 @@ def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) ->
     widest = max(load.concurrency)
     settings = {"slots": widest, "queue": 4 * widest + load.requests} | settings
     parts: dict[int, list[LoadTurn]] = {}
-    with serve_process.server(folder, settings) as own:
+    with serving_process.server(folder, settings) as own:
         yield from against(own.url, load, keep=parts, more={"server": "our own, of this run", **settings})
     if len(parts) > 1:
         yield _batching(lm, load, parts, settings)
@@ -169,7 +170,9 @@ def against(
             for n, found in parts.items():
                 yield {"load": "closed", "concurrency": n} | figures(found, load) | _gain(found, base) | about
             if load.rate is not None:
-                part = loop.run(_counted(client, serve_load.open_loop(client, asks, load.rate, load.seed)))
+                part = loop.run(
+                    _counted(client, serving_client.open_loop(client, asks, load.rate, load.seed))
+                )
                 row = figures([part], load) | {"compared_with": "the closed loops of this run"}
                 yield {"load": "open", "rate": load.rate} | row | about
             if load.agent:
@@ -193,7 +196,7 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
     texts = itertools.chain.from_iterable(zip(*drawn))
     more = {} if load.effort is None else {"reasoning_effort": load.effort}
     return [
-        serve_load.chat(model, text, load.max_tokens, load.frames, temperature=0, seed=load.seed, **more)
+        serving_client.chat(model, text, load.max_tokens, load.frames, temperature=0, seed=load.seed, **more)
         for text in itertools.islice(texts, load.requests)
     ]
 
@@ -214,16 +217,16 @@ async def alternate_loads(
     parts: dict[int, list[LoadTurn]] = {n: [] for n in sorted(set(load.concurrency))}
     for turn in range(load.turns + 1):
         for n in parts if turn % 2 else reversed(parts):
-            part = await _counted(client, serve_load.closed_loop(client, asks, n))
+            part = await _counted(client, serving_client.closed_loop(client, asks, n))
             if turn:
                 parts[n].append(part)
     return parts
 
 
 async def _counted(client: Client, load: Awaitable[tuple[list[RequestResult], float]]) -> LoadTurn:
-    before = await serve_load.counters(client)
+    before = await serving_client.counters(client)
     seen, seconds = await load
-    after = await serve_load.counters(client)
+    after = await serving_client.counters(client)
     return LoadTurn(seen, seconds, {name: x - before[name] for name, x in after.items() if name in before})
 
 

@@ -1,24 +1,25 @@
-"""`mercury bench train`: the training loop against one written by hand."""
+"""The training loop against one written by hand: `python -m benchmarks.training`."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mercury_jax.cli import arguments, show
+from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchTrain:
+class TrainingBenchmark:
     """Compare the training loop with one written by hand.
 
     examples:
-      mercury bench train
-      mercury bench train my_recipe.py --steps 20 --batch 8 --json
+      python -m benchmarks.training
+      python -m benchmarks.training my_recipe.py --steps 20 --batch 8 --json
 
     The loop of `mercury train`, with the recipe's data pipeline, log and
     checkpoints, alternates with a jitted update in a plain Python loop. Both use
@@ -56,23 +57,23 @@ class BenchTrain:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    args = arguments.read(BenchTrain, argv, "mercury bench train")
+    args = arguments.read(TrainingBenchmark, argv, "python -m benchmarks.training")
     show.check_writable("--out", args.out)
     show.report(_records(args), args.out, None if args.json else line)
     return 0
 
 
-def _records(args: BenchTrain) -> Iterator[dict[str, Any]]:
+def _records(args: TrainingBenchmark) -> Iterator[dict[str, Any]]:
+    from benchmarks import training_loops
     from mercury_jax import api
-    from mercury_jax.bench import train
     from mercury_jax.train import recipe
 
     changes = {name: x for name in ("batch", "row") if (x := getattr(args, name)) is not None}
     config = dataclasses.replace(recipe.load_recipe(args.recipe), **changes)
-    train.check_recipe(config)
+    training_loops.check_recipe(config)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = api.tokenizer_of(dataclasses.replace(config, out=folder))
-    yield from train.compare(config, tokenizer, steps=args.steps, pairs=args.pairs)
+    yield from training_loops.compare(config, tokenizer, steps=args.steps, pairs=args.pairs)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -90,3 +91,7 @@ def line(row: Mapping[str, Any]) -> str:
         f"  {row['flops_per_step'] / 1e9:.1f} GFLOP a step, {100 * row['mfu']:.0f}% of {row['peak_flops'] / 1e9:.0f} "
         "GFLOP/s of large fp32 products" + ("" if by_cpu is None else f", {100 * by_cpu:.0f}% by CPU time")
     )
+
+
+if __name__ == "__main__":
+    sys.exit(app.run_script(run))

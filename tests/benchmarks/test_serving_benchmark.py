@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from mercury_jax.bench import serve, serve_load
-from mercury_jax.bench.serve_load import BrokenResponse, Client
-from mercury_jax.cli import main
-from tests.bench import scripted_server
-from tests.bench.scripted_server import chunked, chunks, run, whole
+from benchmarks import serving, serving_client, serving_runs
+from benchmarks.serving_client import BrokenResponse, Client
+from mercury_jax.cli.app import execute
+from tests.benchmarks import scripted_server
+from tests.benchmarks.scripted_server import chunked, chunks, run, whole
 
-ASK = serve_load.chat("m", "hi", 8)
+ASK = serving_client.chat("m", "hi", 8)
 
 
 def asking(work):
@@ -30,7 +30,7 @@ def asking(work):
 
 def fetched(events, size=7, ask=ASK):
     pieces = [events[i : i + size] for i in range(0, len(events), size)]
-    return run(lambda *_: chunked(*pieces), asking(lambda client: serve_load.fetch(client, ask)))[0]
+    return run(lambda *_: chunked(*pieces), asking(lambda client: serving_client.fetch(client, ask)))[0]
 
 
 # --- the client
@@ -73,7 +73,7 @@ def test_a_stream_is_read_the_same_however_it_is_split(size):
     assert seen.good and (seen.text, seen.finishes, seen.tokens) == ("42", ("stop",), 5)
     times = [0.0, seen.first, seen.last, seen.whole]
     assert None not in times and times == sorted(times)
-    frames = serve_load.chat("m", "hi", 8, frames=True)
+    frames = serving_client.chat("m", "hi", 8, frames=True)
     assert fetched(chunks("4?", "42"), size, frames).text == "42"
 
 
@@ -95,9 +95,9 @@ def test_only_an_answer_with_exactly_one_end_counts(events):
 
 def test_a_refusal_differs_from_a_broken_connection():
     refusal = whole({"error": {"message": "busy"}}, 429, ["retry-after: 3"])
-    seen, _ = run(lambda *_: refusal, asking(lambda client: serve_load.fetch(client, ASK)))
+    seen, _ = run(lambda *_: refusal, asking(lambda client: serving_client.fetch(client, ASK)))
     assert (seen.status, seen.retry_after, seen.good) == (429, "3", False) and "busy" in seen.refused
-    seen, _ = run(lambda *_: None, asking(lambda client: serve_load.fetch(client, ASK)))
+    seen, _ = run(lambda *_: None, asking(lambda client: serving_client.fetch(client, ASK)))
     assert seen.status == 0 and not seen.good
 
 
@@ -113,8 +113,10 @@ def slow(seconds):
 
 
 def test_a_closed_loop_keeps_its_concurrency_and_the_order():
-    asks = [serve_load.chat("m", str(i), 8) for i in range(12)]
-    (seen, seconds), server = run(slow(0.02), asking(lambda client: serve_load.closed_loop(client, asks, 3)))
+    asks = [serving_client.chat("m", str(i), 8) for i in range(12)]
+    (seen, seconds), server = run(
+        slow(0.02), asking(lambda client: serving_client.closed_loop(client, asks, 3))
+    )
     assert [one.text for one in seen] == [str(i) for i in range(12)]
     assert server.most == server.connections == 3 and seconds >= 4 * 0.02
 
@@ -129,16 +131,16 @@ def test_an_open_loop_hides_no_delay():
         return chunked(chunks("a"))
 
     asks = [ASK] * 20
-    (seen, _), server = run(answer, asking(lambda client: serve_load.open_loop(client, asks, 200.0)))
+    (seen, _), server = run(answer, asking(lambda client: serving_client.open_loop(client, asks, 200.0)))
     assert server.most > 5 and seen[-1].whole > 10 * 0.02
-    gaps = [at for at, _ in zip(serve_load.arrivals(50.0, 1), range(4000))]
+    gaps = [at for at, _ in zip(serving_client.arrivals(50.0, 1), range(4000))]
     assert gaps == sorted(gaps) and gaps[-1] == pytest.approx(80, rel=0.1)
 
 
 def test_percentiles_are_measured_values():
-    assert serve_load.percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
-    assert serve_load.percentiles([3.0, None, 1.0])["p50"] == 1.0
-    assert math.isnan(serve_load.percentiles([None])["p50"])
+    assert serving_client.percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
+    assert serving_client.percentiles([3.0, None, 1.0])["p50"] == 1.0
+    assert math.isnan(serving_client.percentiles([None])["p50"])
 
 
 # --- rows
@@ -165,9 +167,9 @@ def talker(method, path, body):
 @pytest.mark.slow
 def test_records_have_every_figure_and_the_fewest_clients_are_the_baseline():
     talker.count = 0
-    load = serve.Load(concurrency=(2, 1), requests=4, turns=2, rate=500.0, tasks=("add3",), agent=2)
+    load = serving_runs.Load(concurrency=(2, 1), requests=4, turns=2, rate=500.0, tasks=("add3",), agent=2)
     with scripted_server.apart(talker) as url:
-        found = list(serve.against(url, load))
+        found = list(serving_runs.against(url, load))
     one, two, opened, agent = found
     assert [row["load"] for row in found] == ["closed", "closed", "open", "agent"]
     assert (one["concurrency"], one["throughput_ratio"], two["concurrency"]) == (1, 1.0, 2)
@@ -180,7 +182,7 @@ def test_records_have_every_figure_and_the_fewest_clients_are_the_baseline():
 
 
 def test_an_agent_counts_calls_with_invalid_arguments():
-    assert serve.run_tool({"name": "multiply", "arguments": '{"a": 2, "b": 3}'}) == 6
+    assert serving_runs.run_tool({"name": "multiply", "arguments": '{"a": 2, "b": 3}'}) == 6
     bad = [
         ("add", "{"),
         ("add", '{"a": 1}'),
@@ -188,18 +190,20 @@ def test_an_agent_counts_calls_with_invalid_arguments():
         ("none", '{"a": 1, "b": 1}'),
         ("add", "3"),
     ]
-    assert [serve.run_tool({"name": name, "arguments": text}) for name, text in bad] == [None] * len(bad)
+    assert [serving_runs.run_tool({"name": name, "arguments": text}) for name, text in bad] == [None] * len(
+        bad
+    )
 
 
 # --- what bounds it
 
 
 def bound(longer, rates):
-    return serve.BatchingBound({1: 1.0, 16: longer}, 16 / longer, dict(zip((1, 16), rates)), 100.0)
+    return serving_runs.BatchingBound({1: 1.0, 16: longer}, 16 / longer, dict(zip((1, 16), rates)), 100.0)
 
 
 def test_the_figures_explain_what_limits_batching():
-    words = lambda speedup, found: serve.explain(speedup, found, 4.0)
+    words = lambda speedup, found: serving_runs.explain(speedup, found, 4.0)
     assert words(5.0, bound(2.0, (10, 80))).startswith("nothing")
     assert words(1.9, bound(8.0, (45, 90))).startswith(
         "the arithmetic of the forward pass: a pass of 16 rows takes 8.0"
@@ -213,11 +217,13 @@ def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
     from tests.tiny import tiny
 
     seen = []
-    step = serve.programs.run_passes
-    monkeypatch.setattr(serve, "PASSES", 3)
-    monkeypatch.setattr(serve.programs, "run_passes", lambda *args: seen.append(step(*args)) or seen[-1])
-    part = serve.device_program(tiny(), 2, 64, ("confidence",))
-    assert serve.seconds_per_pass(part) > 0
+    step = serving_runs.programs.run_passes
+    monkeypatch.setattr(serving_runs, "PASSES", 3)
+    monkeypatch.setattr(
+        serving_runs.programs, "run_passes", lambda *args: seen.append(step(*args)) or seen[-1]
+    )
+    part = serving_runs.device_program(tiny(), 2, 64, ("confidence",))
+    assert serving_runs.seconds_per_pass(part) > 0
     assert [result.frames.used[0].tolist() for result in seen[1:]] == [[8, 8]] * 4
     assert seen[-1].report.done.tolist() == [False, False] and int(seen[-1].passes) == 1
 
@@ -237,14 +243,14 @@ def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
     ],
     ids=lambda value: " ".join(value),
 )
-def test_bench_serve_refuses_bad_input(argv, words, capsys):
-    assert main(["bench", "serve", *argv]) == 2
+def test_the_command_refuses_bad_input(argv, words, capsys):
+    assert execute(serving.run, argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and [w for w in words if w not in err] == []
 
 
 @pytest.mark.slow
-def test_bench_serve_prints_what_a_running_server_reaches(tmp_path, capsys):
+def test_the_command_prints_what_a_running_server_reaches(tmp_path, capsys):
     talker.count = 0
     argv = [
         "--concurrency",
@@ -261,7 +267,7 @@ def test_bench_serve_prints_what_a_running_server_reaches(tmp_path, capsys):
         "--out",
     ]
     with scripted_server.apart(talker) as url:
-        assert main(["bench", "serve", "--url", url, *argv, str(tmp_path / "rows.jsonl")]) == 0
+        assert execute(serving.run, ["--url", url, *argv, str(tmp_path / "rows.jsonl")]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [text.split(":")[0] for text in told] == [
         "closed, 1 at a time",

@@ -1,12 +1,14 @@
-"""`mercury bench train`: both loops take the same steps, and what is not supported is refused by name."""
+"""`python -m benchmarks.training`: both loops take the same steps, and what is not supported is refused by name."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.bench import train as bench
+from benchmarks import training, training_loops as bench
+from mercury_jax.cli.app import execute
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import data
 from mercury_jax.train.lora import LoraConfig
@@ -14,11 +16,10 @@ from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.types import Batch
-from tests.cli.run import objects
 from tests.tiny import tiny, tokenizer
 
 RECIPE = """
-from tests.bench.test_bench_train import recipe
+from tests.benchmarks.test_training_benchmark import recipe
 def config():
     return recipe("TOKENIZER")
 """
@@ -38,11 +39,13 @@ def path(tmp_path) -> str:
     return str(tmp_path / "tokenizer.model")
 
 
+@pytest.mark.slow
 def test_both_loops_end_at_the_same_parameters(path, tmp_path, capsys):
     file = tmp_path / "recipe.py"
     file.write_text(RECIPE.replace("TOKENIZER", path))
-    words = ("bench", "train", str(file), "--steps", "2", "--pairs", "2", "--batch", "8", "--json")
-    [row] = objects(capsys, *words)
+    argv = [str(file), "--steps", "2", "--pairs", "2", "--batch", "8", "--json"]
+    assert execute(training.run, argv) == 0
+    row = json.loads(capsys.readouterr().out)
     assert (row["batch"], row["row"], row["steps"], row["pairs"], row["save_every"]) == (8, 64, 2, 2, 2)
     assert row["difference"] < 1e-6 and row["recompilations"] == 0
     assert row["saves"] == 2 and row["ratio_of_totals"] > 0

@@ -25,8 +25,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.timing import quartiles, ratio
 from mercury_jax import checkpoint, models, noise, sharding
-from mercury_jax.bench.timing import matmul_loop, quartiles, ratio
+from mercury_jax.bench.timing import matmul_loop
 from mercury_jax.compilation import compilations
 from mercury_jax.config import ModelConfig, at_least, refuse
 from mercury_jax.evaluate import card
@@ -347,18 +348,18 @@ def check_recipe(config: TrainConfig) -> None:
     """
     for name in ("init", "freeze", "distributed"):
         if getattr(config, name):
-            raise refuse(name, getattr(config, name), "a recipe without it, for `mercury bench train`")
+            raise refuse(name, getattr(config, name), "a recipe without it, for benchmarks.training")
     if isinstance(config.model, InitModel):
-        raise refuse("model", "InitModel", "a ModelConfig, for `mercury bench train`")
+        raise refuse("model", "InitModel", "a ModelConfig, for benchmarks.training")
     if config.lora.rank:
-        raise refuse("lora.rank", config.lora.rank, "0, for `mercury bench train`")
+        raise refuse("lora.rank", config.lora.rank, "0, for benchmarks.training")
     if config.accumulate != 1:
-        raise refuse("accumulate", config.accumulate, "1, for `mercury bench train`")
+        raise refuse("accumulate", config.accumulate, "1, for benchmarks.training")
     if isinstance(config.data, pipelines.BatchSource):
-        raise refuse("data", type(config.data).__name__, "documents, for `mercury bench train`")
+        raise refuse("data", type(config.data).__name__, "documents, for benchmarks.training")
     mesh = loop.mesh_of(config)
     if mesh.size != mesh.shape["data"]:
-        allowed = "one that only divides rows (fsdp, tensor and expert 1), for `mercury bench train`"
+        allowed = "one that only divides rows (fsdp, tensor and expert 1), for benchmarks.training"
         raise refuse("mesh", dict(mesh.shape), allowed)
 
 

@@ -1,23 +1,24 @@
-"""`mercury bench serve`: a server under load."""
+"""A server under load: `python -m benchmarks.serving`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mercury_jax.cli import arguments, show
+from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Ints, OptionalFloat, OptionalInt, Positional, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchServe:
+class ServingBenchmark:
     """Put a server under load: latencies, throughput, agents.
 
     examples:
-      mercury bench serve
-      mercury bench serve --concurrency 1 4 16 64 --requests 64 --agent 2
-      mercury bench serve --url http://127.0.0.1:8000 --rate 20 --json
+      python -m benchmarks.serving
+      python -m benchmarks.serving --concurrency 1 4 16 64 --requests 64 --agent 2
+      python -m benchmarks.serving --url http://127.0.0.1:8000 --rate 20 --json
 
     Without --url a server of its own is started with the model, in another
     process, and measured once all of its programs are compiled. --concurrency:
@@ -69,21 +70,21 @@ class BenchServe:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    args = arguments.read(BenchServe, argv, "mercury bench serve")
+    args = arguments.read(ServingBenchmark, argv, "python -m benchmarks.serving")
     show.check_writable("--out", args.out)
     show.report(_records(args), args.out, None if args.json else line)
     return 0
 
 
-def _records(args: BenchServe) -> Iterator[dict[str, Any]]:
-    from mercury_jax.bench import serve
+def _records(args: ServingBenchmark) -> Iterator[dict[str, Any]]:
+    from benchmarks import serving_runs
 
-    load = serve.Load(**{name: getattr(args, name) for name in serve.Load.__dataclass_fields__})
+    load = serving_runs.Load(**{name: getattr(args, name) for name in serving_runs.Load.__dataclass_fields__})
     if args.url is not None:
-        yield from serve.against(args.url, load, args.api_key)
+        yield from serving_runs.against(args.url, load, args.api_key)
         return
     settings = {} if args.context is None else {"context": args.context}
-    yield from serve.measure(show.load(args.model), args.model, load, settings)
+    yield from serving_runs.measure(show.load(args.model), args.model, load, settings)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -123,3 +124,7 @@ def _agent_line(row: Mapping[str, Any]) -> str:
 
 def _time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(app.run_script(run))

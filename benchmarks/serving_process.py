@@ -1,6 +1,6 @@
 """Runs a server in another process: `server` starts one, waits until it is ready, and ends it.
 
-The process runs `python -m mercury_jax.bench.serve_process REQUEST`, where REQUEST is JSON such as
+The process runs `python -m benchmarks.serving_process REQUEST`, where REQUEST is JSON such as
 {"model": null, "settings": {"slots": 16}, "options": {}, "drain": 30}. It is the server of `mercury serve`, on a free
 port and with all settings of the engine. It prints a JSON line {"url"} when it listens and a second one {"ready"} when
 all programs are compiled, and runs until it receives a signal.
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = str(Path(__file__).parents[2])
+ROOT = str(Path(__file__).parents[1])
 
 
 class ServerProcess(NamedTuple):
@@ -85,7 +85,7 @@ def server(
         stderr = Path(folder) / "stderr"
         with stderr.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "mercury_jax.bench.serve_process", json.dumps(request)], stdout=subprocess.PIPE,
+                [sys.executable, "-m", "benchmarks.serving_process", json.dumps(request)], stdout=subprocess.PIPE,
                 stderr=file, text=True, env=os.environ | {"PYTHONPATH": path} | dict(env or {}),
             )  # fmt: skip
         late = threading.Timer(within, process.kill)
