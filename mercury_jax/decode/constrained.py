@@ -3,7 +3,8 @@
 A row without a grammar decodes as usual. A row with a grammar proposes tokens in the same way, but the device commits
 none of them: after each pass a `ConstrainedRow` on the host reads the row's frame and decides which proposed tokens to
 commit, and `write_committed` writes these into the state. Each pass commits at least one token; tokens that the grammar
-forces need no pass. The server uses `ConstrainedRow` and `write_committed` for its slots.
+forces need no pass. The server uses `ConstrainedRow` and `write_committed` for its slots, and `run_free`: while a row
+writes free text, the device commits its tokens itself and needs the host only where the free text may end.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt
 
 from mercury_jax.config import refuse
-from mercury_jax.decode import processors
+from mercury_jax.decode import decoder, processors
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, Without, compile
 from mercury_jax.decode.inputs import check_max_tokens, encode_prompts
@@ -29,7 +30,8 @@ from mercury_jax.decode.sampler import check_sampler
 from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.state import Frame, State
 from mercury_jax.decode.stop_texts import check_stops
-from mercury_jax.types import LM
+from mercury_jax.decode.token_stats import slice_at
+from mercury_jax.types import LM, Params
 
 ALL_IDS = 0xFFFFFFFF  # a word of a grammar mask in which every id is allowed
 
@@ -102,6 +104,8 @@ def _write_row(
     # fill, and the tokens extend the committed prefix at once.
     full = ((change.used > 0) & ((reach >= block_end) | (row.step < 0))) | change.ended
     committed = jnp.where(full, reach, row.committed)
+    # A row that waits for the host, see `run_free`, continues.
+    waits = row.done & (row.nan_step < 0) & ((change.used > 0) | change.clear | change.ended)
     return dict(
         tokens=jnp.where(change.ended & (slots == reach), eos, tokens),
         canvas=canvas,
@@ -110,8 +114,85 @@ def _write_row(
         committed=committed,
         end=end,
         step=jnp.where(full, -1, row.step),
-        done=row.done | (full & (committed >= end)),
+        done=(row.done & ~waits) | (full & (committed >= end)),
     )
+
+
+class FreeText(NamedTuple):
+    """What the device may commit to constrained rows without the host, see `Walker.free`."""
+
+    # bit mask of the tokens that continue the free text; all 0: the host judges every pass
+    ids: UInt[Array, "B words"]
+    until: Int[Array, "B"]  # absolute position up to which they may be committed
+
+
+def no_free_text(rows: int, vocab: int) -> FreeText:
+    """Makes a `FreeText` on the host in which the host judges every pass.
+
+    Args:
+        rows: Number of rows B.
+        vocab: Size of the vocabulary.
+
+    Returns:
+        A record of numpy arrays.
+    """
+    return FreeText(np.zeros((rows, -(-vocab // 32)), np.uint32), np.zeros(rows, np.int32))  # type: ignore[arg-type]
+
+
+def run_free(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    passes: int,
+    limit: Int[Array, ""],
+    free: FreeText,
+) -> tuple[State, Frame, Int[Array, ""], Bool[Array, "B"]]:
+    """Runs as `decoder.run_limited`, and commits the tokens of constrained rows that are in free text.
+
+    A pass that the host must judge is the last one of its row: the row waits, and is done for the passes that follow
+    until `write_committed` changes it. So does a row whose thinking has ended.
+
+    Args:
+        config: Static sizes.
+        params: Parameters of the model.
+        state: State of all rows, with a grammar mask at the first open position.
+        passes: Maximum number of passes; static.
+        limit: A traced maximum.
+        free: What the device may commit.
+
+    Returns:
+        The state, frames [passes, B, ...], the number of passes made, and the rows that wait for the host.
+    """
+
+    def step(config: DecodeConfig, params: Params, before: State) -> tuple[State, Frame]:
+        state, frame = decoder.step(config, params, before)
+        return _commit_free(config, before, state, frame, free), frame
+
+    state, frames, made = decoder.run_limited(config, params, state, passes, limit, step=step)
+    waits = state.done & state.sampling.constrained & (state.committed < state.end) & (state.nan_step < 0)
+    return state, frames, made, waits
+
+
+def _commit_free(config: DecodeConfig, before: State, state: State, frame: Frame, free: FreeText) -> State:
+    """Commits what one pass adds to free text; a row waits if the host must judge the pass, or begin the answer."""
+    at = jnp.arange(frame.answer.shape[1], dtype=jnp.int32)  # [L]
+    offset = frame.start - state.cache_length
+    frozen = jax.vmap(lambda x, start: slice_at(x, start, len(at)))(state.frozen, offset)  # [B, L]
+    # The first open token, and the accepted ones that follow it: the tokens front .. front + count of the window.
+    front = jnp.min(jnp.where(frozen, len(at), at), axis=1)[:, None]  # [B, 1]
+    accepted = (frame.accepted | (at == front)) & (at < frame.used[:, None])
+    count = jnp.min(jnp.where((at < front) | accepted, len(at), at), axis=1)[:, None] - front
+    bits = jnp.take_along_axis(free.ids, frame.answer >> 5, axis=1) >> (frame.answer & 31).astype(jnp.uint32)
+    fits = jnp.all(((bits & 1) > 0) | (at < front) | (at >= front + count), axis=1)
+    start, count = frame.start + front[:, 0], count[:, 0]
+    fits &= (count > 0) & (start + count <= free.until)
+    judged = state.sampling.constrained & (before.answer_budget == 0) & (frame.used > 0) & ~state.done
+    begins = state.sampling.constrained & (before.answer_budget > 0) & (state.answer_budget == 0)
+    window = jnp.clip(front + jnp.arange(config.width, dtype=jnp.int32), 0, len(at) - 1)
+    tokens, no = jnp.take_along_axis(frame.answer, window, axis=1), jnp.zeros_like(fits)
+    change = CommittedTokens(tokens, start, jnp.where(judged & fits, count, 0), no, no)
+    state = write_committed(config, state, change, state.sampling.eos)
+    return state._replace(done=state.done | (judged & ~fits) | begins)
 
 
 class ConstrainedRow:
@@ -153,24 +234,39 @@ class ConstrainedRow:
         """Whether `write` would change the row."""
         return bool(self._unwritten) or self._clear or (self.ended and not self._end_written)
 
-    def begin(self, at: int) -> None:
-        """Begins the answer at an absolute position, and commits the tokens that the grammar forces there."""
-        self.first = at
+    def begin(self, at: int, waits: bool = False) -> None:
+        """Begins the answer at an absolute position, and commits the tokens that the grammar forces there.
+
+        Args:
+            at: The position.
+            waits: Whether the row waits for the host, see `run_free`: then it is written even if nothing is forced.
+        """
+        self.first, self._clear = at, waits
         self._advance((), ())
 
-    def propose(self, start: int, answer: Sequence[int], accepted: Sequence[bool]) -> None:
+    def propose(
+        self, start: int, answer: Sequence[int], accepted: Sequence[bool], on_device: bool = False
+    ) -> None:
         """Commits the tokens of a proposal that the grammar accepts.
 
         Args:
             start: Absolute position of the window.
             answer: Tokens of the window.
             accepted: Which of these tokens the rule has accepted.
+            on_device: Whether the device has committed these tokens already, as free text.
         """
         if not self.begun or self.ended or start > self.frontier:
             return
         # Tokens of the window before the frontier are already committed.
         skip = self.frontier - start
-        self._advance([int(i) for i in answer[skip:]], [bool(s) for s in accepted[skip:]])
+        tokens, taken = [int(i) for i in answer[skip:]], [bool(s) for s in accepted[skip:]]
+        if on_device:
+            new = tokens[: [*taken[1:], False].index(False) + 1]
+            self.walker.follow(new)
+            self.committed += new
+            self.forced += [False] * len(new)
+        else:
+            self._advance(tokens, taken)
 
     def _advance(self, tokens: Sequence[int], accepted: Sequence[bool]) -> None:
         step = self.walker.advance(tokens, accepted)
@@ -302,7 +398,7 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
     """
     sampler, count = check_sampler(request.sampler), len(request.prompts) // request.n
     bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
-    mask = processors.allow_bits(bits, np.zeros(count, np.int32))
+    mask = processors.allow_bits(bits, np.full(count, -1, np.int32))
     return request._replace(sampler=sampler._replace(allow=(*sampler.allow, mask)))
 
 
@@ -327,11 +423,11 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
     session = dataclasses.replace(session, state=session.state._replace(sampling=sampling))
     frames: list[Frame] = []
     made, state = 0, session.state
-    prompt, committed, budget = jax.device_get((state.prompt, state.committed, state.answer_budget))
+    committed, budget = jax.device_get((state.committed, state.answer_budget))
     _begin_answers(grammars, committed, budget)
     while True:
         session = _write_pending(session, grammars)
-        session = _set_masks(session, grammars, prompt)
+        session = _set_masks(session, grammars)
         if session.done:
             return session, frames, made
         session, chunk, _ = advance(lm, session, 1)
@@ -368,7 +464,7 @@ def _write_pending(session: Session, grammars: Grammars) -> Session:
     return dataclasses.replace(session, state=state)
 
 
-def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Session:
+def _set_masks(session: Session, grammars: Grammars) -> Session:
     """Sets the mask of each row to the ids that its grammar allows next.
 
     The mask is a traced parameter of the sampler, so that a new mask compiles nothing.
@@ -376,15 +472,14 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
     sampling = session.state.sampling
     sampler = sampling.sampler
     *others, mask = sampler.allow
-    bits, start = (np.array(mask.params[name]) for name in ("bits", "start"))
+    bits = np.array(mask.params["bits"])
     for i, row in enumerate(grammars):
-        bits[i], start[i] = ALL_IDS, 0
+        bits[i] = ALL_IDS
         if row is not None and row.begun and not row.ended:
             words = row.bits()
             bits[i] = 0  # the model may have more ids than the tokenizer; those are forbidden too
             bits[i, 0, : len(words)] = words
-            start[i] = row.frontier - prompt[i]
-    mask = dataclasses.replace(mask, params=mask.params | {"bits": bits, "start": start})
+    mask = dataclasses.replace(mask, params=mask.params | {"bits": bits})
     sampling = sampling._replace(sampler=sampler._replace(allow=(*others, mask)))
     return dataclasses.replace(session, state=session.state._replace(sampling=sampling))
 

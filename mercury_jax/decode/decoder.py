@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -293,6 +294,7 @@ def run_limited(
     passes: int,
     limit: Int[Array, ""] | None = None,
     watch: Bool[Array, "B"] | None = None,
+    step: Callable[[DecodeConfig, Params, State], tuple[State, Frame]] = step,
 ) -> tuple[State, Frame, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done, but at most `passes` times, and keeps the frames.
 
@@ -303,6 +305,7 @@ def run_limited(
         passes: Maximum number of passes; static, since it is the size of the frame buffer.
         limit: A traced maximum; the smaller of `passes` and `limit` applies. None: `passes`.
         watch: Rows [B] whose commits stop the loop, see `run_until_done`.
+        step: One pass.
 
     Returns:
         The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.

@@ -376,7 +376,7 @@ def allow_bits(bits: np.ndarray | jax.Array, start: Any = 0) -> LogitsProcessor:
     Args:
         bits: uint32 [P, words] for all rows, or [rows, P, words]. Bit v % 32 of word v // 32 says whether id v is
             allowed at position `start` + p. Positions outside of the range are free.
-        start: Position of the first mask; one number, or one per row.
+        start: Position of the first mask; one number, or one per row. -1: the first open position, in every pass.
 
     Returns:
         The processor, for `Sampler(allow=)`.
@@ -389,7 +389,7 @@ def allow_bits(bits: np.ndarray | jax.Array, start: Any = 0) -> LogitsProcessor:
         raise refuse("allow_bits bits", (shape, str(kind)), "uint32 [P, words], or [rows, P, words]")
     if not np.issubdtype(getattr(start, "dtype", type(start)), np.integer) or np.ndim(start) > 1:
         raise refuse("allow_bits start", start, "a whole number, or one per row")
-    start = check_number("allow_bits(start=)", start, AtLeast(0, integer=True))
+    start = check_number("allow_bits(start=)", start, AtLeast(-1, integer=True))
     words = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.uint32)
     params = {"bits": Static(words) if len(shape) == 2 else words, "start": start}
     return LogitsProcessor(_allow_bits, params, "allow_bits", needs_logits=False)
@@ -449,6 +449,8 @@ def _allow_bits(
 ) -> Logits:
     length, size = logits.shape
     words = jnp.asarray(bits)
+    opened = view.position + jnp.argmax(view.editable).astype(jnp.int32)
+    start = jnp.where(jnp.asarray(start) < 0, opened, start)
     at = view.position + jnp.arange(length, dtype=jnp.int32) - start
     constrained = (at >= 0) & (at < words.shape[0])
     mask = words[jnp.clip(at, 0, words.shape[0] - 1)]  # [L, words]

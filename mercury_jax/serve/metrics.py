@@ -41,6 +41,7 @@ ENGINE_COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "cached_tokens": "Tokens of prompts that were found in the prefix cache.",
     "device_passes": "Passes of the device program.",
+    "dispatches": "Calls of the device program, of one or several passes each.",
 }
 
 

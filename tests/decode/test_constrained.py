@@ -25,7 +25,7 @@ def amended(tokens=(), front=4, clear=False, ended=False, step=2, mask=MASK, blo
     row = SimpleNamespace(
         tokens=jnp.arange(100, 116), canvas=canvas, answer=canvas, frozen=jnp.array([True] + [False] * 5),
         cache_length=jnp.asarray(LENGTH), committed=jnp.asarray(LENGTH), end=jnp.asarray(14), step=jnp.asarray(step),
-        done=jnp.asarray(False),
+        done=jnp.asarray(False), nan_step=jnp.asarray(-1),
     )  # fmt: skip
     padded = jnp.asarray([*tokens, *[0] * (WIDTH - len(tokens))])
     change = CommittedTokens(

@@ -338,6 +338,38 @@ def test_a_free_answer_may_call(marks):
     assert walker.ended and walker.cut and len(walker.written) == 9
 
 
+@pytest.mark.parametrize("open", [OPEN, "<<call>", ["<", OPEN], ["", "é>", OPEN]])
+def test_tokens_of_free_text_lead_back_to_free_text(open):
+    """In any number and order they are committed as they are, nothing is forced, and the next mask is the same."""
+    rng, made = np.random.default_rng(1), grammar(FreeOr(ToolCalls([NOW], open, CLOSE)))
+    states = set()
+    for _ in range(60):
+        one, two = made.walk(200), made.walk(200)
+        while not (one.ended or len(one.written) > 40):
+            allowed = np.flatnonzero(np.unpackbits(one.bits().view(np.uint8), bitorder="little"))
+            free, tokens = one.free(), [int(i) for i in rng.choice(allowed, 1)]
+            if rng.random() < 0.1:  # parts of what opens a call, or a part of a character
+                tokens = [
+                    int(i) for i in rng.permutation([*TOK.encode("x<<")[1:], *TOK.encode("\U0001f600é")])
+                ][:1]
+            states.add(free is None)
+            if free is not None and rng.random() < 0.7:
+                before = one.bits()
+                ids = np.flatnonzero(np.unpackbits(free.view(np.uint8), bitorder="little"))
+                tokens = [int(i) for i in rng.choice(ids, 1 + int(rng.integers(4)))]
+                one.follow(tokens)
+                step = two.advance(tokens, [True] * len(tokens))
+                assert (step.commit, any(step.forced), step.clear) == (tokens, False, False)
+                assert one.free() is not None and np.array_equal(one.free(), free)
+                assert np.array_equal(one.bits(), before) and np.array_equal(two.bits(), before)
+            else:
+                assert one.advance(tokens, [True]) == two.advance(tokens, [True])
+            assert one.written == two.written and one.plan == two.plan
+    assert states == {True, False}
+    walker, _ = driven(FreeOr(ToolCalls([NOW], OPEN, CLOSE)), [*TOK.encode("So: "), OPEN])
+    assert walker.free() is None  # calls do not end in free text
+
+
 def test_a_free_answer_shows_something_or_calls():
     made = grammar(FreeOr(ToolCalls([NOW], OPEN, CLOSE)))
     call = [OPEN, *TOK.encode('{"name": "now", "arguments": {}}'), CLOSE]

@@ -81,7 +81,7 @@ class ScriptedEngine:
     def stats(self):
         running = sum(not ticket.finished for ticket in self.tickets)
         done = sum(ticket.finished for ticket in self.tickets)
-        return EngineStats(0, running, self.config.slots, 512, 0, 0, 0, len(self.tickets), done, *[0] * 8)
+        return EngineStats(0, running, self.config.slots, 512, 0, 0, 0, len(self.tickets), done, *[0] * 9)
 
     def drain(self, timeout=None):
         self.closing = True

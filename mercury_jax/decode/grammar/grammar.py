@@ -56,10 +56,14 @@ class Grammar:
         name: What errors call it.
         shortest: The fewest tokens of an answer, as far as the search finds them.
         words: uint32 words of a grammar mask, ceil(V / 32).
+        opening: Text that ends free text; empty: a special token does. None: the answer has no free text.
+        free: Bit mask of the tokens that can neither be part of `opening` nor end free text; None without free text.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: LarkGrammar, deadline: float):
         self.vocabulary, self.name, self.words = vocabulary, source.name, vocabulary.words
+        self.opening = source.opening
+        self.free = None if source.opening is None else vocabulary.without(source.opening[:1])
         text = llguidance().LLMatcher.grammar_from_lark(source.lark)
         self.tokens = _matcher(vocabulary.tokens, text, source, deadline)
         self.units = _matcher(vocabulary.units, text, source, deadline)
@@ -389,6 +393,9 @@ class Walker:
         self._tight = False  # whether the plan is as short as a search makes it
         self._search = grammar.search.branch()
         self._seconds = ANSWER_SECONDS  # of search that are left
+        # Of the text that `free` has read: its end, its tokens, whether calls have begun, and the result.
+        self._tail, self._read, self._called = b"", 0, False
+        self._free: np.ndarray | None = None
         self._tokens = grammar.tokens.deep_copy()
         self._units, self._lex, self._synced_tokens = grammar.units.deep_copy(), START, 0
 
@@ -413,6 +420,34 @@ class Walker:
             return words
         words[: len(mask)] = mask[: len(words)]
         return words
+
+    def free(self) -> np.ndarray | None:
+        """Returns a bit mask of the ids that continue free text; None where the answer is not in free text.
+
+        After any number of these tokens the grammar allows what it allows now, forces nothing, and may end. In the
+        midst of a character, or of what may become the opening of a call, the answer is not in free text.
+        """
+        opening, free = self.grammar.opening or b"", self.grammar.free
+        if self.ended or free is None:
+            return None
+        if self._read < len(self.written):
+            pieces = [self.grammar.vocabulary.pieces[i] for i in self.written[self._read :]]
+            text, self._read = self._tail + b"".join(pieces), len(self.written)
+            self._called |= not all(pieces) or (opening != b"" and opening in text)
+            self._tail = text[max(len(text) - len(opening), 0) :]
+            partly = any(text.endswith(opening[:n]) for n in range(1, len(opening)))
+            inside = not self._called and not partly and self._tokens.is_accepting()
+            self._free = free & self.bits() if inside else None
+        return self._free
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Commits tokens of `free`, in a number that leaves at least one token of the budget."""
+        for unit in (self.grammar.vocabulary.units_of([id]) for id in tokens):
+            if self._plan[: len(unit)] == unit:
+                self._plan = self._plan[len(unit) :]
+        if self._tokens.try_consume_tokens(list(tokens)) < len(tokens):
+            self._restore(tokens)
+        self.written += tokens
 
     def advance(self, tokens: Sequence[int] = (), accepted: Sequence[bool] = ()) -> WalkerStep:
         """Commits as many of the proposed tokens as the grammar and the budget allow, and what the grammar forces.

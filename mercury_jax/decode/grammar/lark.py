@@ -58,6 +58,7 @@ class LarkGrammar(NamedTuple):
         macros: Texts that a search for the end of an answer may try.
         schemas: The JSON Schemas in it, by what errors call them.
         answer: A short answer, which must be verified. None: none was found.
+        opening: Text that ends free text; empty: a special token does. None: the answer has no free text.
     """
 
     lark: str
@@ -65,6 +66,7 @@ class LarkGrammar(NamedTuple):
     macros: tuple[bytes, ...] = ()
     schemas: tuple[tuple[str, Any], ...] = ()
     answer: tuple[int | str, ...] | None = None
+    opening: bytes | None = None
 
 
 class _Value(NamedTuple):
@@ -228,7 +230,10 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     else:
         head = f"head[lazy]: /(?s:.*)/ {first}\n"
         start = f"start: TEXT | {' '.join(['head', *rest])} body {close} {more}\n{head}{text}"
-    return LarkGrammar(start + rules, "tools", macros, named)
+    marks = [calls.open] if isinstance(calls.open, int | str) else calls.open
+    mark = next(part for part in marks if part != "")
+    mark = b"" if isinstance(mark, int) else mark.encode()
+    return LarkGrammar(start + rules, "tools", macros, named, opening=mark)
 
 
 def _body(calls: ToolCalls, tool: Any, where: str) -> _Value:

@@ -68,6 +68,7 @@ class GrammarVocabulary:
             sizes[piece[0]].add(len(piece))
         self._sizes = [sorted(some) for some in sizes]
         self._spelt: dict[bytes, list[int] | None] = {}
+        self._without: dict[bytes, np.ndarray] = {}
         self.whole = min(self._single) >= 0  # every byte is a token
         names = [b"\xff" + special_name(i).encode() for i in self.specials]
         named = dict(zip(self.specials, names, strict=True))
@@ -150,6 +151,16 @@ class GrammarVocabulary:
     def bytewise(self, units: Sequence[Unit]) -> list[int] | None:
         """Returns tokens of one byte each, which is fast; the fewest tokens where the vocabulary lacks some byte."""
         return [self._single[unit] for unit in units] if self.whole else self.spell(units)
+
+    def without(self, start: bytes) -> np.ndarray:
+        """Returns the tokens of whole characters that lack a byte, as bits of uint32 [words]; b"": lack none."""
+        if start not in self._without:
+            whole = lambda piece: piece.decode(errors="ignore").encode() == piece
+            ids = [bool(p) and not (start and start in p) and whole(p) for p in self.pieces]
+            bits = np.zeros(32 * self.words, bool)
+            bits[: len(ids)] = ids
+            self._without[start] = np.packbits(bits, bitorder="little").view(np.uint32)
+        return self._without[start]
 
     def begins(self, units: Sequence[Unit], mask: bytes) -> bool:
         """Returns whether a mask of tokens allows the first unit; True where that is not a token of its own.

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mercury_jax.decode.constrained import no_tokens
+from mercury_jax.decode.constrained import no_free_text, no_tokens
 from mercury_jax.decode.decode_config import (
     QUANTUM,
     DecodeConfig,
@@ -367,6 +367,7 @@ class CompiledPrograms:
             sampling.stack_rows(bucket.rows, one),
             np.zeros(bucket.rows, bool),
             np.int32(0),
+            no_free_text(bucket.rows, buckets.rules.vocab) if bucket.level > sampling.PLAIN else None,
             buckets.config.passes,
         )
 

@@ -2,7 +2,8 @@
 
 One thread repeats the same step: free the slots of cancelled requests, admit waiting requests, dispatch the next
 denoising passes to the device, and publish the results of earlier passes. The device runs one dispatch ahead of the
-host. The exception is a batch with a grammar-constrained row, where the host must read each pass before the next one.
+host. The exception is a batch with a grammar-constrained row that does not write free text: the host must read each
+pass of that row before the next one.
 
     submit -> RequestQueue -> prefix cache, prefill -> Slots -> Snapshots -> RequestHandle
                 \\-> InfillWorker (requests with a suffix) ----------------------/
@@ -38,13 +39,7 @@ from mercury_jax.serve.engine.request import (
     Snapshot,
 )
 from mercury_jax.serve.engine.scheduler import ReadDispatch, RequestQueue, Slots, may_run
-from mercury_jax.serve.engine.snapshots import (
-    RunningRequest,
-    constrained,
-    early_end,
-    final_snapshot,
-    pass_snapshots,
-)
+from mercury_jax.serve.engine.snapshots import RunningRequest, early_end, final_snapshot, pass_snapshots
 from mercury_jax.types import LM
 
 log = logging.getLogger(__name__)
@@ -283,7 +278,7 @@ class Engine:
             slots.apply_grammars()
             slots.dispatch(self.lm.params)
         # Read every pending dispatch except the one just sent, so that the device computes while the host publishes.
-        # With a grammar the host must see that dispatch too before the next one; if no request runs, none will follow.
+        # A grammar may have to see that dispatch too before the next one; if no request runs, none will follow.
         while slots.pending and (len(slots.pending) > 1 or slots.constrained or not slots.running):
             self._publish(slots, slots.read())
         # Idle: wait for `submit`, `cancel` or `stop`. If requests wait that could not be admitted, check again soon.
@@ -366,22 +361,13 @@ class Engine:
             read: The dispatch, on the host.
         """
         frames, report = read.frames, read.report
-        self._counts["device_passes"] += read.passes
+        self._counts.update({"device_passes": read.passes, "dispatches": 1})
         for slot, run in enumerate(read.requests):
             if run is None or run.handle.finished:
                 continue
-            before, gate = run.forwards, run.gate
+            before = run.forwards
             shown = pass_snapshots(run, frames, read.passes, report, slot, self._ends)
             self._counts["forwards"] += run.forwards - before
-            if gate is not None:
-                # With a constrained row a dispatch is a single pass, so pass 0 of the frames is the whole dispatch.
-                # The grammar decides how much of the proposal is committed; `Slots.apply_grammars` writes it back.
-                if gate.begun and (n := int(frames.used[0, slot])):
-                    proposal, accepted = frames.answer[0, slot, :n], frames.accepted[0, slot, :n]
-                    gate.propose(int(frames.start[0, slot]), proposal, accepted)  # type: ignore[arg-type]
-                elif not gate.begun and report.answer_budget[slot] == 0:  # this pass closed the thinking
-                    gate.begin(int(report.committed[slot]))
-                shown = [constrained(run, gate, snapshot) for snapshot in shown]
             for snapshot in shown:
                 run.handle.publish(snapshot)
             if report.done[slot]:

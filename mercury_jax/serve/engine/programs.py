@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import decoder
-from mercury_jax.decode.constrained import write_committed
+from mercury_jax.decode.constrained import FreeText, run_free, write_committed
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, admit, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
@@ -37,6 +37,7 @@ class DispatchReport(NamedTuple):
     nfe: Int[Array, "B"]
     nan_step: Int[Array, "B"]
     done: Bool[Array, "B"]
+    waits: Bool[Array, "B"]  # the host must judge the last pass of the row, see `constrained.run_free`
 
 
 class DispatchResult(NamedTuple):
@@ -55,6 +56,7 @@ def _run_passes(
     sampling: SamplingParams,
     idle: Bool[Array, "B"],
     limit: Int[Array, ""],
+    free: FreeText | None,
     passes: int,
 ) -> DispatchResult:
     """Runs up to `limit` denoising passes over all rows.
@@ -67,18 +69,24 @@ def _run_passes(
         sampling: Sampling parameters of each row.
         idle: Rows without a request; they are marked as done and do not change.
         limit: Maximum number of passes, at most `passes`. Traced: a smaller limit does not recompile.
+        free: What the device may commit to rows with a grammar; None at the level PLAIN, which has none.
         passes: Static number of frames of the result.
 
     Returns:
         The next state, frames [passes, B, ...], the number of passes that ran, and the report.
     """
     state = state._replace(done=state.done | idle, sampling=sampling)
-    state, frames, used = decoder.run_limited(program, params, state, passes, limit)
-    report = DispatchReport(*(jnp.copy(getattr(state, name)) for name in DispatchReport._fields))
+    if free is None:
+        state, frames, used = decoder.run_limited(program, params, state, passes, limit)
+        waits = jnp.zeros_like(idle)
+    else:
+        state, frames, used, waits = run_free(program, params, state, passes, limit, free)
+    shown = {name: jnp.copy(getattr(state, name)) for name in DispatchReport._fields if name != "waits"}
+    report = DispatchReport(**shown | {"done": state.done & ~waits}, waits=waits)
     return DispatchResult(state._replace(sampling=()), frames, used, report)
 
 
-run_passes = jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2)
+run_passes = jax.jit(_run_passes, static_argnums=(0, 7), donate_argnums=2)
 
 
 def run_passes_sharded(shardings: Any) -> Any:
@@ -92,7 +100,7 @@ def run_passes_sharded(shardings: Any) -> Any:
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     out = DispatchResult(shardings, replicated, replicated, replicated)  # type: ignore[arg-type]
-    return jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2, out_shardings=out)
+    return jax.jit(_run_passes, static_argnums=(0, 7), donate_argnums=2, out_shardings=out)
 
 
 @functools.partial(jax.jit, static_argnums=0)

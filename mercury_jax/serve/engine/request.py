@@ -261,6 +261,7 @@ class EngineStats(NamedTuple):
         prompt_tokens: Tokens of prompts.
         cached_tokens: Tokens of prompts found in the prefix cache.
         device_passes: Passes of the batched program; one pass serves all slots.
+        dispatches: Calls of that program, of one or several passes each.
     """
 
     waiting: int
@@ -280,6 +281,7 @@ class EngineStats(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     device_passes: int
+    dispatches: int
 
 
 class RequestHandle:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mercury_jax.decode.constrained import no_tokens
+from mercury_jax.decode.constrained import FreeText, no_free_text, no_tokens
 from mercury_jax.decode.state import Frame, SamplingParams, State
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import NO_REQUEST, Bucket, Buckets, CompiledPrograms
@@ -196,8 +196,9 @@ class Slots:
 
     @property
     def constrained(self) -> bool:
-        """Whether a row is grammar-constrained, so that the host must read each pass before the next one."""
-        return any(run is not None and run.gate is not None for run in self.requests)
+        """Whether the host must judge the next pass of a row: its answer is under a grammar and not in free text."""
+        gates = (run.gate for run in self.requests if run is not None)
+        return any(gate is not None and gate.begun and gate.walker.free() is None for gate in gates)
 
     def fit(self, extra: EngineRequest | None = None) -> None:
         """Moves the rows to the cheapest compiled bucket that fits the running requests.
@@ -267,12 +268,15 @@ class Slots:
             eos = np.asarray(self._host_params.eos)
             self.state = self.buckets.sharded(programs.write_tokens(program, self.state, change, eos))
         (part,) = self._host_params.sampler.allow
-        allowed = part.params
-        for slot, run, gate in gates:
-            # The mask applies to one position, the frontier, counted from the start of the output.
-            if not gate.ended:
-                allowed["bits"][slot], allowed["start"][slot] = gate.bits(), gate.frontier - run.prompt_length
-        if self._device_params is not None:
+        allowed, changed = part.params, False
+        for slot, _, gate in gates:
+            # The mask applies to one position, the frontier: the first one that is open. The model may have more ids
+            # than the tokenizer; those are forbidden too.
+            bits, words = np.zeros_like(allowed["bits"][slot]), gate.bits()
+            bits[0, : len(words)] = words
+            if allowed["start"][slot] >= 0 or not np.array_equal(allowed["bits"][slot], bits):
+                allowed["bits"][slot], allowed["start"][slot], changed = bits, -1, True
+        if changed and self._device_params is not None:
             masks = dataclasses.replace(
                 part, params=jax.device_put(dict(allowed))
             )  # only the grammar masks are transferred, not the other parameters
@@ -288,12 +292,24 @@ class Slots:
         idle = np.array([run is None for run in self.requests])
         if self._device_params is None:
             self._device_params = jax.device_put(self._host_params)
-        limit = 1 if self.constrained else self.buckets.config.passes or 1
+        limit = np.int32(1 if self.constrained else self.buckets.config.passes or 1)
         step = self.compiled.steps[self.bucket]
         # The state is donated: from here on only `result.state` is valid.
-        result = step(params, self.state, self._device_params, idle, np.int32(limit))
+        result = step(params, self.state, self._device_params, idle, limit, self._free_text())
         self.state = result.state
         self.pending.append((result, tuple(self.requests)))
+
+    def _free_text(self) -> FreeText | None:
+        """Returns what the device may commit to each row without the host: all but the last token of its budget."""
+        if self.bucket.level == sampling.PLAIN:
+            return None
+        free = no_free_text(self.bucket.rows, self.buckets.rules.vocab)
+        for slot, run in enumerate(self.requests):
+            gate = None if run is None else run.gate
+            if gate is not None and gate.first is not None and (ids := gate.walker.free()) is not None:
+                free.ids[slot, : len(ids)] = ids  # type: ignore[index]
+                free.until[slot] = gate.first + gate.walker.budget - 1  # type: ignore[index]
+        return free
 
     def read(self) -> ReadDispatch:
         """Waits for the oldest dispatch and copies its frames and report to the host."""

@@ -8,6 +8,7 @@ the host decides which tokens are accepted (`decode.constrained`), so its tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -50,10 +51,10 @@ class RunningRequest:
 def pass_snapshots(
     run: RunningRequest, frames: Frame, passes: int, report: DispatchReport, slot: int, ends: tuple[int, ...]
 ) -> list[Snapshot]:
-    """Makes the snapshots of one request from a dispatch.
+    """Makes the snapshots of one request from a dispatch, and tells the grammar of a constrained one what it adds.
 
     Args:
-        run: The request; its count of forward passes is updated.
+        run: The request; its count of forward passes and the state of its grammar are updated.
         frames: One frame per pass, [P, B, ...], on the host.
         passes: Number of passes that ran, at most P.
         report: The rows after the dispatch, on the host.
@@ -68,10 +69,21 @@ def pass_snapshots(
     before, run.forwards = run.forwards, run.forwards + len(denoised)
     first = 0 if run.handle.request.frames else max(len(denoised) - 1, 0)
     tokens = np.asarray(report.tokens[slot])
-    return [
-        _pass_snapshot(run, frames, denoised[k], slot, tokens, ends, before + k + 1)
-        for k in range(first, len(denoised))
-    ]
+    shown: list[Snapshot] = []
+    for k, i in enumerate(denoised):
+        # If a row under a grammar waits for the host, the host decides how much of its last pass is committed;
+        # `Slots.apply_grammars` writes that back. The device has committed the other passes.
+        waits = bool(report.waits[slot]) and k == len(denoised) - 1
+        if run.gate is not None and run.gate.begun:
+            block = slice(int(frames.used[i, slot]))
+            proposal: Any = frames.answer[i, slot, block], frames.accepted[i, slot, block]
+            run.gate.propose(int(frames.start[i, slot]), *proposal, on_device=not waits)
+        elif run.gate is not None and waits:  # this pass closed the thinking
+            run.gate.begin(int(report.committed[slot]), waits=True)
+        if k >= first:
+            snapshot = _pass_snapshot(run, frames, i, slot, tokens, ends, before + k + 1)
+            shown.append(snapshot if run.gate is None else constrained(run, run.gate, snapshot))
+    return shown
 
 
 def _pass_snapshot(

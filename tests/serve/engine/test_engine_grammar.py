@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+import mercury_jax as mj
 from mercury_jax.decode import grammar
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
@@ -21,7 +22,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine():
-    config = EngineConfig(slots=3, queue=9, context=128, programs="one", rules=("confidence",))
+    config = EngineConfig(slots=3, queue=9, context=128, programs="one", rules=("confidence",), passes=3)
     engine = Engine(tiny(), config)
     engine.start()
     yield engine
@@ -103,6 +104,36 @@ def test_snapshots_contain_the_token_that_closes_thinking(engine, compiled):
         for s in seen:
             assert s.tokens[: s.final].tolist() == seen[-1].tokens[: s.final].tolist()
             assert {len(s.tokens)} == {len(s.accepted), len(s.confidence), len(s.forced)}
+
+
+CALLS = grammar.ToolCalls([{"name": "now"}], "<", ">")  # every text that opens a call, as a single character
+ASCII = {
+    i: -100.0 for i, piece in enumerate(tiny().tokenizer.pieces) if piece >= b"\x80"
+}  # without other bytes
+(OPENS,) = tiny().tokenizer.encode("x<")[1:]
+
+
+@pytest.mark.parametrize("bias, calls", [({OPENS: -100.0}, False), ({OPENS: 2.0}, True)])
+def test_free_text_before_calls_is_that_of_single_passes(engine, bias, calls):
+    """With several tokens accepted in a pass, and with several passes between two reads of the host."""
+    spec, bias, most = grammar.FreeOr(CALLS), ASCII | bias, 48
+    compiled = grammar.compile(tiny().tokenizer, spec)
+    asked = [
+        request(compiled, i, most - compiled.shortest, temperature=1.0, p=0.03, logit_bias=bias)
+        for i in range(6)
+    ]
+    before = engine.stats()
+    finals = [handle.wait(60) for handle in [engine.submit(j) for j in asked]]
+    after = engine.stats()
+    sampler = mj.Sampler(mj.rules.threshold(0.03), (mj.processors.bias(bias),), temperature=1.0)
+    prompts, seeds = [list(j.prompt) for j in asked], [j.seed for j in asked]
+    want = mj.sample(tiny(), prompts, max_tokens=most, seed=seeds, sampler=sampler, schema=spec)
+    for final, tokens, finish, forwards in zip(finals, want.tokens, want.finish, want.forwards, strict=True):
+        assert (final.tokens.tolist(), final.finish, final.forwards) == (tokens.tolist(), finish, forwards)
+    assert any("<" in text for text in want.texts) == calls
+    if not calls:  # a read for three passes, and for the last one of each answer
+        passes = after.device_passes - before.device_passes
+        assert after.dispatches - before.dispatches < passes / 3 + 3 * len(asked)
 
 
 def test_max_tokens_below_the_shortest_answer_is_refused_before_any_compute(engine, compiled):
