@@ -109,7 +109,9 @@ class LoadTurn(NamedTuple):
         return sum(one.tokens for one in self.seen) / self.seconds
 
 
-def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) -> Iterator[Json]:
+def measure(
+    lm: LM, folder: str | None, load: Load, settings: dict[str, Any], how: Mapping[str, Any] | None = None
+) -> Iterator[Json]:
     """Starts a server in another process and measures it.
 
     Args:
@@ -117,6 +119,7 @@ def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) ->
         folder: The folder from which the server loads the model. Default: the embedded model.
         load: The requests to send.
         settings: Fields of `EngineConfig`; by default as many slots as clients.
+        how: Arguments of `mercury_jax.load` with which `lm` was loaded. Default: none.
 
     Yields:
         A JSON-ready record for each number of clients, for the open loop and for the agents. The last record compares
@@ -125,7 +128,7 @@ def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) ->
     widest = max(load.concurrency)
     settings = {"slots": widest, "queue": 4 * widest + load.requests} | settings
     parts: dict[int, list[LoadTurn]] = {}
-    with serve_process.server(folder, settings) as own:
+    with serve_process.server(folder, settings, how=how) as own:
         yield from against(own.url, load, keep=parts, more={"server": "our own, of this run", **settings})
     if len(parts) > 1:
         yield _batching(lm, load, parts, settings)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Ints, OptionalFloat, OptionalInt, Positional, option
+from mercury_jax.config import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class BenchServe:
     """
 
     model: Annotated[Positional[str | None], option("MODEL")] = None
-    """Folder of a saved model. Default: the embedded one."""
+    """Folder or Hugging Face id of a model. Default: the embedded one."""
     url: Annotated[str | None, option("URL")] = None
     """http://HOST:PORT of a running server. Default: a server of our own."""
     api_key: Annotated[str | None, option("KEY")] = None
@@ -65,6 +66,7 @@ class BenchServe:
     """Write the records, too."""
     json: Flag = False
     """Print one JSON object for each record."""
+    checkpoint: Annotated[arguments.CheckpointOptions, arguments.Group] = arguments.CheckpointOptions()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -80,10 +82,13 @@ def _records(args: BenchServe) -> Iterator[dict[str, Any]]:
 
     load = serve.Load(**{name: getattr(args, name) for name in serve.Load.__dataclass_fields__})
     if args.url is not None:
+        if args.model is not None or args.checkpoint != arguments.CheckpointOptions():
+            raise refuse("--url", args.url, "nothing beside MODEL and its options, which start a server")
         yield from serve.against(args.url, load, args.api_key)
         return
     settings = {} if args.context is None else {"context": args.context}
-    yield from serve.measure(show.load(args.model), args.model, load, settings)
+    lm, how = args.checkpoint.load(args.model), args.checkpoint.given()
+    yield from serve.measure(lm, args.model, load, settings, how)
 
 
 def line(row: Mapping[str, Any]) -> str:
