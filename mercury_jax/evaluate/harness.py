@@ -169,8 +169,7 @@ class MercuryModel(HarnessModel):
         if not context.startswith(CONVERSATION):
             return [*tokenizer.begin, *tokenizer.encode(context)]
         messages = json.loads(context.removeprefix(CONVERSATION))
-        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        return [*tokenizer.render(messages), *tokenizer.encode(begun)]
+        return tokenizer.render(messages, continue_final_message=messages[-1]["role"] == "assistant")
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a prompt and its answer. Spaces at the end of the prompt belong to the answer's first token."""

@@ -106,11 +106,10 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     decoding = engine_requests.decoding_params(service, effort)
     begun = continued_text(body, messages)
     if begun is not None:
-        decoding, messages = decoding._replace(thinking=0), messages[:-1]
+        decoding = decoding._replace(thinking=0)
     context, max_tokens = service.engine.context, body.max_completion_tokens or body.max_tokens
     called = policy.tools or None
-    prompt = conversation.render_prompt(lm, messages, called, thinking=decoding.thinking > 0)
-    prompt += tuple(lm.tokenizer.encode(begun or ""))
+    prompt = conversation.render_prompt(lm, messages, called, decoding.thinking > 0, begun is not None)
     budget = engine_requests.token_budget(context, len(prompt), max_tokens, decoding.thinking)
     # If there is no room for thinking, render again: the prompt must not start a thinking section.
     if decoding.thinking and not budget.thinking:
