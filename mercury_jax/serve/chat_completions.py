@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -327,7 +328,8 @@ def _enforced(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The tools as a grammar can enforce them, and the schemas, by tool, of which it enforces a part only.
 
-    A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced.
+    A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced. Tools whose turn
+    comes after the deadline of the request take any object.
 
     Raises:
         ApiError: 400 for parameters that are no JSON Schema, or that nothing satisfies.
@@ -335,6 +337,7 @@ def _enforced(
     tools: list[dict[str, Any]] = []
     loose: dict[str, Any] = {}
     allowed = {tool["function"]["name"] for tool in policy.tools}
+    deadline = time.monotonic() + grammars.COMPILE_SECONDS  # of all tools together
     for i, tool in enumerate(request.tools or ()):
         name, parameters, place = (
             tool.function.name,
@@ -347,7 +350,7 @@ def _enforced(
             _validator(parameters, place)
         if parameters is not None and not tool.function.strict:
             try:
-                enforced, partly = grammars.enforceable(parameters, place)
+                enforced, partly = grammars.enforceable(parameters, place, deadline)
             except grammars.GrammarError as error:
                 raise _refused_schema(error, place) from None
             if partly:
