@@ -28,11 +28,11 @@ from mercury_jax.bench import serve_load, serve_process
 from mercury_jax.bench.serve_load import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
 from mercury_jax.bench.timing import endless, prompt_ids, quartiles, timed
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate import card, find
+from mercury_jax.evaluate import card
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import make_buckets
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
-from mercury_jax.tasks import Task, draw_distinct
+from mercury_jax.tasks import draw_distinct, find
 from mercury_jax.types import LM
 
 PASSES = 12  # forward passes per timed run of the device program
@@ -87,7 +87,7 @@ class Load:
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise refuse("rate", self.rate, "requests/s, a number above 0")
         for name in self.tasks:
-            _task(name)
+            find(name)
 
 
 class LoadTurn(NamedTuple):
@@ -192,7 +192,7 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
         `load.requests` requests.
     """
     each = -(-load.requests // len(load.tasks))
-    drawn = [[p.input for p in draw_distinct(_task(name), each, load.seed)] for name in load.tasks]
+    drawn = [[p.input for p in draw_distinct(find(name), each, load.seed)] for name in load.tasks]
     texts = itertools.chain.from_iterable(zip(*drawn))
     more = {} if load.effort is None else {"reasoning_effort": load.effort}
     return [
@@ -313,14 +313,6 @@ async def agents(client: Client, model: str, load: Load) -> Json:
         "seed": load.seed,
         "compared_with": "the same conversations with as many turns in free text, in alternation",
     }  # fmt: skip
-
-
-def _task(name: str) -> Task:
-    """Finds the generator of a task's questions; refuses a task without questions."""
-    found = find(name).task
-    if found is None:
-        raise refuse("task", name, "one with questions to answer")
-    return found
 
 
 # --- agents
