@@ -187,8 +187,9 @@ def _session_outputs(
     buffers = {i: AnswerBuffer(int(prompt[i]), slots, close, i) for i in rows}
     for now, host, count in _passes(lm, session, every, grammars):
         denoised = {i: buffer.update(host, count) for i, buffer in buffers.items()}
-        for i, buffer in buffers.items() if grammars else ():
-            buffer.commit(grammars[i])
+        for i, row in enumerate(grammars or ()):
+            if i in buffers and row is not None and row.begun:
+                buffers[i].commit(row)
         for i in now.stopped.keys() & buffers.keys():
             buffers[i].finish(int(np.asarray(now.state.end)[i]))
         if any(buffer.done for buffer in buffers.values()):
@@ -210,12 +211,12 @@ def _passes(
         The session, the frames [every, B, ...], and how many of them are from passes that were made.
     """
     if grammars is not None:
-        made: list[Frame] = []
+        seen: list[Frame] = []
         for now, frame in constrained.passes(lm, session, grammars):
-            made += [] if frame is None else [frame]
-            if frame is None or len(made) == every:
-                yield now, jax.tree.map(lambda *x: np.stack(x), *made) if made else None, len(made)
-                made = []
+            seen += [] if frame is None else [frame]
+            if frame is None or len(seen) == every:
+                yield now, jax.tree.map(lambda *x: np.stack(x), *seen) if seen else None, len(seen)
+                seen = []
         return
     watch, checked = watched_rows(session), np.zeros(session.state.done.shape[0], int)
     # With stop texts the host must see the text before it dispatches the next passes.
@@ -285,11 +286,10 @@ class AnswerBuffer:
         self.done = self.done or (made > 0 and bool(frames.done[made - 1, self.row]))
         return bool(denoising)
 
-    def commit(self, row: ConstrainedRow | None) -> None:
+    def commit(self, row: ConstrainedRow) -> None:
         """Takes over the tokens that a grammar has committed; what the rule has accepted behind them is a guess."""
-        if row is None or row.first is None:
-            return
-        at, end = row.first - self.prompt, row.frontier - self.prompt
+        end = row.frontier - self.prompt
+        at = end - len(row.committed)
         self.tokens[self.end : at] = (
             self.close
         )  # as in `update`, where the grammar begins with tokens that it forces

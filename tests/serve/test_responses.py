@@ -225,7 +225,8 @@ def test_a_message_is_continued_outside_of_the_thinking_that_a_template_always_o
     assert body["choices"][0]["message"]["content"] == " nine"
     prompt, whole = engine.tickets[-1].request.prompt, tok.render([*asked, last], add_generation_prompt=False)
     assert [*prompt] == whole[: len(whole) - whole[::-1].index(tok.end_turn) - 1]
-    assert tok.thinking.opening[0] in tok.render(asked) and tok.thinking.opening[0] not in prompt
+    opening = tok.tokens.control["<think>"]
+    assert opening in tok.render(asked) and opening not in prompt
 
 
 @pytest.mark.parametrize(

@@ -326,14 +326,14 @@ def _refused(
     for key in schema:
         without = {name: value for name, value in schema.items() if name != key}
         if not empty and time.monotonic() < deadline and _refusal({**definitions, **without}) != reason:
-            target = (
+            ref = (
                 re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema[key])) if key == "$ref" else None
             )
-            inner = target and root.get(target[1], {}).get(target[2])
-            if isinstance(inner, Mapping) and schema[key] not in followed:
-                at, followed = Place(place.root, (target[1], target[2])), (*followed, schema[key])
-                return _refused(inner, root, at, reason, deadline, followed)
-            return place / key, reason
+            inner = root.get(ref[1], {}).get(ref[2]) if ref else None
+            if ref is None or not isinstance(inner, Mapping) or ref[0] in followed:
+                return place / key, reason
+            at = Place(place.root, (ref[1], ref[2]))
+            return _refused(inner, root, at, reason, deadline, (*followed, ref[0]))
     return place, reason
 
 
