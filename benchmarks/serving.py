@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Ints, OptionalFloat, OptionalInt, Positional, option
+from mercury_jax.config import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class ServingBenchmark:
     """
 
     model: Annotated[Positional[str | None], option("MODEL")] = None
-    """Folder of a saved model. Default: the embedded one."""
+    """Folder or Hugging Face id of a model. Default: the embedded one."""
     url: Annotated[str | None, option("URL")] = None
     """http://HOST:PORT of a running server. Default: a server of our own."""
     api_key: Annotated[str | None, option("KEY")] = None
@@ -66,6 +67,7 @@ class ServingBenchmark:
     """Write the records, too."""
     json: Flag = False
     """Print one JSON object for each record."""
+    checkpoint: Annotated[arguments.CheckpointOptions, arguments.Group] = arguments.CheckpointOptions()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -81,10 +83,13 @@ def _records(args: ServingBenchmark) -> Iterator[dict[str, Any]]:
 
     load = serving_runs.Load(**{name: getattr(args, name) for name in serving_runs.Load.__dataclass_fields__})
     if args.url is not None:
+        if args.model is not None or args.checkpoint != arguments.CheckpointOptions():
+            raise refuse("--url", args.url, "no MODEL and none of its options beside it, which start a server")
         yield from serving_runs.against(args.url, load, args.api_key)
         return
     settings = {} if args.context is None else {"context": args.context}
-    yield from serving_runs.measure(show.load(args.model), args.model, load, settings)
+    lm, how = args.checkpoint.load(args.model), args.checkpoint.given()
+    yield from serving_runs.measure(lm, args.model, load, settings, how)
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Runs a server in another process: `server` starts one, waits until it is ready, and ends it.
 
 The process runs `python -m benchmarks.serving_process REQUEST`, where REQUEST is JSON such as
-{"model": null, "settings": {"slots": 16}, "options": {}, "drain": 30}. It is the server of `mercury serve`, on a free
-port and with all settings of the engine. It prints a JSON line {"url"} when it listens and a second one {"ready"} when
-all programs are compiled, and runs until it receives a signal.
+{"model": null, "how": {}, "settings": {"slots": 16}, "options": {}, "drain": 30}. It is the server of `mercury serve`,
+on a free port and with all settings of the engine. It prints a JSON line {"url"} when it listens and a second one
+{"ready"} when all programs are compiled, and runs until it receives a signal.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def server(
     settings: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     *,
+    how: Mapping[str, Any] | None = None,
     drain: float = 30.0,
     within: float = 1800.0,
     env: Mapping[str, str] | None = None,
@@ -64,6 +65,7 @@ def server(
         model: A folder. Default: the embedded model.
         settings: Fields of `serve.engine.request.EngineConfig`.
         options: Fields of `serve.options.ServerOptions`.
+        how: Further arguments of `mercury_jax.load`.
         drain: Seconds for which running requests may continue when the server ends.
         within: Largest number of seconds for loading and compiling.
         env: Variables that are added to the environment of this process.
@@ -76,6 +78,7 @@ def server(
     """
     request = {
         "model": model,
+        "how": dict(how or {}),
         "settings": dict(settings or {}),
         "options": dict(options or {}),
         "drain": drain,
@@ -131,7 +134,8 @@ def main(request: dict[str, Any]) -> int:
     from mercury_jax.serve.server import Server, freeze_startup_objects, listen
 
     logging.basicConfig(stream=sys.stderr)
-    engine = Engine(load(request.get("model")), EngineConfig(**request.get("settings", {})))
+    lm = load(request.get("model"), **request.get("how", {}))
+    engine = Engine(lm, EngineConfig(**request.get("settings", {})))
     app = create_app(engine, ServerOptions(**request.get("options", {})))
     server = Server(app, engine, request.get("drain", 30.0), freeze_startup_objects)
     socket = listen("127.0.0.1", 0)

@@ -29,11 +29,11 @@ from benchmarks.serving_client import CHAT, Client, Json, LoadRequest, RequestRe
 from benchmarks.timing import prompt_ids, quartiles
 from mercury_jax.bench.timing import endless, timed
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate import card, find
+from mercury_jax.evaluate import card
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import make_buckets
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
-from mercury_jax.tasks import Task, draw_distinct
+from mercury_jax.tasks import draw_distinct, find
 from mercury_jax.types import LM
 
 PASSES = 12  # forward passes per timed run of the device program
@@ -88,7 +88,7 @@ class Load:
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise refuse("rate", self.rate, "requests/s, a number above 0")
         for name in self.tasks:
-            _task(name)
+            find(name)
 
 
 class LoadTurn(NamedTuple):
@@ -110,7 +110,9 @@ class LoadTurn(NamedTuple):
         return sum(one.tokens for one in self.seen) / self.seconds
 
 
-def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) -> Iterator[Json]:
+def measure(
+    lm: LM, folder: str | None, load: Load, settings: dict[str, Any], how: Mapping[str, Any] | None = None
+) -> Iterator[Json]:
     """Starts a server in another process and measures it.
 
     Args:
@@ -118,6 +120,7 @@ def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) ->
         folder: The folder from which the server loads the model. Default: the embedded model.
         load: The requests to send.
         settings: Fields of `EngineConfig`; by default as many slots as clients.
+        how: Arguments of `mercury_jax.load` with which `lm` was loaded. Default: none.
 
     Yields:
         A JSON-ready record for each number of clients, for the open loop and for the agents. The last record compares
@@ -126,7 +129,7 @@ def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) ->
     widest = max(load.concurrency)
     settings = {"slots": widest, "queue": 4 * widest + load.requests} | settings
     parts: dict[int, list[LoadTurn]] = {}
-    with serving_process.server(folder, settings) as own:
+    with serving_process.server(folder, settings, how=how) as own:
         yield from against(own.url, load, keep=parts, more={"server": "our own, of this run", **settings})
     if len(parts) > 1:
         yield _batching(lm, load, parts, settings)
@@ -192,7 +195,7 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
         `load.requests` requests.
     """
     each = -(-load.requests // len(load.tasks))
-    drawn = [[p.input for p in draw_distinct(_task(name), each, load.seed)] for name in load.tasks]
+    drawn = [[p.input for p in draw_distinct(find(name), each, load.seed)] for name in load.tasks]
     texts = itertools.chain.from_iterable(zip(*drawn))
     more = {} if load.effort is None else {"reasoning_effort": load.effort}
     return [
@@ -313,14 +316,6 @@ async def agents(client: Client, model: str, load: Load) -> Json:
         "seed": load.seed,
         "compared_with": "the same conversations with as many turns in free text, in alternation",
     }  # fmt: skip
-
-
-def _task(name: str) -> Task:
-    """Finds the generator of a task's questions; refuses a task without questions."""
-    found = find(name).task
-    if found is None:
-        raise refuse("task", name, "one with questions to answer")
-    return found
 
 
 # --- agents

@@ -110,6 +110,7 @@ if TYPE_CHECKING:
             add_generation_prompt: bool = True,
             tools: Sequence[Mapping[str, Any]] | None = None,
             at_once: bool = False,
+            continue_final_message: bool = False,
         ) -> list[int]: ...
         def follow(self, messages: Messages, thinking: bool = False) -> list[int]: ...
         def example(
@@ -409,6 +410,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         at_once: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Encodes a conversation.
 
@@ -423,6 +425,7 @@ class Tokenizer:
             tools: Functions that the model may call, {"function": {"name", "description", "parameters"}} each.
             at_once: Only for chat templates of other checkpoints: without `thinking`, tell the template explicitly
                 that there is no thinking. No effect here.
+            continue_final_message: End with the text of the last message, without the end of its turn.
 
         Returns:
             Ids.
@@ -441,6 +444,8 @@ class Tokenizer:
                 ids += [] if role == "system" else [SPECIAL.system, *listed, SPECIAL.end_turn]
                 content += listed if role == "system" else []
             ids += [getattr(SPECIAL, role), *content, SPECIAL.end_turn]
+        if continue_final_message:
+            return ids[:-1]
         if add_generation_prompt:
             ids.append(SPECIAL.assistant)
             ids += [SPECIAL.think] * thinking

@@ -8,7 +8,7 @@ its programs can be lowered for any device without memory for the weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,42 +189,50 @@ class ModelSource(NamedTuple):
     formats: Formats = {}
 
 
-def source(name: str, dtype: str | None = None) -> ModelSource:
+def source(
+    name: str, dtype: str | None = None, mask: int | None = None, ignore_config: Sequence[str] = ()
+) -> ModelSource:
     """Finds a model.
 
     Args:
         name: A folder, a recipe, a config.json, or a preset.
         dtype: Dtype of the parameters and the computation. Default: the model's own.
+        mask: As in `mercury_jax.load`.
+        ignore_config: As in `mercury_jax.load`.
 
     Returns:
         The model without its weights.
 
     Raises:
-        ValueError: There is no such model, or the dtype is unknown.
+        ValueError: There is no such model, the dtype is unknown, or a recipe or preset is given with `mask` or
+            `ignore_config`.
     """
-    found = _found(name)
+    found = _found(name, mask, ignore_config)
     if dtype is None:
         return found
     one_of(ComputeType, **{"--dtype": dtype})
     return found._replace(config=dataclasses.replace(found.config, dtype=dtype), stored=jnp.dtype(dtype))
 
 
-def _found(name: str) -> ModelSource:
+def _found(name: str, mask: int | None, ignore_config: Sequence[str]) -> ModelSource:
     path = Path(name)
+    stored = path.suffix != ".py" and (path.is_file() or path.is_dir() or name == hub.NANO.name)
+    if not stored and (mask is not None or ignore_config):
+        raise refuse("MODEL", name, "a folder or a config.json, beside --mask or --ignore-config")
     if path.suffix == ".py":
         recipe = load_recipe(path)
         return ModelSource(
             recipe.name, recipe.model_config, recipe.noise, jnp.dtype("float32"), recipe=recipe
         )
-    if not path.is_file() and not path.is_dir() and name != hub.NANO.name:
+    if not stored:
         preset = find_preset(name)
         return ModelSource(name, preset.config, preset.noise, jnp.dtype(preset.config.dtype), preset.decoding)
-    opened = open_checkpoint(name)
-    config, stored = opened.config, opened.stored_dtype
+    opened = open_checkpoint(name, mask=mask, ignore_config=ignore_config)
+    config, dtype = opened.config, opened.stored_dtype
     if opened.family is None and config.dtype in WIDE:  # in our own layout, `load` converts the parameters
-        stored = jnp.dtype(config.dtype)
+        dtype = jnp.dtype(config.dtype)
     formats = {} if opened.quantised is None else opened.quantised.formats
-    return ModelSource(opened.name, config, opened.noise, stored, opened.decoding, formats=formats)
+    return ModelSource(opened.name, config, opened.noise, dtype, opened.decoding, formats=formats)
 
 
 def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -110,6 +110,8 @@ class CompileRequest(NamedTuple):
         mesh: As `chips.mesh_sizes` takes it. Default: experts or heads over the devices of a host.
         remat: Of a training step, what each layer keeps for its backward pass. Default: the recipe's, else "none".
         weights_first: Compile nothing where the weights alone exceed the memory of a device.
+        mask: As in `mercury_jax.load`.
+        ignore_config: As in `mercury_jax.load`.
     """
 
     model: str
@@ -122,6 +124,8 @@ class CompileRequest(NamedTuple):
     mesh: str | None = None
     remat: str | None = None
     weights_first: bool = False
+    mask: int | None = None
+    ignore_config: Sequence[str] = ()
 
 
 # --- the parent
@@ -390,7 +394,7 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
     """
     target = chips.target(request.target)
     stage(f"describing {request.target}")
-    found = abstract_params.source(request.model, request.dtype)
+    found = abstract_params.source(request.model, request.dtype, request.mask, request.ignore_config)
     record = {
         "model": found.name, "for": request.target, "what": request.what, "chip": target.chip.label,
         "devices": target.devices, "dtype": found.config.dtype, "quantise": request.quantise,

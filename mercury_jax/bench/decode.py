@@ -28,7 +28,7 @@ from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.sampler import Rule, Sampler
 from mercury_jax.decode.stream import stream
-from mercury_jax.evaluate import TASKS, card, find
+from mercury_jax.evaluate import card
 from mercury_jax.evaluate.runner import ONE_A_STEP, paired, wilson
 from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
@@ -109,10 +109,7 @@ def questions(
     """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
-    task = find(name).task
-    if task is None:
-        known = ", ".join(n for n, t in TASKS.items() if t.task is not None)
-        raise refuse("task", name, f"one with questions to answer: {known}")
+    task = tasks.find(name)
     problems = tasks.draw_distinct(task, limit, check_seed(seed), split)
     most = max_tokens or task.max_tokens
     return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))

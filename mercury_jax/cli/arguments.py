@@ -87,7 +87,6 @@ Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 Escapes = Annotated[bool, tyro.conf.arg(aliases=("-e",), help_behavior_hint="")]
 Positional = tyro.conf.Positional
 Repeated = tyro.conf.UseAppendAction
-IgnoreConfig = Annotated[Repeated[tuple[str, ...]], option("KEY")]
 Group = tyro.conf.arg(name="")  # of a nested dataclass: its fields are options of the command itself
 
 
@@ -352,7 +351,21 @@ def find_rule(name: str) -> Factory[..., Rule]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class ConfigOptions:
+    """How a config.json is read."""
+
+    mask: OptionalInt = None
+    """Id of the mask token, where the checkpoint does not name it."""
+    ignore_config: Annotated[Repeated[tuple[str, ...]], option("KEY")] = ()
+    """Key of config.json that changes no logit, by your word; repeatable."""
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, as arguments of `mercury_jax.load`."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(ConfigOptions):
     """How a checkpoint is read."""
 
     dtype: Annotated[str | None, option("NAME")] = None
@@ -361,19 +374,12 @@ class CheckpointOptions:
     """Weight matrices as int8 or fp8, with a scale for each output."""
     kv: Annotated[str | None, option("KIND")] = None
     """KV cache as int8 or fp8 (a quarter of fp32), 4bit or 3bit (an eighth, a tenth)."""
-    mask: OptionalInt = None
-    """Id of the mask token, where the checkpoint does not name it."""
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged: runs/NAME/adapter, or one that PEFT wrote."""
 
-    ignore_config: IgnoreConfig = ()
-    """Key of config.json that changes no logit, by your word; repeatable."""
-
     def load(self, source: str | None, **more: Any) -> LM:
         """The model. `source`: as of `mercury_jax.load`, which has the further arguments `more`."""
-        names = ("dtype", "quantise", "kv", "mask", "adapter", "ignore_config")
-        given = {name: getattr(self, name) for name in names}
-        return show.load(source, **{name: x for name, x in given.items() if x is not None}, **more)
+        return show.load(source, **self.given(), **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,7 @@ class BenchCompile:
     """data, fsdp, tensor, expert. Default: experts or heads over the devices of a host."""
     remat: Annotated[str | None, option("POLICY")] = None
     """With --what train: none, dots or full, what a layer keeps for its backward pass. Default: the recipe's."""
+    config: Annotated[arguments.ConfigOptions, arguments.Group] = arguments.ConfigOptions()
     out: Annotated[str | None, option("FILE.jsonl")] = None
     """Write the record, too."""
     json: Flag = False
@@ -163,16 +164,19 @@ def run(argv: Sequence[str]) -> int:
     from mercury_jax.bench import compile as bench_compile
 
     kernels = args.model == "kernels"
-    for name in ("context", "batch", "dtype", "quantise", "mesh", "remat") if kernels else ():
-        if getattr(args, name) is not None:
+    settings = {
+        name: getattr(args, name) for name in ("context", "batch", "dtype", "quantise", "mesh", "remat")
+    }
+    settings |= args.config.given()
+    for name, value in settings.items() if kernels else ():
+        if value not in (None, ()):
             allowed = "nothing with `kernels`, which are compiled in every form"
-            raise refuse(f"--{name}", getattr(args, name), allowed)
+            raise refuse(f"--{name.replace('_', '-')}", value, allowed)
     with _stages(args) as stage:
         if kernels:
             records = bench_compile.compile_all_kernels(args.target, stage)
         else:
-            names = [name for name in bench_compile.CompileRequest._fields if hasattr(args, name)]
-            request = bench_compile.CompileRequest(**{name: getattr(args, name) for name in names})
+            request = bench_compile.CompileRequest(args.model, args.target, args.what, **settings)
             records = [bench_compile.compile_for(request, stage)]
     show.write_records(args.out, records)
     if args.json:

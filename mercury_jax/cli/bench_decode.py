@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -51,7 +52,7 @@ class BenchDecode:
     """
 
     model: Annotated[Positional[str | None], option("MODEL")] = None
-    """Folder of a saved model. Default: the embedded one."""
+    """Folder or Hugging Face id of a model. Default: the embedded one."""
     rules: Annotated[tuple[str, ...], option("NAME [NAME ...]")] = ("all",)
     """Rules, MODULE:NAME of your own, default (the model's own settings), or all."""
     tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]")] = ("sudoku4", "add3")
@@ -69,7 +70,7 @@ class BenchDecode:
     points: OptionalInt = None
     """The N most careful settings of each rule. Default: all."""
     twin: Annotated[str | None, option("DIR")] = None
-    """An autoregressive model, measured on the same questions."""
+    """An autoregressive model, measured on the same questions. --dtype, --quantise and --kv hold for it, too."""
     recommend: Flag = False
     """Say which rule is best, as Python to paste."""
     plot: Annotated[str | None, option("FILE.png")] = None
@@ -80,6 +81,7 @@ class BenchDecode:
     """Write the records, too."""
     json: Flag = False
     """Print one JSON object for each record."""
+    checkpoint: Annotated[arguments.CheckpointOptions, arguments.Group] = arguments.CheckpointOptions()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -98,8 +100,9 @@ def run(argv: Sequence[str]) -> int:
         alone=args.alone,
     )  # fmt: skip
     asked = [decode.questions(name, **how) for name in dict.fromkeys(args.tasks)]
-    lm = show.load(args.model)
-    twin = None if args.twin is None else show.load(args.twin)
+    lm = args.checkpoint.load(args.model)
+    like = dataclasses.replace(args.checkpoint, mask=None, adapter=None, ignore_config=())
+    twin = None if args.twin is None else like.load(args.twin)
     found = decode.entries(lm, chosen, twin, default="default" in args.rules)
     rows, base, others = [], [], []
     for one in asked:

@@ -54,7 +54,8 @@ class ChatCommand:
     effort: Annotated[str | None, option("NAME")] = None
     """instant, low, medium or high: denoising steps, thresholds and the token budget for thinking."""
     escapes: arguments.Escapes = False
-    r"""Read \n, \t and \\ in the lines as Python does: a Sudoku of four lines, say."""
+    r"""Read \n, \t and \\ as Python does in the lines, such as a Sudoku of four rows, in /system and in --system.
+    Without it a line is taken as it is."""
     single: Flag = False
     """Each line is a conversation of its own. Always so with the embedded model, which was trained on single
     questions."""
@@ -88,6 +89,9 @@ def run(argv: Sequence[str]) -> int:
         temperature=args.temperature, effort=args.effort, seed=args.decoding.seed,
         plan=args.decoding.plan(), sampler=args.decoding.sampler(parameters),
     )  # fmt: skip
+    system = args.system
+    if system is not None and system != "-":  # which is a text here: standard input has the messages
+        system = arguments.read_text("--system", system, args.escapes)
     person = show.terminal(sys.stdin) and show.terminal()
     lm = args.loading.load()
     # Raises where the model has no chat template, before anybody has typed a line.
@@ -101,13 +105,13 @@ def run(argv: Sequence[str]) -> int:
         show.say(KNOWS)
     if person and single:
         show.say("Each question is a conversation of its own.")
-    messages = _opened(args.system)
+    messages = _opened(system)
     for line in _lines(person):
         text = arguments.unescape(line) if args.escapes else line
         if line.startswith("/"):
             if line in ("/quit", "/exit"):
                 break
-            messages = _command(line, messages)
+            messages = _command(text, messages)
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, IgnoreConfig, OptionalInt, Positional, option
+from mercury_jax.cli.arguments import ConfigOptions, Flag, Group, Positional, option
 from mercury_jax.config import refuse
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,12 +35,9 @@ class Convert:
     """With --to hf: the model family to write. Default: the first that fits."""
     dtype: Annotated[str | None, option("NAME")] = None
     """Type of the parameters: float32, bfloat16, float16. Default: as they are."""
-    mask: OptionalInt = None
-    """Id of the mask token, where the checkpoint does not name it."""
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged."""
-    ignore_config: IgnoreConfig = ()
-    """Key of config.json that changes no logit, by your word; repeatable."""
+    config: Annotated[ConfigOptions, Group] = field(default_factory=ConfigOptions)
     json: Flag = False
     """Print one JSON object that describes the model."""
 
@@ -65,10 +62,10 @@ def run(argv: Sequence[str]) -> int:
 
     with show.progress("bytes", f"loading {args.source}") as update:
         hub.convert(
-            args.source, out, to=args.to, family=args.family, dtype=args.dtype, mask=args.mask,
-            adapter=args.adapter, ignore_config=args.ignore_config, progress=lambda read: update(advance=read),
+            args.source, out, to=args.to, family=args.family, dtype=args.dtype, adapter=args.adapter,
+            progress=lambda read: update(advance=read), **args.config.given(),
         )  # fmt: skip
-    record = hub.info(out, mask=args.mask if args.adapter is None else None)
+    record = hub.info(out, mask=args.config.mask if args.adapter is None else None)
     if args.json:
         show.emit(record)
     else:

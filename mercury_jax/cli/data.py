@@ -3,6 +3,7 @@ into them."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import time
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
+    ConfigOptions,
     Flag,
     Float,
-    IgnoreConfig,
+    Group,
     Int,
     OptionalFloat,
     OptionalInt,
@@ -93,10 +95,7 @@ class DataPack:
     held_out: Float = 0.0
     """Share of the documents that training never sees, chosen by a hash of their text. With --generated, this share of
     the number of problems is added from the test side of the task."""
-    mask: OptionalInt = None
-    """Id of the mask token, where the tokenizer's model does not name it: the `mask` of the recipe's model."""
-    ignore_config: IgnoreConfig = ()
-    """Key of the tokenizer's config.json that changes no logit, by your word; repeatable."""
+    config: Annotated[ConfigOptions, Group] = dataclasses.field(default_factory=ConfigOptions)
     workers: OptionalInt = None
     """Processes that tokenise. Default: one for each core."""
     shard_tokens: Int = 2**27
@@ -176,11 +175,11 @@ def _tokenizer(args: DataPack) -> AnyTokenizer:
         from mercury_jax.tokenizer import Tokenizer
 
         found = Tokenizer.load(args.tokenizer)
-        return found if args.mask is None else found.with_mask(args.mask)
+        return found if args.config.mask is None else found.with_mask(args.config.mask)
     from mercury_jax.hub.load import load_tokenizer
 
     with show.progress(text="loading the tokenizer"):
-        return load_tokenizer(args.tokenizer, mask=args.mask, ignore_config=args.ignore_config)
+        return load_tokenizer(args.tokenizer, **args.config.given())
 
 
 # --- mercury data info

@@ -15,12 +15,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, Int, option
+from mercury_jax.cli.arguments import Flag, Group, Int, Loading
 from mercury_jax.config import count
 
 if TYPE_CHECKING:
@@ -43,14 +43,13 @@ class Demo:
       mercury demo --seed 7
     """
 
-    model: Annotated[str | None, option("MODEL")] = None
-    """Folder or Hugging Face id of a model. Default: the embedded one."""
     seed: Int = 0
     """Draws the questions."""
     no_live: Flag = False
     """Print only the answers."""
     json: Flag = False
     """Print one JSON object for each scene, and one for each median."""
+    loading: Annotated[Loading, Group] = field(default_factory=Loading)
 
 
 NEXT = """\
@@ -99,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
     """Runs the command; returns 0 when every answer was right, else 1."""
     args = arguments.read(Demo, argv, "mercury demo")
     arguments.check_request(args.seed, None)
-    lm = show.load(args.model)
+    lm = args.loading.load()
     say = (lambda text: None) if args.json else (lambda text: print(show.readable(text), flush=True))
     say(f"{lm.name}: {lm.parameters:,} parameters, on {show.device()}")
     live = show.terminal() and not (args.no_live or args.json)

@@ -50,7 +50,7 @@ class Infill:
     most: Int = 32
     """Most tokens of a hole [[?]]."""
     escapes: Escapes = False
-    r"""Read \n, \t and \\ in the template as Python does."""
+    r"""Read \n, \t and \\ as Python does in TEMPLATE (standard input, too); a --file is taken as it is."""
     temperature: OptionalFloat = None
     """Sampling temperature; 0 takes the most likely token. Default: the rule's."""
     warm: Flag = False
@@ -177,7 +177,8 @@ class Edit:
     chat: Annotated[str | None, option("TEXT")] = None
     """The user's message that TEXT answers."""
     escapes: Escapes = False
-    r"""Read \n, \t and \\ in the texts as Python does."""
+    r"""Read \n, \t and \\ as Python does in TEXT (standard input, too), --prompt, --chat and --span; a --file is taken
+    as it is."""
     temperature: OptionalFloat = None
     """Sampling temperature; 0 takes the most likely token. Default: the rule's."""
     json: Flag = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, IgnoreConfig, OptionalInt, Positional, Repeated, option
+from mercury_jax.cli.arguments import ConfigOptions, Flag, Group, Positional, Repeated, option
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ class Info:
     """Folder or Hugging Face id of a model."""
     model: Annotated[str | None, option("MODEL")] = None
     """The same, with this machine and the lists."""
-    mask: OptionalInt = None
-    """Id of the mask token, where the checkpoint does not name it."""
-    ignore_config: IgnoreConfig = ()
-    """Key of config.json that changes no logit, by your word; repeatable."""
+    config: Annotated[ConfigOptions, Group] = field(default_factory=ConfigOptions)
     rule: Annotated[str | None, option("NAME")] = None
     """Describe this decoding rule alone; MODULE:NAME for one of your own."""
     load: Annotated[Repeated[tuple[str, ...]], option("MODULE")] = ()
@@ -73,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     from mercury_jax import hub
 
-    record = hub.info(args.path or args.model or hub.NANO, mask=args.mask, ignore_config=args.ignore_config)
+    record = hub.info(args.path or args.model or hub.NANO, **args.config.given())
     if args.path is None:
         import jax
 

@@ -65,7 +65,7 @@ class Sample:
     bad_words: Annotated[Repeated[tuple[str, ...]], option("TEXT")] = ()
     """A text that no answer may hold, in whatever tokens; repeatable. Not with --stop."""
     escapes: Escapes = False
-    r"""Read \n, \t and \\ in the texts as Python does."""
+    r"""Read \n, \t and \\ as Python does in PROMPT (standard input, too), --stop, --bad-words and --negative."""
     temperature: OptionalFloat = None
     """Sampling temperature; 0 takes the most likely token. Default: the rule's."""
     effort: Annotated[str | None, option("NAME")] = None

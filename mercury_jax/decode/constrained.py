@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -403,7 +403,7 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
 
 
 def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Session, list[Frame], int]:
-    """Runs a session until all rows are done, one pass at a time, with the host's decisions between the passes.
+    """Runs a session until all rows are done; see `passes`.
 
     Args:
         lm: The model.
@@ -414,6 +414,26 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
     Returns:
         The finished session, the frames, and the number of passes made.
     """
+    frames, made, last = list[Frame](), 0, session
+    for last, frame in passes(lm, session, grammars):
+        made += frame is not None
+        if history and frame is not None:
+            frames.append(_with_commits(frame, grammars, last.rows))
+    return last, frames, made
+
+
+def passes(lm: LM, session: Session, grammars: Grammars) -> Iterator[tuple[Session, Frame | None]]:
+    """Runs a session until all rows are done, one pass at a time, with the host's decisions between the passes.
+
+    Args:
+        lm: The model.
+        session: A new session of a request with a grammar mask.
+        grammars: A `ConstrainedRow` per row, or None; changed in place.
+
+    Yields:
+        The session after each pass, which the next one uses up, with the frame of the pass; at last the finished
+        session without a frame.
+    """
     constrained = np.zeros(session.state.tokens.shape[0], bool)
     constrained[: session.rows] = [row is not None for row in grammars]
     # The host commits at least one token per pass. A block therefore never needs more steps than it has tokens, and
@@ -421,28 +441,26 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
     steps = np.where(constrained, session.config.block, jax.device_get(session.state.sampling.steps))
     sampling = session.state.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
     session = dataclasses.replace(session, state=session.state._replace(sampling=sampling))
-    frames: list[Frame] = []
-    made, state = 0, session.state
+    state = session.state
     committed, budget = jax.device_get((state.committed, state.answer_budget))
     _begin_answers(grammars, committed, budget)
     while True:
         session = _write_pending(session, grammars)
         session = _set_masks(session, grammars)
         if session.done:
-            return session, frames, made
+            yield session, None
+            return
         session, chunk, _ = advance(lm, session, 1)
         state = session.state
         chunk, committed, budget = jax.device_get((chunk, state.committed, state.answer_budget))
         frame = jax.tree.map(lambda x: x[0], chunk)
-        made += 1
         for i, row in enumerate(grammars):
             if row is not None and row.begun and frame.used[i]:
                 used = int(frame.used[i])
                 row.propose(int(frame.start[i]), frame.answer[i, :used], frame.accepted[i, :used])
         # Rows whose thinking ended in this pass begin their answer; what the grammar forces is written next.
         _begin_answers(grammars, committed, budget)
-        if history:
-            frames.append(_with_commits(frame, grammars, session.rows))
+        yield session, frame
 
 
 def _begin_answers(grammars: Grammars, committed: np.ndarray, answer_budget: np.ndarray) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import constrained
+from mercury_jax.decode.constrained import ConstrainedRow, Grammars
 from mercury_jax.decode.defaults import EffortLike
+from mercury_jax.decode.grammar import Spec
 from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, Seeds, WholeNumbers, check_lm, check_whole
 from mercury_jax.decode.request import Request, continue_request, encode_request, start
 from mercury_jax.decode.sampler import Param, SamplerLike
@@ -65,13 +70,19 @@ def stream(
     effort: EffortLike | Sequence[EffortLike] | None = None,
     stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
+    guidance: Param | Sequence[float] | None = None,
+    negative: Prompts | None = None,
     state: Session | None = None,
     every: int = 1,
+    mesh: Mesh | None = None,
+    schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
+    bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
 ) -> Iterator[StreamOutput]:
     """Decodes answers, and yields each after every few denoising passes.
 
     With several answers, each group of passes yields one output per unfinished answer; `StreamOutput.row` is the index
     of the answer. All arguments except `every` are those of `mj.sample`, and may be lists where they may be there.
+    `sample` alone has `logprobs`, `keep`, `passes`, `history` and `draft`.
 
     Args:
         lm: The model.
@@ -85,8 +96,13 @@ def stream(
         effort: "instant", "low", "medium", "high" or an `Effort`.
         stop: Stop texts. With them an output is also yielded whenever a block is committed.
         logit_bias: {token id: bias}.
+        guidance: Weight of classifier-free guidance.
+        negative: The prompt of its unconditional branch.
         state: `Output.state` of an earlier call, to continue from its KV cache.
         every: Number of passes between two outputs of an answer.
+        mesh: Mesh over whose `data` axis the rows are sharded.
+        schema: Constraint on every answer. A token that the grammar has not committed is not `accepted`.
+        bad_words: Texts that no answer holds.
 
     Returns:
         An iterator over the outputs. The last output of each answer has `done` set, and the text that `sample` returns.
@@ -104,24 +120,34 @@ def stream(
     if prompt is None:
         raise refuse("prompt", prompt, "a prompt; sample(lm, None, state=) finishes what was stopped")
     every = check_whole("every", every, 1, MAX_TOKENS, "1 or more passes")
-    request = encode_request(lm, Request(
+    request = Request(
         prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
-        effort=effort, stop=stop, logit_bias=logit_bias, state=state,
-    ).checked())  # fmt: skip
-    return _outputs(lm, request, start(lm, request), every)
+        effort=effort, stop=stop, logit_bias=logit_bias, guidance=guidance, negative=negative, state=state, mesh=mesh,
+        schema=schema,
+    ).checked()  # fmt: skip
+    if bad_words is not None:
+        request = constrained.without_bad_words(lm, request, bad_words)
+    grammars = None if request.schema is None else constrained.rows_of_request(lm, request, None)
+    request = encode_request(lm, request)
+    if grammars is not None:
+        request = constrained.with_grammar_mask(lm, request)
+    return _outputs(lm, request, start(lm, request), every, grammars)
 
 
-def _outputs(lm: LM, request: Request, session: Session, every: int) -> Iterator[StreamOutput]:
+def _outputs(
+    lm: LM, request: Request, session: Session, every: int, grammars: Grammars | None
+) -> Iterator[StreamOutput]:
     """Yields the outputs of a session, and those of the continuation of conversations without any answer text."""
     prompts, count = request.prompts, len(request.prompts)
     replies: list[tuple[int, ...]] = [()] * count
     passes, unanswered = [0] * count, []
-    for out, stopped in _session_outputs(lm, session, range(count), every, [()] * count, [0] * count):
+    rows, nothing = range(count), [()] * count
+    for out, stopped in _session_outputs(lm, session, rows, every, nothing, [0] * count, grammars):
         i = out.row
         if out.done:
             replies[i], passes[i] = tuple(out.tokens.tolist()), out.step
         empty = out.done and request.effort is not None and prompts[i].chat and not out.text.strip()
-        empty &= not stopped  # an answer that begins with a stop text is complete
+        empty &= not stopped and grammars is None  # an answer that begins with a stop text is complete
         unanswered += [i] * empty
         yield dataclasses.replace(out, done=False) if empty else out
     if unanswered:
@@ -139,6 +165,7 @@ def _session_outputs(
     every: int,
     before: Sequence[tuple[int, ...]],
     steps: Sequence[int],
+    grammars: Grammars | None = None,
 ) -> Iterator[tuple[StreamOutput, bool]]:
     """Yields the outputs of some rows of a session.
 
@@ -149,6 +176,7 @@ def _session_outputs(
         every: Number of passes between two outputs.
         before: For each row, tokens of its answer from an earlier session; they precede the tokens of this one.
         steps: For each row, the passes of the earlier session.
+        grammars: For each row, its grammar or None.
 
     Yields:
         An output, and whether a stop text has ended the answer.
@@ -157,8 +185,11 @@ def _session_outputs(
     close = lm.tokenizer.pad if marks is None else marks.close
     prompt, slots = np.asarray(session.state.prompt), session.state.tokens.shape[1]
     buffers = {i: AnswerBuffer(int(prompt[i]), slots, close, i) for i in rows}
-    for now, host, count in _passes(lm, session, every):
+    for now, host, count in _passes(lm, session, every, grammars):
         denoised = {i: buffer.update(host, count) for i, buffer in buffers.items()}
+        for i, row in enumerate(grammars or ()):
+            if i in buffers and row is not None and row.begun:
+                buffers[i].commit(row)
         for i in now.stopped.keys() & buffers.keys():
             buffers[i].finish(int(np.asarray(now.state.end)[i]))
         if any(buffer.done for buffer in buffers.values()):
@@ -171,12 +202,22 @@ def _session_outputs(
             return
 
 
-def _passes(lm: LM, session: Session, every: int) -> Iterator[tuple[Session, Frame, int]]:
+def _passes(
+    lm: LM, session: Session, every: int, grammars: Grammars | None
+) -> Iterator[tuple[Session, Any, int]]:
     """Advances a session `every` passes at a time; the caller stops the iteration.
 
     Yields:
         The session, the frames [every, B, ...], and how many of them are from passes that were made.
     """
+    if grammars is not None:
+        seen: list[Frame] = []
+        for now, frame in constrained.passes(lm, session, grammars):
+            seen += [] if frame is None else [frame]
+            if frame is None or len(seen) == every:
+                yield now, jax.tree.map(lambda *x: np.stack(x), *seen) if seen else None, len(seen)
+                seen = []
+        return
     watch, checked = watched_rows(session), np.zeros(session.state.done.shape[0], int)
     # With stop texts the host must see the text before it dispatches the next passes.
     if watch is not None:
@@ -244,6 +285,17 @@ class AnswerBuffer:
             self.step += 1
         self.done = self.done or (made > 0 and bool(frames.done[made - 1, self.row]))
         return bool(denoising)
+
+    def commit(self, row: ConstrainedRow) -> None:
+        """Takes over the tokens that a grammar has committed; what the rule has accepted behind them is a guess."""
+        end = row.frontier - self.prompt
+        at = end - len(row.committed)
+        self.tokens[self.end : at] = (
+            self.close
+        )  # as in `update`, where the grammar begins with tokens that it forces
+        self.tokens[at:end], self.accepted[end:], self.accepted[:end] = row.committed, False, True
+        self.end = end if row.ended else max(self.end, end)
+        self.done |= row.ended
 
     def finish(self, end: int) -> None:
         """Marks the answer as finished at the token that completes a stop text.

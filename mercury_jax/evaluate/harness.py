@@ -58,6 +58,7 @@ class MercuryModel(HarnessModel):
         quantise: As in `mj.load`.
         kv: As in `mj.load`.
         adapter: As in `mj.load`.
+        ignore_config: As in `mj.load`; several keys in a text are joined by "+".
         batch_size: Rows that are decoded or scored together.
         rule: Decoding rule by name; "": the model's published settings. Its parameters are further arguments.
         steps: Denoising steps of a block; 0: one per token.
@@ -89,6 +90,7 @@ class MercuryModel(HarnessModel):
         quantise: str | None = None,
         kv: str | None = None,
         adapter: str | None = None,
+        ignore_config: str | Sequence[str] = (),
         batch_size: int | str | None = 16,
         rule: str = "",
         steps: int = 0,
@@ -131,7 +133,9 @@ class MercuryModel(HarnessModel):
             self.how |= {"guidance": guidance, "negative": "masked"}
         self.batch, self.seed, self.samples = int(batch_size or 1), seed, samples
         self.max_gen_toks, self.check_greedy = max_gen_toks or 256, check_greedy
-        self.lm = hub.load(pretrained, dtype=dtype, quantise=quantise, kv=kv, adapter=adapter)
+        keys = ignore_config.split("+") if isinstance(ignore_config, str) else ignore_config
+        how: Any = {"dtype": dtype, "quantise": quantise, "kv": kv, "adapter": adapter}
+        self.lm = hub.load(pretrained, ignore_config=keys, **how)
 
     # --- conversations: the harness passes a text, so the messages travel in it
 
@@ -165,8 +169,7 @@ class MercuryModel(HarnessModel):
         if not context.startswith(CONVERSATION):
             return [*tokenizer.begin, *tokenizer.encode(context)]
         messages = json.loads(context.removeprefix(CONVERSATION))
-        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        return [*tokenizer.render(messages), *tokenizer.encode(begun)]
+        return tokenizer.render(messages, continue_final_message=messages[-1]["role"] == "assistant")
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a prompt and its answer. Spaces at the end of the prompt belong to the answer's first token."""

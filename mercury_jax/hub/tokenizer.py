@@ -275,6 +275,7 @@ class HFTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         at_once: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Encodes a conversation with the chat template.
 
@@ -285,13 +286,17 @@ class HFTokenizer:
             tools: Tools that the model may call, as JSON schemas.
             at_once: Answer without thinking: if `thinking` is False, disable it in the template, and close a thinking
                 section that the template opens anyway.
+            continue_final_message: End with the text of the last message, as in transformers; nothing follows it, not
+                even the end of its turn.
 
         Returns:
             Ids.
 
         Raises:
-            ValueError: A message is malformed, or the template failed.
+            ValueError: A message is malformed, or the template failed, or does not write the last message.
         """
+        if continue_final_message:
+            return self._rendered(messages, False, prompt=False, tools=tools, continued=True)
         thinks = True if thinking else False if at_once else None
         ids = self._rendered(messages, thinks, prompt=add_generation_prompt, tools=tools)
         return self._with_thinking(ids, thinks) if add_generation_prompt and thinks is not None else ids
@@ -382,6 +387,7 @@ class HFTokenizer:
         prompt: bool,
         tools: Messages | None = None,
         after_answer: bool = False,
+        continued: bool = False,
     ) -> list[int]:
         """Renders and encodes a conversation with the chat template.
 
@@ -391,6 +397,7 @@ class HFTokenizer:
             prompt: End with the start of an assistant turn.
             tools: Tools that the model may call.
             after_answer: Put a question and an answer in front, and return only the ids after the answer.
+            continued: Return only the ids up to the end of the last message's text.
 
         Returns:
             Ids.
@@ -414,19 +421,23 @@ class HFTokenizer:
         more |= {"tools": tools, "documents": None, "add_generation_prompt": prompt}
         texts = list(_texts([messages, tools]))
         answer, before = "", []
-        if after_answer:
-            # The answer is a placeholder that occurs in no message, so its end can be found in the rendered text.
+        if after_answer or continued:
+            # A placeholder that occurs in no message, so that its place can be found in the rendered text.
             names = (f"Answer{n}here" for n in range(len(texts) + 1))
             answer = next(p for p in names if not any(p in text for text in texts))
+        if continued:
+            messages = [*messages[:-1], {**messages[-1], "content": (messages[-1]["content"] or "") + answer}]
+        if after_answer:
             before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
         text = self._compiled[name].render([*before, *messages], self.data.named, **more)
         plain, mask = str.__str__(text), text.mask
-        if after_answer:
+        if answer:
             if plain.count(answer) != 1:
                 allowed = "a whole conversation: this chat template cannot continue one after an answer"
                 raise refuse("messages", f"{len(messages)} messages", allowed)
-            start = plain.index(answer) + len(answer)
-            plain, mask = plain[start:], mask[start:]
+            at = plain.index(answer)
+            part = slice(at) if continued else slice(at + len(answer), None)
+            plain, mask = plain[part], mask[part]
         # Refuse a control token that is neither marked as the template's own nor part of a message: the template has
         # composed it by an operation that `TracedText` does not trace, and it would be encoded as characters.
         for token in self.tokens.foreign(plain, mask):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -106,11 +107,10 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     decoding = engine_requests.decoding_params(service, effort)
     begun = continued_text(body, messages)
     if begun is not None:
-        decoding, messages = decoding._replace(thinking=0), messages[:-1]
+        decoding = decoding._replace(thinking=0)
     context, max_tokens = service.engine.context, body.max_completion_tokens or body.max_tokens
     called = policy.tools or None
-    prompt = conversation.render_prompt(lm, messages, called, thinking=decoding.thinking > 0)
-    prompt += tuple(lm.tokenizer.encode(begun or ""))
+    prompt = conversation.render_prompt(lm, messages, called, decoding.thinking > 0, begun is not None)
     budget = engine_requests.token_budget(context, len(prompt), max_tokens, decoding.thinking)
     # If there is no room for thinking, render again: the prompt must not start a thinking section.
     if decoding.thinking and not budget.thinking:
@@ -328,7 +328,8 @@ def _enforced(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The tools as a grammar can enforce them, and the schemas, by tool, of which it enforces a part only.
 
-    A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced.
+    A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced. Tools whose turn
+    comes after the deadline of the request take any object.
 
     Raises:
         ApiError: 400 for parameters that are no JSON Schema, or that nothing satisfies.
@@ -336,6 +337,7 @@ def _enforced(
     tools: list[dict[str, Any]] = []
     loose: dict[str, Any] = {}
     allowed = {tool["function"]["name"] for tool in policy.tools}
+    deadline = time.monotonic() + grammars.COMPILE_SECONDS  # of all tools together
     for i, tool in enumerate(request.tools or ()):
         name, parameters, place = (
             tool.function.name,
@@ -348,7 +350,7 @@ def _enforced(
             _validator(parameters, place)
         if parameters is not None and not tool.function.strict:
             try:
-                enforced, partly = grammars.enforceable(parameters, place)
+                enforced, partly = grammars.enforceable(parameters, place, deadline)
             except grammars.GrammarError as error:
                 raise _refused_schema(error, place) from None
             if partly:

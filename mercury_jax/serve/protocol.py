@@ -44,6 +44,7 @@ _GRAMMAR = (
     "Grammars of this kind are not supported; response_format of /v1/chat/completions takes a JSON Schema."
 )
 _TOKENS = "Use logit_bias and stop."
+_LENGTH = "Use max_tokens."
 # Fields of other servers (vLLM, SGLang, TGI, llama.cpp, older forms of OpenAI's API) that constrain the answer.
 # Unknown fields are ignored, as the vendor does: clients send their own bookkeeping (`user`, `store`, `nextEdit`).
 # A constraint that is ignored would go unnoticed, so these are refused by name.
@@ -53,6 +54,7 @@ CONSTRAINT_FIELDS = {
     **dict.fromkeys(("regex", "ebnf", "grammar", "choice"), _GRAMMAR),
     **dict.fromkeys(("allowed_token_ids", "stop_token_ids", "bad_words", "bad_words_ids"), _TOKENS),
     "logits_processors": _TOKENS,
+    "max_new_tokens": _LENGTH,
     "min_tokens": "The length of an answer has no lower bound.",
     "functions": "Use tools of /v1/chat/completions.",
     "function_call": "Use tool_choice of /v1/chat/completions.",
@@ -350,6 +352,7 @@ class StreamOptions(RequestModel):
     """Send one more chunk, with the usage and no choices."""
 
 
+OF_CHAT = {"response_format": _FORMAT, "max_completion_tokens": _LENGTH}  # refused by the other endpoints
 # The endpoints for chat and plain text have the field `bad_words`.
 SAMPLED_CONSTRAINTS = {name: why for name, why in CONSTRAINT_FIELDS.items() if name != "bad_words"}
 
@@ -357,7 +360,7 @@ SAMPLED_CONSTRAINTS = {name: why for name, why in CONSTRAINT_FIELDS.items() if n
 class ApiRequest(RequestModel):
     """Fields of all endpoints. Subclasses add `max_tokens`, whose default differs."""
 
-    refused_fields = {**CONSTRAINT_FIELDS, "response_format": _FORMAT}
+    refused_fields = {**CONSTRAINT_FIELDS, **OF_CHAT}
 
     model: str = Field(min_length=1, max_length=256)
     """The model, by its name or one of its aliases."""
@@ -390,7 +393,7 @@ class ApiRequest(RequestModel):
 class SampledRequest(ApiRequest):
     """Sampling fields of the endpoints for chat and plain text."""
 
-    refused_fields = {**SAMPLED_CONSTRAINTS, "response_format": _FORMAT}
+    refused_fields = {**SAMPLED_CONSTRAINTS, **OF_CHAT}
 
     temperature: float | None = Field(
         None, ge=0, le=2, description=f"{ABOUT_TEMPERATURE} Left out, the decoding rule's own."
@@ -571,7 +574,7 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str, u
     """
     for name, instead in model.refused_fields.items():
         if data.get(name) not in UNUSED:
-            allowed = f"no value, since this server has no such field. {instead}"
+            allowed = f"no value, since this endpoint has no such field. {instead}"
             raise invalid_value(f"{path}{name}", data[name], allowed)
     known = model.field_names()
     found = [name for name in data if name not in known]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mercury_jax.decode.sample import abstract_session
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
+from tests.hub.goldens_of import GOLDENS
 
 CONFIG_26B = Path(__file__).parents[1] / "hub" / "diffusiongemma_26b.json"
 QWEN = dict(hidden_act="silu", torch_dtype="bfloat16", tie_word_embeddings=False, rms_norm_eps=1e-6)
@@ -214,9 +216,19 @@ def test_bad_options_are_refused_before_a_process_is_started(words, told, capsys
 
 def test_the_child_reports_why_it_refuses(tmp_path):
     out = tmp_path / "out.json"
-    ask = json.dumps(compiling.CompileRequest("llada-7b", "h200")._asdict())
-    assert compiling.main(["program", ask, str(out)]) == 2
-    assert "llada-8b is the nearest" in json.loads(out.read_text())["refused"]
+    shutil.copytree(GOLDENS / "qwen3", tmp_path / "m")
+    about = json.loads((tmp_path / "m" / "config.json").read_text()) | {"logit_scale": 0.5}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(about))
+    for more, told in (
+        ({"model": "llada-7b"}, "llada-8b is the nearest"),
+        ({"model": "llada-8b", "ignore_config": ["logit_scale"]}, "a folder or a config.json, beside"),
+        ({"model": str(tmp_path / "m")}, "--ignore-config logit_scale"),
+    ):
+        ask = json.dumps(compiling.CompileRequest(target="h200", **more)._asdict())
+        assert compiling.main(["program", ask, str(out)]) == 2
+        assert told in json.loads(out.read_text())["refused"]
+    found = abstract_params.source(str(tmp_path / "m"), None, None, ["logit_scale"])
+    assert found.config == abstract_params.source(str(GOLDENS / "qwen3")).config
 
 
 def test_a_child_that_dies_is_reported(monkeypatch):

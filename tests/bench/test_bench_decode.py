@@ -287,7 +287,7 @@ def test_the_plot_has_a_curve_a_rule(measured, tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_hand(monkeypatch):
-    monkeypatch.setattr("mercury_jax.cli.show.load", lambda source: tiny())
+    monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: tiny())
 
 
 def test_the_command_prints_one_object_a_line_and_writes_them(at_hand, tmp_path, capsys):

@@ -20,8 +20,9 @@ def talk(monkeypatch, capsys, lines: str, *argv: str) -> list[dict]:
 
 
 def test_each_answer_is_that_of_the_whole_conversation(monkeypatch, capsys, at_hand):
-    lm, seen = mj.load(at_hand), [{"role": "system", "content": "Be brief."}]
-    rows = talk(monkeypatch, capsys, "def f\n\nx = 1\n", "--model", at_hand, "--system", "Be brief.")
+    lm, seen = mj.load(at_hand), [{"role": "system", "content": "Be\nbrief."}]
+    lines = "/system Be\\nbrief.\ndef f\n\nx = 1\n"
+    rows = talk(monkeypatch, capsys, lines, "--model", at_hand, "-e", "--system", "replaced")
     assert [row["messages"] for row in rows] == [2, 4]  # an empty line is none
     for line, row in zip(("def f", "x = 1"), rows, strict=True):
         seen.append({"role": "user", "content": line})

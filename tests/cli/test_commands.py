@@ -96,6 +96,7 @@ def test_equal_answers_without_a_temperature_are_explained(at_hand, capsys):
         (["edit", r"a\nb"], "TEXT"),
         (["edit", "ab", "--chat", r"a\nb"], "--chat"),
         (["edit", "ab", "--span", r"\n"], "--span"),
+        (["chat", "--system", r"a\nb"], "--system"),
         (["eval", "gsm8k", "--template", r"{question}\n"], "--template"),
     ],
 )

@@ -388,6 +388,9 @@ def test_masked_guidance_reads_a_mask_for_each_token_of_the_prompt(pattern):
     masks = [[lm.tokenizer.mask] * len(lm.tokenizer.encode(p)) for p in PROMPTS]
     call = functools.partial(mj.sample, lm, PROMPTS, max_tokens=9, guidance=2.0)
     assert tokens(call(negative="masked")) == tokens(call(negative=masks)) != tokens(call())
+    how = dict(max_tokens=9, guidance=2.0, negative="masked")
+    last = {out.row: out.tokens.tolist() for out in mj.stream(lm, PROMPTS, **how)}
+    assert [last[row] for row in range(len(PROMPTS))] == tokens(call(negative="masked"))
 
 
 # --- streams

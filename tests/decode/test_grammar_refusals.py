@@ -295,6 +295,20 @@ def test_schemas_that_share_a_deadline_are_left_open_after_it():
     assert compiling.enforceable(schema, "tool") == (schema, False)
 
 
+def test_what_a_grammar_cannot_enforce_is_left_out_of_the_definition_that_says_it():
+    """Also where definitions refer to each other; the properties that use them keep their references."""
+    either, names = [{"type": "string"}, {"minLength": 2, "type": "string"}], {"a": {"$ref": "#/$defs/x"}}
+    recursive = {"anyOf": [{"oneOf": either}, {"type": "object", "properties": names}]}
+    schema = {
+        "type": "object",
+        "properties": names,
+        "$defs": {"x": {"allOf": [{"$ref": "#/$defs/y"}]}, "y": recursive},
+    }
+    left, partly = compiling.enforceable(schema, "tool")
+    assert partly and left["properties"] == names and left["$defs"]["x"] == schema["$defs"]["x"]
+    assert left["$defs"]["y"]["anyOf"] == [{"anyOf": either}, recursive["anyOf"][1]]
+
+
 def test_a_list_of_names_that_many_schemas_share_is_bounded():
     closed = [{"propertyNames": {"$ref": "#/$defs/e"}} for _ in range(100)]
     with pytest.raises(GrammarError, match="names in all"):

@@ -56,7 +56,17 @@ def test_a_row_does_not_notice_the_grammar_of_its_neighbour():
         out = run([schema, None])
         np.testing.assert_array_equal(out.tokens[1], alone.tokens[1])
         assert out.forwards[1] == alone.forwards[1] and out.texts[0] != alone.texts[0]
+        seen = list(
+            mj.stream(tiny(), PROMPTS, max_tokens=MOST, schema=[schema, None], seed=5, temperature=1.0)
+        )
+        last = [next(one for one in reversed(seen) if one.row == row) for row in (0, 1)]
+        assert [one.text for one in last] == out.texts and all(one.done for one in last)
+        assert [[one.row for one in seen].count(row) for row in (0, 1)] == out.forwards.tolist()
+        held = [one.tokens[one.accepted].tolist() for one in seen if one.row == 0]  # a prefix that grows
+        assert held == [out.tokens[0].tolist()[: len(one)] for one in held] and held[-1] == [*out.tokens[0]]
     assert compiled() == before  # another grammar is data
+    [forced] = mj.stream(tiny(), PROMPTS[0], max_tokens=MOST, schema=Choice(["yes"]))  # without a pass
+    assert (forced.text, forced.done, forced.step) == ("yes", True, 0)
 
 
 def test_a_seed_repeats_and_another_differs():
@@ -145,6 +155,8 @@ def test_no_answer_holds_a_bad_word_in_any_tokenisation(pattern, kind):
     out = mj.sample(lm, "def x", bad_words=words, **more)
     assert all(word not in "x" + text for text in out.texts for word in words)
     assert all(text.strip() for text in out.texts)
+    seen = {one.row: one.text for one in mj.stream(lm, "def x", bad_words=words, every=3, **more)}
+    assert [seen[row] for row in range(4)] == out.texts
 
 
 def test_bad_words_that_do_not_fit_are_refused():

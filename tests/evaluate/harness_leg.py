@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,18 @@ def test_published_arguments_are_accepted_and_their_tasks_exist(monkeypatch):
     monkeypatch.setattr(hub, "load", lambda *args, **how: None)
     for arguments in found:
         MercuryModel(**arguments)
+
+
+def test_keys_that_a_user_vouches_for_are_ignored(tmp_path):
+    shutil.copytree(GOLDENS / "qwen3", tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"logit_scale": 0.5, "logit_bias": 1.5}))
+    with pytest.raises(ValueError, match="logit_scale=0.5 is unknown"):
+        MercuryModel(str(tmp_path / "m"))
+    told = " ".join(
+        MercuryModel(str(tmp_path / "m"), ignore_config="logit_scale+logit_bias").lm.card["notes"]
+    )
+    assert "logit_scale" in told and "logit_bias" in told
 
 
 @pytest.mark.parametrize("preset", CHECKPOINTS)

@@ -202,6 +202,16 @@ def test_the_commands_take_ignore_config(folder, tmp_path, capsys):
     for command in commands[2:]:  # refused for another reason: the option itself is known
         assert main([*command, *keys]) == 2
         assert "'--ignore-config'" not in capsys.readouterr().err
+    rewrite(
+        folder, lambda tensors: tensors.pop("model.norm.weight")
+    )  # missed once the config.json is accepted
+    for command in (
+        ["demo", "--model", str(folder)],
+        ["bench", "decode", str(folder), "--tasks", "add3", "--limit", "2"],
+        ["bench", "serve", str(folder)],
+    ):
+        assert main(command) == 2 and "--ignore-config logit_scale" in capsys.readouterr().err
+        assert main([*command, *keys]) == 2 and "model.norm.weight" in capsys.readouterr().err
 
 
 def test_a_config_that_fits_two_families_is_noted(tmp_path, capsys):

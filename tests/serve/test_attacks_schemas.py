@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mercury_jax.decode import grammar as grammars
 from mercury_jax.serve import chat_completions
 from tests.serve.api_client import CHAT, PAYLOAD, client_of, events, function_tool, post, schema_format
 from tests.serve.scripted_engine import ScriptedEngine, snapshot
@@ -157,6 +158,25 @@ def test_an_error_names_the_tool_and_the_place(scripted_app):
     ):
         error = scripted_app.refuses({**PAYLOAD, "tools": [function_tool(wrong)]})
         assert error["message"].startswith(f"tools[0].function.parameters.{place}")
+
+
+def test_all_tools_of_a_request_share_a_deadline(nano, monkeypatch):
+    """Many slow tools take no longer than one: those whose turn comes after the deadline take any object."""
+    marks, deadlines, enforceable = nano.tokenizer.special, [], grammars.enforceable
+
+    def slow(schema, place, deadline=None):
+        deadlines.append(deadline)
+        return enforceable(schema, place, deadline if len(deadlines) == 1 else time.monotonic() - 1)
+
+    monkeypatch.setattr(grammars, "enforceable", slow)
+    late = {"type": "object", "properties": {"late": {"type": "integer"}}, "required": ["late"]}
+    engine = ScriptedEngine(nano, [snapshot(nano.tokenizer.encode("no"), finish="stop")])
+    post(engine, {**PAYLOAD, "tools": [function_tool(late, name) for name in ("f", "g", "h")]})
+    assert len(deadlines) == 3 and len({*deadlines}) == 1 and deadlines[0] > time.monotonic() - 600
+    grammar = engine.tickets[0].request.grammar
+    for name, free in (("f", False), ("g", True), ("h", True)):
+        call = nano.tokenizer.encode(f'{{"name": "{name}", "arguments": {{}}}}')
+        assert grammar.completes([marks.tool_call, *call, marks.end_tool_call]) == free
 
 
 def test_a_tool_without_strict_is_checked_afterwards_and_decoded_once_more(nano):

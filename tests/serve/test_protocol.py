@@ -102,9 +102,11 @@ def test_fields_that_constrain_the_answer_are_refused_by_name(name):
     fields = {"guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": "x",
               "structured_outputs": {"regex": "a"}, "regex": "a+", "ebnf": "x", "grammar": "x", "json_schema": {"a": 1},
               "structural_tag": {"a": 1}, "allowed_token_ids": [5], "bad_words_ids": [[5]], "min_tokens": 5,
-              "functions": [{"name": "f"}], "function_call": "auto"}  # fmt: skip
+              "functions": [{"name": "f"}], "function_call": "auto", "max_new_tokens": 5}  # fmt: skip
     fields |= {"bad_words": ["a"]} if name not in ("chat", "completions") else {}
-    fields |= {} if name == "chat" else {"response_format": {"type": "json_object"}}
+    fields |= (
+        {} if name == "chat" else {"response_format": {"type": "json_object"}, "max_completion_tokens": 5}
+    )
     for field, value in fields.items():
         for data in ({field: value}, {"extra_body": {field: value}}):
             with pytest.raises(

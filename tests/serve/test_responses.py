@@ -10,7 +10,9 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode.sample import LogProbs
+from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.tokenizer import SPECIAL
+from tests.hub.tiny_tokenizers import TEMPLATES, byte_level
 from tests.serve.api_client import PAYLOAD, TEXT, choices, client_of, content_of, events, post
 from tests.serve.chat.checkpoint_tokenizers import without_tools
 from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
@@ -209,6 +211,22 @@ def test_the_last_message_is_continued(nano, fields, last):
     engine.lm = dataclasses.replace(nano, tokenizer=spaced)
     assert post(engine, payload)["choices"][0]["message"]["content"] == " nine"
     assert post(engine, PAYLOAD)["choices"][0]["message"]["content"] == "nine"
+
+
+@pytest.mark.parametrize("text", ["It is", "im", "", " It is "])
+def test_a_message_is_continued_outside_of_the_thinking_that_a_template_always_opens(nano, text):
+    """As in transformers, the prompt ends with the text of the message: no mark is added before it or behind it."""
+    template = TEMPLATES["chatml"].replace("assistant\\n' }}", "assistant\\n<think>\\n' }}").encode()
+    tok = HFTokenizer.of({**byte_level(), "chat_template.jinja": template})
+    asked, last = PAYLOAD["messages"], {"role": "assistant", "content": text, "prefix": True}
+    engine = ScriptedEngine(nano, [snapshot(tok.encode(" nine"), finish="stop")])
+    engine.lm = dataclasses.replace(nano, tokenizer=tok)
+    body = post(engine, {**PAYLOAD, "messages": [*asked, last]})
+    assert body["choices"][0]["message"]["content"] == " nine"
+    prompt, whole = engine.tickets[-1].request.prompt, tok.render([*asked, last], add_generation_prompt=False)
+    assert [*prompt] == whole[: len(whole) - whole[::-1].index(tok.end_turn) - 1]
+    opening = tok.tokens.control["<think>"]
+    assert opening in tok.render(asked) and opening not in prompt
 
 
 @pytest.mark.parametrize(

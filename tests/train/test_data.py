@@ -167,7 +167,15 @@ def test_no_folder_is_read_twice_through_links(tmp_path, monkeypatch):
     for name in ("a/b/x.txt", "a/y.txt", "other/z.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name)
-    links = {"a/b/up": "..", "a/b/self": ".", "a/c": "b", "a/out": "../other", "link": "a", "a/loop": "loop"}
+    links = {
+        "a/b/up": "..",
+        "a/b/self": ".",
+        "a/c": "b",
+        "a/out": "../other",
+        "link": "a",
+        "a/loop": "loop",
+        "a/b/l.txt": "l.txt",
+    }
     for link, target in links.items():
         os.symlink(target, link)
     texts = lambda pattern: sorted(text for _, text in data.text(pattern).documents("train"))

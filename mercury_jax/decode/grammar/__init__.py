@@ -14,7 +14,14 @@ search       the shortest completion of an answer
 grammar      compiled grammars, and one answer as it grows
 """
 
-from mercury_jax.decode.grammar.grammar import Grammar, Walker, WalkerStep, compile, enforceable
+from mercury_jax.decode.grammar.grammar import (
+    COMPILE_SECONDS,
+    Grammar,
+    Walker,
+    WalkerStep,
+    compile,
+    enforceable,
+)
 from mercury_jax.decode.grammar.spec import (
     CallsOr,
     Choice,
@@ -31,6 +38,6 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 __all__ = [
-    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Place", "Regex", "Spec",
-    "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
+    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Place",
+    "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
 ]  # fmt: skip

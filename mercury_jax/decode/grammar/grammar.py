@@ -308,23 +308,36 @@ def _refusal(schema: Mapping[str, Any]) -> str:
 
 
 def _refused(
-    schema: Mapping[str, Any], root: Mapping[str, Any], place: Place, reason: str, deadline: float
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any],
+    place: Place,
+    reason: str,
+    deadline: float,
+    followed: tuple[str, ...] = (),
 ) -> tuple[Place, str]:
-    """The innermost place in a schema that is refused for this reason, and the reason there."""
+    """The innermost place in a schema, or behind its references, that is refused for this reason; the reason there."""
     definitions = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in root}
     empty, needed = reason.startswith(_EMPTY), schema.get("required", ())
     for keys, inner in schemas_inside(schema):
         # Where nothing satisfies a schema, its optional properties and single options are not the reason.
         if empty and not (keys[0] == "allOf" or (keys[0] == "properties" and keys[1] in needed)):
             continue
-        if isinstance(inner, Mapping) and time.monotonic() < deadline:
+        if isinstance(inner, Mapping) and inner.get("$ref") not in followed and time.monotonic() < deadline:
             said = _refusal({**definitions, **inner})
             if said == reason or (empty and said.startswith(_EMPTY)):
-                return _refused(inner, root, place._replace(keys=(*place.keys, *keys)), said, deadline)
+                at = place._replace(keys=(*place.keys, *keys))
+                return _refused(inner, root, at, said, deadline, followed)
     for key in schema:
         without = {name: value for name, value in schema.items() if name != key}
         if not empty and time.monotonic() < deadline and _refusal({**definitions, **without}) != reason:
-            return place / key, reason
+            ref = (
+                re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema[key])) if key == "$ref" else None
+            )
+            inner = root.get(ref[1], {}).get(ref[2]) if ref else None
+            if ref is None or not isinstance(inner, Mapping) or ref[0] in followed:
+                return place / key, reason
+            at = Place(place.root, (ref[1], ref[2]))
+            return _refused(inner, root, at, reason, deadline, (*followed, ref[0]))
     return place, reason
 
 

@@ -205,6 +205,7 @@ def render_prompt(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     thinking: bool = False,
+    continued: bool = False,
 ) -> tuple[int, ...]:
     """Renders a conversation with the model's chat template. User text never becomes a control token.
 
@@ -214,6 +215,7 @@ def render_prompt(
         tools: Tools from `plain_tools`.
         thinking: Whether the prompt starts a thinking section; the model must have thinking marks. If False, a template
             that can disable thinking does so (`enable_thinking`), since the answer has no budget for it.
+        continued: Whether the answer continues the last message.
 
     Returns:
         Token ids that end where the answer begins.
@@ -223,7 +225,8 @@ def render_prompt(
     """
     if not tool_format(lm.tokenizer).native:
         messages, tools = described_tools(messages, tools), None
-    render = lambda turns: lm.tokenizer.render(turns, thinking, tools=tools or None, at_once=not thinking)
+    how = {"at_once": not thinking, "continue_final_message": continued}
+    render = lambda turns: lm.tokenizer.render(turns, thinking, tools=tools or None, **how)
     try:
         try:
             return tuple(render(messages))

@@ -616,12 +616,14 @@ def find_paths(pattern: str, name: str = "glob") -> list[str]:
         name: Of the field, for the error.
 
     Returns:
-        Sorted paths, without folders.
+        Sorted paths, without folders and without links that lead to themselves.
 
     Raises:
         ValueError: The glob matches no file.
     """
-    paths = [path for path in _matches(pattern.split("/")) if not os.path.isdir(path)]
+    found = _matches(pattern.split("/"))
+    # A link that leads to itself stays a link when it is resolved; one to a file that is missing is named on reading.
+    paths = [x for x in found if not os.path.isdir(x) and not os.path.islink(os.path.realpath(x))]
     if not paths:
         raise refuse(name, pattern, "a glob that finds at least one file")
     return without_links(sorted(paths))
