@@ -175,6 +175,7 @@ def layout(
     prompt: int,
     fill: int | None = None,
     all_clean: bool | None = None,
+    clean_fill: bool = False,
 ) -> LaidOutDocument:
     """Lays out one document for training and scoring: its clean tokens, then its canvases, in one row.
 
@@ -189,6 +190,7 @@ def layout(
         fill: Id (end of text) that completes the last canvas, editable like the rest; None leaves the canvas short.
         all_clean: Whether the clean part holds the whole document (without `fill`), so that each of its tokens can be
             predicted from the token before it. None: if the model predicts the next token.
+        clean_fill: Whether such a clean part holds `fill` too, as it completes the last canvas.
 
     Returns:
         Tokens, positions and key ranges of the document. A bidirectional model has one canvas and no clean part, an
@@ -219,7 +221,8 @@ def layout(
         positions = np.arange(n, dtype=np.int32)
         return LaidOutDocument(ids, positions, ranges, positions >= prompt, np.zeros(n, np.int32))
     starts = np.arange(first, len(ids), config.block)
-    clean = length if (config.predicts_next if all_clean is None else all_clean) else int(starts[-1])
+    whole = len(ids) if clean_fill else length
+    clean = whole if (config.predicts_next if all_clean is None else all_clean) else int(starts[-1])
     return _clean_and_canvases(config, ids, prompt, starts, clean)
 
 
