@@ -46,6 +46,9 @@ class NetworkInputs(NamedTuple):
     positions: Int[Array, "B T"]  # absolute positions, for RoPE
     ranges: Int[Array, "B T R 2"]  # key ranges, clipped to the window in a layer with a sliding window
     slots: Int[Array, "B T"] | None = None  # where keys are written, or OUT_OF_CACHE; None: no cache
+    length: Int[Array, "B"] | None = (
+        None  # of the whole row, see `RopeScaling`; None: within the original context
+    )
 
 
 def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
@@ -63,6 +66,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
         The inputs of the network.
     """
     tokens, encoding = given.tokens, given.encoding[:, None]
+    length = given.end if given.length is None else given.length
     offsets = jnp.arange(tokens.shape[1])[None]
     used = offsets < given.used[:, None]
     positions = given.start[:, None] + offsets if given.positions is None else given.positions
@@ -81,7 +85,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)
     ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2)  # [B, T, 2, 2]
     if given.leave_one_out is None:
-        return NetworkInputs(tokens, positions, ranges, slots)
+        return NetworkInputs(tokens, positions, ranges, slots, length)
     mask, columns, joint = given.leave_one_out
     predicted = (columns >= 0) & (columns < given.used[:, None]) & ~encoding  # [B, L]
     at, after = given.start[:, None] + columns, given.end[:, None]
@@ -100,6 +104,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
             jnp.where(predicted[:, :, None, None], own_ranges, 0),
         ),
         concat(slots, jnp.where(predicted, own, OUT_OF_CACHE)),
+        length,
     )
 
 
