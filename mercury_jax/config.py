@@ -479,8 +479,7 @@ class ModelConfig:
         """A number for the RoPE frequencies of a row of this length, or of each row; 0 within the original context."""
         if not self.stretched or self.rope_scaling is None:
             return length * 0
-        beyond = length > self.rope_scaling.original
-        return beyond * (length if self.rope_scaling.kind == "dynamic" else 1)
+        return (length > self.rope_scaling.original) * (length if self.rope_scaling.kind == "dynamic" else 1)
 
     @property
     def windowed(self) -> bool:
