@@ -84,7 +84,9 @@ def _records(args: ServingBenchmark) -> Iterator[dict[str, Any]]:
     load = serving_runs.Load(**{name: getattr(args, name) for name in serving_runs.Load.__dataclass_fields__})
     if args.url is not None:
         if args.model is not None or args.checkpoint != arguments.CheckpointOptions():
-            raise refuse("--url", args.url, "no MODEL and none of its options beside it, which start a server")
+            raise refuse(
+                "--url", args.url, "no MODEL and none of its options beside it, which start a server"
+            )
         yield from serving_runs.against(args.url, load, args.api_key)
         return
     settings = {} if args.context is None else {"context": args.context}

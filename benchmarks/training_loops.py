@@ -34,6 +34,7 @@ from mercury_jax.evaluate import card
 from mercury_jax.models import masks
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train import data as pipelines, loop, optim
+from mercury_jax.train.objectives import layout_of
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.throughput import flops_per_position
 from mercury_jax.types import Batch, Model, Params
@@ -368,7 +369,8 @@ def _measured(config: TrainConfig, tokenizer: AnyTokenizer, steps: int, peak_wid
     c = config.model_config
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
     batches = functools.partial(
-        pipelines.build, config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed
+        pipelines.build, config.mixture, tokenizer, layout_of(config.objective, model), rows=config.batch,
+        row=config.row, seed=config.seed,
     )  # fmt: skip
     peak, peak_work = matmul_loop(peak_width, jnp.float32)
     hand = HandWritten(config, model, corruption)

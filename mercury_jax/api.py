@@ -31,6 +31,7 @@ from mercury_jax.train import data as pipelines, distributed, loop, lora, report
 from mercury_jax.train.data.corpus import Shards
 from mercury_jax.train.data.pipeline import PackedIterator
 from mercury_jax.train.data.sources import find_paths
+from mercury_jax.train.objectives import layout_of
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
@@ -106,9 +107,10 @@ def _train(config: TrainConfig) -> loop.TrainResult:
             index, count = sharding.process_share(on)
             # Stages with other block sizes differ only in the layout of the rows, so all stages share one compiled
             # update.
-            stages = [(n, models.build(dataclasses.replace(c, block=b)).layout) for n, b in config.blocks]
+            of_block = lambda block: models.build(dataclasses.replace(c, block=block))
+            stages = [(n, layout_of(config.objective, of_block(block))) for n, block in config.blocks]
             batches = pipelines.build(
-                config.mixture, tokenizer, stages or model.layout,
+                config.mixture, tokenizer, stages or layout_of(config.objective, model),
                 rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
             )  # fmt: skip
             evaluate = _evaluator(config, model, corruption, tokenizer)
@@ -302,8 +304,8 @@ def _evaluator(
     on = loop.mesh_of(config)
     index, count = sharding.process_share(on)
     held_out = pipelines.build(
-        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed, split="test",
-        index=index, count=count, prefetch=0,
+        config.mixture, tokenizer, layout_of(config.objective, model), rows=config.batch, row=config.row,
+        seed=config.seed, split="test", index=index, count=count, prefetch=0,
     )  # fmt: skip
     batches = list(itertools.islice(held_out, config.eval_batches))
     times = int(count * held_out.epochs()) if isinstance(held_out, PackedIterator) else 0

@@ -236,10 +236,10 @@ class RopeScaling:
     """How RoPE frequencies are scaled for contexts longer than the one a model was first trained with.
 
     Beyond `original` positions, dynamic and longrope change the frequencies of the whole sequence, including the tokens
-    that are already in the KV cache. Keys are cached after rotation and cannot be rotated again. These two kinds
-    therefore have the frequencies of one length, the model's `context`, as in vLLM. With a context of at most
-    `original`, both kinds are exact. With a longer one, longrope is exact for sequences beyond `original`, and dynamic
-    for those that fill the context. The context of a checkpoint is `original` unless the caller asks for more.
+    that are already in the KV cache. Keys are cached after rotation and cannot be rotated again. A row therefore has
+    the frequencies of its largest length, prompt and `max_tokens` together, from its first pass on; without a cache,
+    those of its tokens. transformers takes the length of the longest row at each pass instead, so that the keys cached
+    before `original` keep the frequencies of the shorter length.
 
     Attributes:
         kind: One of
@@ -248,7 +248,7 @@ class RopeScaling:
                       original / high (report of Llama 3.1);
             yarn      blends between `fast` and `slow` rotations over `original` positions, and multiplies cos and sin
                       by `attention` (arXiv 2309.00071);
-            dynamic   plain RoPE up to `original` positions; beyond, a base that grows with the context ("dynamic NTK");
+            dynamic   plain RoPE up to `original` positions; beyond, a base that grows with the length ("dynamic NTK");
             longrope  divides frequency i by short[i] up to `original` positions and by long[i] beyond, and multiplies
                       cos and sin by `attention` (arXiv 2402.13753).
         factor: Ratio of the long to the original context.
@@ -450,7 +450,7 @@ class ModelConfig:
                 allowed = "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
                 raise refuse("window", self.window, allowed)
         if (scaling := self.rope_scaling) is not None:
-            most = int(scaling.original * max(scaling.factor, 1.0))
+            most = round(scaling.original * max(scaling.factor, 1.0))
             if scaling.bounded and self.context > most:
                 raise refuse(
                     "context", self.context, f"at most {most}, {scaling.factor:g} times the original"
@@ -470,11 +470,16 @@ class ModelConfig:
             )  # fmt: skip
 
     @property
-    def longest_context(self) -> int:
-        """The longest context with which the checkpoint can be loaded: RoPE that depends on the length allows more."""
+    def stretched(self) -> bool:
+        """Whether the RoPE frequencies of a row depend on its length: those of a long one differ from a short one's."""
         scaling = self.rope_scaling
-        more = int(scaling.original * scaling.factor) if scaling is not None and scaling.bounded else 0
-        return max(self.context, more)
+        return scaling is not None and scaling.bounded and self.context > scaling.original
+
+    def rope_of(self, length: Any) -> Any:
+        """A number for the RoPE frequencies of a row of this length, or of each row; 0 within the original context."""
+        if not self.stretched or self.rope_scaling is None:
+            return length * 0
+        return (length > self.rope_scaling.original) * (length if self.rope_scaling.kind == "dynamic" else 1)
 
     @property
     def windowed(self) -> bool:

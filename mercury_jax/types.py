@@ -278,6 +278,8 @@ class Pass(NamedTuple):
             start .. start + T - 1.
         slots: Cache slots to which the keys are written [B, T]. They differ from the positions in a bidirectional row
             from which positions are left out; all slots in [0, end) are attended to. None: the positions.
+        length: Largest number of positions that the row may get, prompt and answer [B], on which RoPE of the kinds
+            dynamic and longrope depends. None: `end`.
     """
 
     tokens: Int[Array, "B T"]
@@ -291,6 +293,7 @@ class Pass(NamedTuple):
     leave_one_out: LeaveOneOut | None = None
     positions: Int[Array, "B T"] | None = None
     slots: Int[Array, "B T"] | None = None
+    length: Int[Array, "B"] | None = None
 
 
 class PackedPass(NamedTuple):

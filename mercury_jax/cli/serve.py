@@ -269,11 +269,7 @@ def load_engines(
 
     lms = []
     for name, source in models:
-        config = _opened(args, source).config
-        # RoPE that depends on the length is computed for the longest one, if that is beyond the original context.
-        longer = config.rope_scaling is not None and config.rope_scaling.bounded and args.context is not None
-        context = max(config.context, args.context or 0) if longer else None
-        lm = args.checkpoint.load(source, mesh=mesh_of(args.mesh), context=context)
+        lm = args.checkpoint.load(source, mesh=mesh_of(args.mesh))
         lm = with_rule(lm, args.rule, parameters)
         lms.append(lm if name is None else dataclasses.replace(lm, name=name))
     available = memory.free_memory(lms[0], settings)  # all models are on the same devices

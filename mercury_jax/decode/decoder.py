@@ -232,7 +232,8 @@ def prefill(
         zeros = lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype)
         no_self_cond = jax.tree.map(zeros, state.self_cond)
         clean = jnp.zeros(end.shape) if config.model.config.timed else None  # time 0: text without noise
-        given = Pass(tokens, state.cache, state.cache_length, used, end, everyone, no_self_cond, clean)
+        start, length = state.cache_length, state.max_end
+        given = Pass(tokens, state.cache, start, used, end, everyone, no_self_cond, clean, length=length)
         _, cache = config.model.forward(params, given)
         return state._replace(cache=cache, cache_length=end)
 

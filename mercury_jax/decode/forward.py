@@ -65,7 +65,9 @@ def forward(
             hidden, state = _refresh_forward(config, params, state, used, offset)
         return hidden, None, state
     time, start = times(config, state, causal), state.cache_length
-    given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time)
+    given = Pass(
+        tokens, state.cache, start, used, start + used, causal, state.self_cond, time, length=state.max_end
+    )
     if not config.leave_one_out:
         hidden, cache = config.model.forward(params, given)
         return slice_rows(hidden, offset, config.window), None, state._replace(cache=cache)
@@ -468,5 +470,6 @@ def _run_rows(
         time=time,
         positions=None if work.slots is None else rows.cache_length[:, None] + at,
         slots=None if work.slots is None else gather(work.slots),
+        length=rows.max_end,
     )
     return config.model.forward(params, given)

@@ -100,6 +100,7 @@ def start(
     negatives: Sequence[Sequence[int] | None],
     weights: float | Sequence[float] | np.ndarray,
     room: int | None = None,
+    longest: Int[Array, "B"] | None = None,
 ) -> GuidedCache:
     """Makes the cache of a guided batch and encodes its negative prompts.
 
@@ -113,6 +114,7 @@ def start(
         weights: w, one number or one per row.
         room: Maximum length of a negative prompt, which fixes the shapes; a server needs equal shapes to replace a row
             by another. None: chosen for these negative prompts.
+        longest: Largest length of each conditional row (`Pass.length`).
 
     Returns:
         A cache for `guided(model)`.
@@ -150,7 +152,7 @@ def start(
         return cache
     # Whole blocks: in a block-causal model the tokens of a block attend to each other in the same pass.
     width = -(-min(PREFILL, negative.shape[1]) // block) * block
-    return _encode_negatives(model, width, params, cache)
+    return _encode_negatives(model, width, params, cache, longest)
 
 
 def resized(
@@ -218,19 +220,23 @@ def _empty(model: Model, batch: int, slots: int) -> GuidedCache:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _encode_negatives(model: Model, width: int, params: Params, cache: GuidedCache) -> GuidedCache:
+def _encode_negatives(
+    model: Model, width: int, params: Params, cache: GuidedCache, longest: Int[Array, "B"] | None
+) -> GuidedCache:
     """Encodes the negative prompts, as far as the model's pattern encodes text, in passes of `width` tokens."""
     # Negative prompts differ in length: a row that is finished uses 0 tokens of the remaining passes.
     ready = model.encodable(cache.prompt_length + cache.shift)
     everyone = jnp.ones(ready.shape, bool)
     clean = jnp.zeros(ready.shape) if model.config.timed else None
+    length = None if longest is None else longest + cache.shift
 
     def body(carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
         done, other = carry
         used = jnp.minimum(ready - done, width)
         at = jnp.minimum(done[:, None] + jnp.arange(width), cache.negative.shape[1] - 1)
         tokens = jnp.take_along_axis(cache.negative, at, axis=1)
-        _, other = model.forward(params, Pass(tokens, other, done, used, done + used, everyone, time=clean))
+        given = Pass(tokens, other, done, used, done + used, everyone, time=clean, length=length)
+        _, other = model.forward(params, given)
         return done + used, other
 
     pending = lambda carry: jnp.any(carry[0] < ready)
@@ -257,7 +263,7 @@ def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, G
     other_hidden, unconditional = model.forward(params, given._replace(
         tokens=other.tokens, cache=cache.unconditional, start=other.start, used=other.used,
         end=given.end + cache.shift, self_cond=jax.tree.map(lambda x: _gather(x, other.source), given.self_cond),
-        leave_one_out=masks,
+        leave_one_out=masks, length=None if given.length is None else given.length + cache.shift,
     ))  # fmt: skip
     other_hidden = jax.tree.map(lambda x: _gather(x, index), other_hidden)
     weight = jnp.broadcast_to(cache.weight[:, None, None], (*index.shape, 1))

@@ -215,21 +215,13 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> np.n
     """
     whole = lambda name, value: check_whole(name, value, 1, MAX_TOKENS)
     budgets = per_prompt("max_tokens", max_tokens, len(prompts), whole)
-    config, several = lm.model.config, np.ndim(max_tokens) > 0
-    context, longest = config.context, config.longest_context
-    longer = (
-        f"; mj.load(..., context={longest}) (--context) loads this model with a longer one"
-        if longest > context
-        else ""
-    )
+    context, several = lm.model.config.context, np.ndim(max_tokens) > 0
     for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         size = len(prompt.ids)
         if size >= context:
-            raise refuse(
-                f"prompt[{i}]", f"{size} tokens", f"fewer than the model's context of {context}{longer}"
-            )
+            raise refuse(f"prompt[{i}]", f"{size} tokens", f"fewer than the model's context of {context}")
         if size + budget > context:
-            allowed = f"1..{context - size}: the model's context is {context} tokens{longer}"
+            allowed = f"1..{context - size}: the model's context is {context} tokens"
             raise refuse(f"max_tokens[{i}]" if several else "max_tokens", budget, allowed)
     return np.array(budgets)
 

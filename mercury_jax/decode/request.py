@@ -358,7 +358,9 @@ def start(lm: LM, request: Request) -> Session:
         if negatives is not None:
             (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
             assert weights is not None
-            cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
+            cache = guidance.start(
+                lm.model, lm.params, batch, slots, prompts, negatives, weights, longest=state.max_end
+            )
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
             state = _with_earlier_keys(lm, config, state, request.state.state, fork, weights)
@@ -421,7 +423,10 @@ def _with_earlier_keys(
         cache = fit(cache, old)
     length = take(jnp.asarray(before.cache_length))
     if not keeps_slots(config, state.tokens.shape[1], before):
-        length = jnp.zeros_like(length)  # encode the text again
+        length = jnp.zeros_like(length)  # the text is encoded again
+    if config.model.config.stretched:  # so do keys that RoPE has rotated for another length
+        rope_of = config.model.config.rope_of
+        length = jnp.where(rope_of(state.max_end) == rope_of(take(before.max_end)), length, 0)
     return state._replace(cache=cache, cache_length=length)
 
 

@@ -728,7 +728,9 @@ def _pass(
     if widths[0]:
         everyone = jnp.ones((rows,), bool)
         clean = None if time is None else jnp.zeros_like(time)
-        given = Pass(cut(zero, widths[0]), cache, zero, known, known, everyone, time=clean)
+        given = Pass(
+            cut(zero, widths[0]), cache, zero, known, known, everyone, time=clean, length=sizes + length
+        )
         _, cache = model.forward(params, given)
     # Attention within the canvas is bidirectional, in an autoregressive model causal.
     causal, rest = jnp.full((rows,), model.config.autoregressive), sizes + length - known

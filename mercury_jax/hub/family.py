@@ -356,9 +356,9 @@ def decoder_config(config: Json, *, default_mask: int | None = None, **ours: Any
     if heads < 1:
         raise refuse("config.json: num_attention_heads", heads, "1 or more")
     theta, scaling = _rope_of(config)
-    # Rotary embeddings whose frequencies change with the length are only built up to the original context.
     context = config.get("max_position_embeddings", 2048)
-    context = min(context, scaling.original) if scaling is not None and scaling.bounded else context
+    if scaling is not None and scaling.kind == "dynamic":  # here the key means the original context
+        context = round(context * max(scaling.factor, 1.0))
     kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     bias = bool(config.get("attention_bias", False))
     fields = dict(

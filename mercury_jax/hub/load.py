@@ -96,9 +96,8 @@ def load(
         mask: The mask id of a masked diffusion model, for a checkpoint that does not name it or names a wrong one.
         adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. Each
             parameter is merged with it when it is read, before quantisation.
-        context: Longest sequence, prompt and answer, in tokens. RoPE of the types dynamic and longrope has other
-            frequencies beyond the original context, which is the default: a longer one is computed with the frequencies
-            of that length, as in vLLM. Default: the checkpoint's.
+        context: Longest sequence, prompt and answer, in tokens. Default: the checkpoint's; with RoPE of the types
+            dynamic and longrope, what its scaling allows.
         ignore_config: Keys of config.json that you vouch for: no logit depends on them. A key that this library does
             not know is otherwise refused. A key of a nested object has its path: "text_config.new_key".
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
@@ -380,9 +379,6 @@ def open_checkpoint(
             config = dataclasses.replace(config, tied=False)
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     config = _with_context(config, context)
-    if config.longest_context > config.context:
-        longest = config.longest_context
-        notes = [*notes, f"rope_scaling: a longer context, up to {longest}, by context= (--context)"]
     model = models.build(config)
     quantised = None
     if quantisation is not None and not alone:
@@ -438,7 +434,7 @@ def is_native(folder: Path) -> bool:
 
 
 def _with_context(config: ModelConfig, context: int | None) -> ModelConfig:
-    """Replaces the context of a config; a longer one needs RoPE that depends on the length."""
+    """Replaces the context of a config; one of an earlier version may be shorter than its RoPE allows."""
     if context is None:
         return config
     at_least(1, context=context)

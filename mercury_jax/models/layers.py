@@ -7,7 +7,7 @@ dtype of its input; parameters are stored in fp32 and cast when they are used.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -24,6 +24,7 @@ from mercury_jax.models.weight_quant import AnyQuantised
 from mercury_jax.types import LoraWeight, accumulation_dtype
 
 Init = nn.initializers.Initializer
+Frequencies: TypeAlias = Float[np.ndarray, "C"] | Float[Array, "B 1 1 C"]  # of all rows, or of each
 
 
 def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
@@ -192,7 +193,7 @@ ROPE_TABLE = 1 << 17  # maximum number of cosines in a table; each program holds
 def rope(
     x: Float[Array, "B T H K"],
     positions: Int[Array, "B T"],
-    frequencies: Float[np.ndarray, "C"],
+    frequencies: Frequencies,
     amplitude: float = 1.0,
     context: int | None = None,
 ) -> Float[Array, "B T H K"]:
@@ -204,7 +205,7 @@ def rope(
     Args:
         x: Queries or keys.
         positions: Absolute position of each token.
-        frequencies: Angle per position of each of the C <= K / 2 pairs.
+        frequencies: Angle per position of each of the C <= K / 2 pairs, from `rope_frequencies`.
         amplitude: Factor of cosines and sines (`RopeScaling.attention`).
         context: All positions are below this number; None: unknown.
 
@@ -216,7 +217,7 @@ def rope(
 
 def rope_table(
     positions: Int[Array, "B T"],
-    frequencies: Float[np.ndarray, "C"],
+    frequencies: Frequencies,
     amplitude: float = 1.0,
     context: int | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -233,7 +234,11 @@ def rope_table(
     Returns:
         Cosines and sines [B, T, 1, C].
     """
-    if context is not None and context * len(frequencies) <= ROPE_TABLE:
+    if (
+        isinstance(frequencies, np.ndarray)
+        and context is not None
+        and context * len(frequencies) <= ROPE_TABLE
+    ):
         # Look up cosines in a table: otherwise XLA fuses them into the products, and a CPU computes each cosine again
         # for every head.
         angle = np.arange(context)[:, None] * frequencies
@@ -245,29 +250,36 @@ def rope_table(
 
 
 def rope_frequencies(
-    theta: float, half: int, scaling: RopeScaling | None = None, context: int = 0
-) -> Float[np.ndarray, "half"]:
+    theta: float, half: int, scaling: RopeScaling | None = None, length: Int[Array, "B"] | None = None
+) -> Frequencies:
     """Computes the angle per position of each rotated pair: theta**(-i/half), scaled.
 
     Args:
         theta: Base of the frequencies.
         half: Number of pairs.
         scaling: Scaling for long contexts, of the kinds described in `RopeScaling`; None: none.
-        context: The model's context, on which dynamic and longrope depend.
+        length: Length of each row, on which dynamic and longrope depend; None: all are within the original context.
 
     Returns:
-        Frequencies in float64, so that every caller rounds once.
+        Frequencies in float64, so that every caller rounds once. With `length`, for these two kinds: those of each row.
     """
     plain = float(theta) ** (-np.arange(half) / half)
     if scaling is None:
         return plain
     if scaling.kind == "dynamic":
-        stretch = scaling.factor * max(context / scaling.original, 1.0) - (scaling.factor - 1.0)
-        return plain * stretch ** (-np.arange(half) / (half - 1)) if half > 1 else plain
+        if length is None or half < 2:
+            return plain
+        ratio = jnp.maximum(length[:, None, None, None] / scaling.original, 1.0)
+        return plain * (scaling.factor * ratio - (scaling.factor - 1.0)) ** (-np.arange(half) / (half - 1))
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "longrope":
-        return plain / np.asarray(scaling.long if context > scaling.original else scaling.short)
+        short, long = (plain / np.asarray(divisors) for divisors in (scaling.short, scaling.long))
+        return (
+            short
+            if length is None
+            else jnp.where(length[:, None, None, None] > scaling.original, long, short)
+        )
     if scaling.kind == "llama3":
         wavelength = 2 * math.pi / plain
         share = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)

@@ -46,6 +46,9 @@ class NetworkInputs(NamedTuple):
     positions: Int[Array, "B T"]  # absolute positions, for RoPE
     ranges: Int[Array, "B T R 2"]  # key ranges, clipped to the window in a layer with a sliding window
     slots: Int[Array, "B T"] | None = None  # where keys are written, or OUT_OF_CACHE; None: no cache
+    length: Int[Array, "B"] | None = (
+        None  # of the whole row, see `RopeScaling`; None: within the original context
+    )
 
 
 def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
@@ -63,6 +66,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
         The inputs of the network.
     """
     tokens, encoding = given.tokens, given.encoding[:, None]
+    length = given.end if given.length is None else given.length
     offsets = jnp.arange(tokens.shape[1])[None]
     used = offsets < given.used[:, None]
     positions = given.start[:, None] + offsets if given.positions is None else given.positions
@@ -81,7 +85,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)
     ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2)  # [B, T, 2, 2]
     if given.leave_one_out is None:
-        return NetworkInputs(tokens, positions, ranges, slots)
+        return NetworkInputs(tokens, positions, ranges, slots, length)
     mask, columns, joint = given.leave_one_out
     predicted = (columns >= 0) & (columns < given.used[:, None]) & ~encoding  # [B, L]
     at, after = given.start[:, None] + columns, given.end[:, None]
@@ -100,6 +104,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
             jnp.where(predicted[:, :, None, None], own_ranges, 0),
         ),
         concat(slots, jnp.where(predicted, own, OUT_OF_CACHE)),
+        length,
     )
 
 
@@ -175,6 +180,7 @@ def layout(
     prompt: int,
     fill: int | None = None,
     all_clean: bool | None = None,
+    clean_fill: bool = False,
 ) -> LaidOutDocument:
     """Lays out one document for training and scoring: its clean tokens, then its canvases, in one row.
 
@@ -189,6 +195,7 @@ def layout(
         fill: Id (end of text) that completes the last canvas, editable like the rest; None leaves the canvas short.
         all_clean: Whether the clean part holds the whole document (without `fill`), so that each of its tokens can be
             predicted from the token before it. None: if the model predicts the next token.
+        clean_fill: Whether such a clean part holds `fill` too, as it completes the last canvas.
 
     Returns:
         Tokens, positions and key ranges of the document. A bidirectional model has one canvas and no clean part, an
@@ -219,7 +226,8 @@ def layout(
         positions = np.arange(n, dtype=np.int32)
         return LaidOutDocument(ids, positions, ranges, positions >= prompt, np.zeros(n, np.int32))
     starts = np.arange(first, len(ids), config.block)
-    clean = length if (config.predicts_next if all_clean is None else all_clean) else int(starts[-1])
+    whole = len(ids) if clean_fill else length
+    clean = whole if (config.predicts_next if all_clean is None else all_clean) else int(starts[-1])
     return _clean_and_canvases(config, ids, prompt, starts, clean)
 
 

@@ -40,9 +40,12 @@ class DocumentLayout:
 
     Attributes:
         config: Its pattern and block size are used.
+        clean_fill: Whether a clean part that holds the whole document also holds the ids that complete its last canvas
+            (`train.objectives.layout_of`).
     """
 
     config: ModelConfig
+    clean_fill: bool = False
 
     def __call__(
         self, ids: np.ndarray, prompt: int, fill: int | None = None, all_clean: bool | None = None
@@ -58,7 +61,7 @@ class DocumentLayout:
         Returns:
             The document.
         """
-        return masks.layout(self.config, ids, prompt, fill, all_clean)
+        return masks.layout(self.config, ids, prompt, fill, all_clean, self.clean_fill)
 
     @property
     def block(self) -> int:
@@ -90,7 +93,9 @@ class DocumentLayout:
         if self.config.pattern == "bidirectional":
             clean = lengths * 0
         else:
-            clean = lengths if self.config.predicts_next else first + (canvases - 1) * self.block
+            filled = first + canvases * self.block
+            whole = filled if self.clean_fill else lengths
+            clean = whole if self.config.predicts_next else filled - self.block
         return PieceSizes(first, canvases, clean, clean + canvases * self.block)
 
     def fitting(self, room: int, prompt: int) -> int:
@@ -170,10 +175,13 @@ class DocumentLayout:
             own = slots % length + 1
             np.copyto(ranges[:, 1], own, where=every(segments.causal))
 
-        # 3. Completed canvases: the last `short` positions of a piece lie past its tokens and get `fill`.
+        # 3. Completed canvases: the last `short` positions of a piece lie past its tokens and get `fill`; with
+        #    `clean_fill`, so do the last ones of its clean part.
         short = sizes.first + sizes.canvases * self.block - pieces.length
-        after = pieces.row * length + begin + sizes.slots - np.cumsum(short)
-        found[np.repeat(after, short) + np.arange(short.sum())] = fill
+        filled_clean = (sizes.clean,) if self.clean_fill and self.config.predicts_next else ()
+        for end in (sizes.slots, *filled_clean):
+            after = pieces.row * length + begin + end - np.cumsum(short)
+            found[np.repeat(after, short) + np.arange(short.sum())] = fill
         found, positions, canvas = (x.reshape(shape) for x in (found, positions, canvas))
         ranges, editable = ranges.reshape(*shape, 2, 2), editable.reshape(shape)
         # 4. Padding: free positions at the end of a row attend to nothing.

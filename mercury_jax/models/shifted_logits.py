@@ -53,7 +53,7 @@ def apply(net: nn.Module, given: PackedPass) -> Array:
         Hidden states [B, T, D], aligned with the tokens that they predict.
     """
     positions = given.positions
-    inputs = masks.NetworkInputs(given.tokens, positions, given.ranges)
+    inputs = masks.NetworkInputs(given.tokens, positions, given.ranges, length=positions.max(axis=1) + 1)
     hidden = net(inputs)[0]  # pyright: ignore[reportCallIssue]  # flax names no call of a module
     slot = jnp.arange(given.tokens.shape[1])
     # The position before a canvas is the last clean token that the canvas attends to: the end of its first key range.
@@ -104,7 +104,8 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
         ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2) * used[..., None, None]  # [B, 1, 2, 2]
         slot = jnp.full_like(position, capacity)  # its key is written nowhere
         front = masks.NetworkInputs(jnp.take_along_axis(cached, position, axis=1), position, ranges, slot)
-        run = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), front, run)
+        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), front, run._replace(length=None))
+        run = both._replace(length=run.length)
     found: Any = net.apply({"params": params}, run, cache.kv, soft)
     hidden, kv = found  # [B, T, D], or [B, 1 + T, D] with the token in front
     own = hidden if full else hidden[:, 1:]

@@ -100,7 +100,9 @@ class Attention(nn.Module):
             q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q, inverse[0])
             k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k, inverse[1])
         half = int(c.head_dim * c.rope_fraction) // 2
-        frequencies = rope_frequencies(c.rope_theta, half, c.rope_scaling, c.context)
+        frequencies = rope_frequencies(
+            c.rope_theta, half, c.rope_scaling, inputs.length if c.stretched else None
+        )
         amplitude = 1.0 if c.rope_scaling is None else c.rope_scaling.attention
         q, k = (rope(y, inputs.positions, frequencies, amplitude, c.context) for y in (q, k))
         if kv is not None and inputs.slots is not None:
@@ -335,7 +337,7 @@ def _soft_input(
 
 
 def _apply(net: Transformer, given: PackedPass) -> Array:
-    return net(NetworkInputs(given.tokens, given.positions, given.ranges))[0]
+    return net(NetworkInputs(*given[:3], length=given.positions.max(axis=1) + 1))[0]
 
 
 def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Array, Cache]:

@@ -28,7 +28,6 @@ class Case(NamedTuple):
     base: the checkpoint that it starts from, a name of `BASES`.
     change: keys of config.json and their values; objects are merged, `DROP` takes a key out.
     refused: words of the error, where we do not load it; empty where its logits must be transformers'.
-    context: an argument of `mj.load`, for sequences beyond the original context.
     head: "own" adds an lm_head of its own to the files, "same" one that equals the embedding.
     """
 
@@ -37,7 +36,6 @@ class Case(NamedTuple):
     change: Mapping[str, Any] = {}
     refused: tuple[str, ...] = ()
     head: str = ""
-    context: int | None = None
 
 
 _PLAIN = dict(
@@ -324,13 +322,7 @@ CASES = (
     Case("qwen2 linear, older name", "qwen2", _rope(type="linear", factor=3)),
     Case("qwen2 dynamic", "qwen2", _DYNAMIC),
     Case("qwen2 dynamic, whole context", "qwen2", {**_DYNAMIC, "max_position_embeddings": LENGTH}),
-    Case(
-        "qwen2 dynamic, longer",
-        "qwen2",
-        {**_DYNAMIC, "max_position_embeddings": LENGTH - 1},
-        ("context", str(LENGTH - 1)),
-    ),
-    Case("qwen2 dynamic, beyond", "qwen2", {**_DYNAMIC, "max_position_embeddings": 12}, context=LENGTH),
+    Case("qwen2 dynamic, beyond", "qwen2", {**_DYNAMIC, "max_position_embeddings": 12}),
     Case("qwen2 yarn", "qwen2", _yarn()),
     Case("qwen2 yarn attention_factor", "qwen2", _yarn(attention_factor=0.5)),
     Case("qwen2 yarn attention_factor null", "qwen2", _yarn(attention_factor=None)),
@@ -369,18 +361,11 @@ CASES = (
     ),
     Case("qwen2 longrope", "qwen2", _long()),
     Case("qwen2 longrope, all of the original", "qwen2", _long(original_max_position_embeddings=LENGTH)),
-    Case(
-        "qwen2 longrope, longer",
-        "qwen2",
-        _long(original_max_position_embeddings=LENGTH - 1),
-        ("context", str(LENGTH - 1)),
-    ),
-    Case("qwen2 longrope, beyond", "qwen2", _long(original_max_position_embeddings=12), context=64),
+    Case("qwen2 longrope, beyond", "qwen2", _long(original_max_position_embeddings=12)),
     Case(
         "qwen2 longrope, one beyond",
         "qwen2",
         _long(original_max_position_embeddings=LENGTH - 1),
-        context=LENGTH,
     ),
     Case("qwen2 longrope factor", "qwen2", _long(factor=9.0)),
     Case("qwen2 longrope attention_factor", "qwen2", _long(attention_factor=1.7)),

@@ -23,7 +23,7 @@ def said():
 
 def logits_of(folder, case):
     """Logits behind the last token, whose prompt is in the cache; of DiffusionGemma those of the canvas."""
-    lm = mj.load(folder, context=case.context)
+    lm = mj.load(folder)
     last = mutations.CANVAS if case.base == "diffusion_gemma" else 1
     ids = mutations.tokens(case)
     # Not compiled: every case is another model, and its single operations have been compiled for the one before.

@@ -171,20 +171,49 @@ def test_what_a_user_vouches_for_must_be_there_and_not_be_read(folder):
             mj.load(folder, ignore_config=keys)
 
 
-def test_only_rope_that_depends_on_the_length_goes_beyond_the_context(folder, capsys):
+def test_a_longer_context_than_the_checkpoints_is_refused(folder):
     with pytest.raises(ValueError, match="context is 999999; allowed: at most"):
         mj.load(folder, context=999_999)
     assert mj.load(folder, context=32).model.config.context == 32
-    reconfigure(folder, rope_parameters=None, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    own = mj.load(folder)
-    most = own.model.config.context * 2
-    assert any(f"up to {most}, by context=" in note for note in own.card["notes"])
-    assert mj.load(folder, context=most).model.config.context == most
-    beyond = np.full(own.model.config.context + 1, 5)
-    with pytest.raises(ValueError, match=f"load\\(..., context={most}\\)"):
-        mj.sample(own, beyond, max_tokens=1)
-    with pytest.raises(ValueError, match=f"at most {most}, 2 times the original"):
-        mj.load(folder, context=most + 1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_row_has_the_rope_frequencies_of_its_own_length(folder, kind):
+    """Up to the context that the scaling allows; those of a short row are the ones of the original context."""
+    original, longest = 24, 48
+    scaling, half = dict(rope_type=kind, factor=2.0), mj.hub.config_of(folder).head_dim // 2
+    if kind == "longrope":
+        scaling |= dict(
+            original_max_position_embeddings=original, short_factor=[1.0] * half,
+            long_factor=np.linspace(1.0, 8.0, half).tolist(), attention_factor=1.0,
+        )  # fmt: skip
+    written = original if kind == "dynamic" else longest
+    reconfigure(folder, rope_parameters=None, rope_scaling=scaling, max_position_embeddings=written)
+    lm, within = mj.load(folder), mj.load(folder, context=original)
+    assert lm.model.config.context == longest and within.model.config.context == original
+    with pytest.raises(ValueError, match="allowed: 1..8: the model's context is 48 tokens"):
+        mj.sample(lm, np.full(40, 5), max_tokens=9)
+    # In a causal model only the frequencies of the same token differ between a short row and a long one.
+    ids = np.random.default_rng(0).integers(3, 50, (1, 40))
+    logits = lambda lm, n: np.asarray(mj.logits(lm, ids[:, :n]))[:, :20]
+    np.testing.assert_allclose(logits(lm, 24), logits(within, 24), atol=1e-4)
+    assert np.abs(logits(lm, 24) - logits(lm, 40)).max() > 1e-2
+    # Decoding: a row that crosses the original length has the frequencies of its full length from the start.
+    prompts = [ids[0, :6].tolist(), ids[0, :18].tolist()]
+    found = mj.sample(lm, prompts, max_tokens=[8, 22], temperature=0.0)
+    for prompt, answer in zip(prompts, found.tokens, strict=True):
+        assert len(answer) == {6: 8, 18: 22}[len(prompt)]
+        scored = np.asarray(mj.logits(lm, np.asarray([[prompt[-1], *answer]]), prompt=prompt[:-1]))[0]
+        assert scored[:-1].argmax(-1).tolist() == list(answer)
+    assert list(mj.sample(within, prompts[0], max_tokens=8, temperature=0.0).tokens[0]) == list(
+        found.tokens[0]
+    )
+    # A session that grows beyond it encodes its text again.
+    begun = mj.sample(lm, prompts[0], max_tokens=8, temperature=0.0)
+    text = [*prompts[0], *map(int, begun.tokens[0])]
+    further = mj.sample(lm, [7, 8, 9], state=begun.state, max_tokens=20, temperature=0.0)
+    whole = mj.sample(lm, [*text, 7, 8, 9], max_tokens=20, temperature=0.0)
+    assert list(further.tokens[0]) == list(whole.tokens[0])
 
 
 def test_the_commands_take_ignore_config(folder, tmp_path, capsys):

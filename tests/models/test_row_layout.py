@@ -15,18 +15,21 @@ CASES = [
     ("block_causal", 8),
     ("causal_encoder", 1),
     ("causal", 8),
+    ("causal, filled", 8),
     ("autoregressive", 1),
 ]
 
 
 def document_layout(pattern: str, block: int) -> DocumentLayout:
-    """ "causal": a causal encoder that predicts the next token, whose clean part holds the whole document."""
+    """ "causal": a causal encoder that predicts the next token, whose clean part holds the whole document; "filled":
+    and the ids that complete its last canvas."""
     if pattern == "autoregressive":
         config = ModelConfig(vocab=1000, block=1, pattern="block_causal", predicts_next=True, mask=None)
         return DocumentLayout(config)
-    predicts_next = pattern == "causal"
-    pattern = "causal_encoder" if predicts_next else pattern
-    return DocumentLayout(ModelConfig(vocab=1000, block=block, pattern=pattern, predicts_next=predicts_next))
+    predicts_next = pattern.startswith("causal,") or pattern == "causal"
+    kind = "causal_encoder" if predicts_next else pattern
+    config = ModelConfig(vocab=1000, block=block, pattern=kind, predicts_next=predicts_next)
+    return DocumentLayout(config, clean_fill="filled" in pattern)
 
 
 def random_rows(layout: DocumentLayout, length: int, rng: np.random.Generator):

@@ -16,7 +16,14 @@ import mercury_jax as mj
 from mercury_jax import api, cli, hub, models
 from mercury_jax.train import data
 from mercury_jax.train.data.packing import StreamSettings
-from mercury_jax.train.objectives import masked_elbo, objective as parts
+from mercury_jax.train.objectives import (
+    balanced,
+    diffusion_gemma,
+    layout_of,
+    masked_and_edited,
+    masked_elbo,
+    objective as parts,
+)
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import MeshConfig, load_recipe
 from mercury_jax.types import LaidOutDocument, LoraWeight
@@ -123,6 +130,29 @@ def test_a_packaged_recipe_runs_on_a_folder_and_a_file(base, tmp_path, family, c
             c == dataclasses.replace(first, predicts_next=c.predicts_next)
             and lm.decoding == mj.load(folder).decoding
         )
+
+
+def test_the_encoder_of_diffusion_gemma_learns_every_end_of_text_of_the_last_canvas(base, tmp_path):
+    """As in gemma's own data: the mean over all next tokens of prompt, answer and what completes the canvas."""
+    folder, lines = base("DiffusionGemma")
+    (tmp_path / "one.jsonl").write_text(lines.read_text().splitlines()[0])
+    run = tmp_path / "run"
+    mj.train(recipe("DiffusionGemma", folder, tmp_path / "one.jsonl", run, steps=1, save_every=1))
+    [found] = [r["causal_ce"] for r in map(json.loads, (run / "metrics.jsonl").open()) if "causal_ce" in r]
+    lm = mj.load(folder)
+    prompt, answer = lm.tokenizer.example("red fox 0", "the quick red model")
+    ids = np.array([*prompt, *answer, *[lm.tokenizer.eos] * (-len(answer) % lm.model.config.block)])
+    at = np.arange(len(ids))
+    ranges = np.zeros((len(ids), 2, 2), np.int32)
+    ranges[:, 0, 1] = at + 1
+    hidden = lm.model.apply(lm.params, mj.types.PackedPass(ids[None], at[None], ranges[None]))
+    log_p = jax.nn.log_softmax(lm.model.head(lm.params, hidden))[0]
+    assert found == pytest.approx(-float(log_p[at[:-1], ids[1:]].mean()), rel=1e-4)
+    # Only DiffusionGemma's objective has its rows laid out so; other losses of next tokens stay as they are.
+    answer = ids[: len(ids) - 5]
+    clean = lambda one: int((layout_of(one, lm.model)(answer, len(prompt), 1, True).canvas < 0).sum())
+    assert clean(diffusion_gemma()) == clean(balanced(diffusion_gemma())) == len(ids)
+    assert clean(diffusion_gemma(encoder=0.0)) == clean(masked_and_edited()) == len(answer)
 
 
 @pytest.mark.slow

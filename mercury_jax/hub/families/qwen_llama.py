@@ -100,8 +100,8 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
             ),
         }  # fmt: skip
         found["rope_scaling"] = {"rope_type": s.kind, **extra[s.kind]}
-        if s.kind == "longrope":
-            found["max_position_embeddings"] = round(s.original * s.factor)
+        if s.bounded:
+            found["max_position_embeddings"] = round(s.original * (s.factor if s.kind == "longrope" else 1))
     return {key: value for key, value in (found | theirs).items() if value is not ...}
 
 

@@ -333,7 +333,7 @@ class Engine:
     def _start_request(self, slots: Slots, handle: RequestHandle) -> None:
         """Puts a request into a slot, or starts the chunked prefill of its prompt."""
         request = handle.request
-        prefix = self._prefix_cache.find(request.prompt, request.cache_salt)
+        prefix = self._prefix_cache.find(request.prompt, self._salt(request))
         slots.fit(request)
         row = self.buckets.row(slots.bucket.capacity, request, prefix.tokens)
         row = self._prefix_cache.insert(row, prefix.chunks)
@@ -352,6 +352,12 @@ class Engine:
             self._prefill = ChunkedPrefill(run, row, cached)
         else:
             slots.admit(run, row)
+
+    def _salt(self, request: EngineRequest) -> str:
+        """The salt of a request in the prefix cache. Keys that other RoPE frequencies have rotated are not shared."""
+        longest = len(request.prompt) + request.max_tokens + (request.thinking and request.thinking + 1)
+        rope = self.lm.model.config.rope_of(longest)
+        return f"{rope}\0{request.cache_salt}" if rope else request.cache_salt
 
     def _publish(self, slots: Slots, read: ReadDispatch) -> None:
         """Publishes the snapshots of a dispatch, and finishes the requests that are done.
@@ -383,7 +389,7 @@ class Engine:
         if request.logprobs is not None:
             logprobs = jax.device_get(programs.row_logprobs(slots.state, np.int32(now_at)))
         encoded = report.tokens[slot, : min(int(report.cache_length[slot]), end)].tolist()
-        self._prefix_cache.keep(slots.state, now_at, encoded, request.cache_salt, run.recent)
+        self._prefix_cache.keep(slots.state, now_at, encoded, self._salt(request), run.recent)
         slots.requests[now_at] = None
         final = final_snapshot(run, report, slot, self._ends, logprobs)
         self._counts["failed" if final.finish == "error" else "finished"] += 1

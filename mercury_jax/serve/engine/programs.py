@@ -123,7 +123,8 @@ def start_row(
     prompt, end, answer_budget, seed, cached = (sizes[i : i + 1] for i in range(5))
     given = jnp.arange(tokens.shape[1])[None] < prompt[:, None]
     draft = jnp.zeros_like(given)
-    rows = Rows(tokens, given, prompt, end, seed, draft, prompt, end, answer_budget)
+    longest = jnp.where(answer_budget > 0, end + 1 + answer_budget, end)
+    rows = Rows(tokens, given, prompt, end, seed, draft, prompt, longest, answer_budget)
     return first_state(program, sampling, rows)._replace(cache_length=cached, sampling=())
 
 

@@ -8,8 +8,9 @@ balanced     balanced: adds a load-balancing loss for mixtures of experts to any
 objective    the functions that all objectives share
 
 To add an objective, write a function with the signature of `Objective` and use it as `objective=` in a recipe.
-`mask_canvases` draws the masks of a batch, `denoise` makes the forward pass, and `reduce_logits` turns its logits into
-a few numbers per position, in chunks when all logits at once would not fit into memory.
+`layout_of` finds the layout of its rows, `mask_canvases` draws the masks of a batch, `denoise` makes the forward pass,
+and `reduce_logits` turns its logits into a few numbers per position, in chunks when all logits at once would not fit
+into memory.
 """
 
 from mercury_jax.train.objectives.balanced import balanced
@@ -27,13 +28,14 @@ from mercury_jax.train.objectives.objective import (
     Objective,
     cross_entropy,
     denoise,
+    layout_of,
     masked_mean,
     reduce_logits,
 )
 from mercury_jax.train.objectives.uniform import diffusion_gemma, gidd_elbo, uniform_elbo
 
 __all__ = [
-    "Objective", "balanced", "cart", "cross_entropy", "denoise", "diffusion_gemma", "gidd_elbo", "llada",
-    "mask_canvases", "masked_and_edited", "masked_elbo", "masked_mean", "next_token", "range_variances",
+    "Objective", "balanced", "cart", "cross_entropy", "denoise", "diffusion_gemma", "gidd_elbo", "layout_of",
+    "llada", "mask_canvases", "masked_and_edited", "masked_elbo", "masked_mean", "next_token", "range_variances",
     "reduce_logits", "score_entropy", "uniform_elbo",
 ]  # fmt: skip

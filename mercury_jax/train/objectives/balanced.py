@@ -93,6 +93,7 @@ def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
         }
         return Loss(loss.per_example + weight * found.loss * loss.weight, loss.weight, metrics)
 
+    vars(with_balance)["clean_fill"] = getattr(objective, "clean_fill", False)
     return with_balance
 
 

@@ -8,6 +8,7 @@ if its expectation is an upper bound on -log p (divide by ln 2 and by the bytes 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mercury_jax import noise, sharding
 from mercury_jax.config import refuse
-from mercury_jax.types import Batch, Hidden, Key, Loss, Model, PackedPass, Params, SelfCond
+from mercury_jax.types import Batch, Hidden, Key, Layout, Loss, Model, PackedPass, Params, SelfCond
 
 Normalise = Literal["token", "answer", "canvas"]
 
@@ -32,7 +33,8 @@ MAX_LOGITS = 1 << 23
 class Objective(Protocol):
     """A training objective: noises a batch, makes a forward pass and scores it.
 
-    It is traced under jit and differentiated with respect to `params`.
+    It is traced under jit and differentiated with respect to `params`. An attribute `clean_fill = True` asks for rows
+    whose clean parts hold the end-of-text ids that complete the last canvas (`layout_of`).
     """
 
     def __call__(
@@ -51,6 +53,22 @@ class Objective(Protocol):
             The loss of each row, summed over its tokens in nats, and the weight by which the sum over rows is divided.
         """
         ...
+
+
+def layout_of(objective: Objective, model: Model) -> Layout:
+    """Finds the layout of the rows that an objective scores, for `train.data.build`.
+
+    Args:
+        objective: The objective.
+        model: The denoiser.
+
+    Returns:
+        `Model.layout`; for an objective with `clean_fill`, one whose clean part also holds the end-of-text ids that
+        complete the last canvas of a text.
+    """
+    if not getattr(objective, "clean_fill", False):
+        return model.layout
+    return dataclasses.replace(model.layout, clean_fill=True)  # pyright: ignore[reportArgumentType]
 
 
 # --- arguments

@@ -121,17 +121,16 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
     """DiffusionGemma's fine-tuning loss: denoising of the canvases, and next-token prediction of the encoder.
 
     The loss of a document is the mean cross-entropy of all tokens of its canvases, corrupted or not, plus `encoder`
-    times the mean cross-entropy of the next token, prompt included. Each canvas of a document has the same weight, and
-    each document of the batch. The loss is no bound on the likelihood.
+    times the mean cross-entropy of the next token. Next tokens are those of the prompt, of the answer, and the
+    end-of-text ids that complete the last canvas; each of them has the same weight. Each canvas of a document has the
+    same weight, and each document of the batch. The loss is no bound on the likelihood.
 
     Departs from the published recipe (gemma's adapter to hackable_diffusion), which scores one randomly drawn canvas of
     each document. Here all canvases are scored in one forward pass, each at its own time. The expectation is the same,
     the variance smaller.
 
-    Another departure: gemma's encoder loss scores all end-of-text ids that fill up the last canvas, each with the ones
-    before it as input (`CanvasChunker` and `SequenceTargetShift` in `hackable_diffusion_adapter/data/data.py`). Here
-    the clean part of a document ends with its last token, so that only the first of them is scored by the encoder; the
-    canvases score all of them. A document's mean over next tokens is therefore not diluted by fillers.
+    Another departure: the first token of an answer is always scored as a next token. In gemma, where prompts are padded
+    at their end, it is scored only behind a prompt without padding.
 
     Args:
         encoder: Weight of next-token prediction; above 0 only for models with `predicts_next`.
@@ -171,6 +170,9 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
             used = jnp.take_along_axis(drawn, document - 1, axis=1) & (batch.canvas >= 0)
             self_cond = jax.tree.map(lambda x: jnp.where(used[..., None], x, 0), first)
         # One forward pass for both parts: canvas positions predict their own clean token, clean slots the next token.
+        # Next tokens are scored as in gemma's `hackable_diffusion_adapter`: `CanvasChunker` (data/data.py) completes
+        # the last canvas with end-of-text ids, `SequenceTargetShift` (same file) makes every token of prompt and
+        # canvases behind another one a target, and `EncoderARLoss` (hd/sft_model.py) is their mean over each example.
         following = next_tokens(model, batch)
         target = jnp.where(following.known, following.token, batch.tokens)
         hidden = parts.denoise(model, params, batch, xt, t, self_cond)
@@ -190,6 +192,7 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
         }
         return Loss((ce * (decoded + encoder * encoded)).sum(1), decoded.sum(1), metrics)
 
+    vars(objective)["clean_fill"] = bool(encoder)
     return objective
 
 

@@ -1,10 +1,15 @@
 """The prefix cache of models with sliding windows: a prefix is used where the keys of its last window are known."""
 
+import dataclasses
+
 import pytest
 
+from mercury_jax import models
+from mercury_jax.config import RopeScaling
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from tests.models.test_rings import LONG, both, prompts
+from tests.tiny import tiny
 
 CONFIG = EngineConfig(slots=2, queue=4, context=4096, programs="one", rules=("confidence",))
 
@@ -41,3 +46,25 @@ def test_the_prefix_cache_is_used_where_the_window_is_known():
     assert [x.tokens.tolist() for x in found] == [x.tokens.tolist() for x in want]
     assert [x.cached for x in found] == [0, 1472, 1344, 0, 640]
     assert [x.cached for x in want] == [0, 1472, 1344, 576, 640]
+
+
+def test_a_row_beyond_the_original_context_shares_no_keys_with_shorter_ones():
+    """Its keys are rotated by the other frequencies of longrope."""
+    scaling = RopeScaling(
+        kind="longrope", factor=2.0, original=128, short=(1.0,) * 4, long=(1.0, 2.0, 4.0, 8.0)
+    )
+    config = dataclasses.replace(tiny().model.config, rope_scaling=scaling)
+    lm, prompt = dataclasses.replace(tiny(), model=models.build(config)), tuple(range(10, 100))
+    short, long = (EngineRequest(prompt=prompt, max_tokens=n, seed=1) for n in (16, 64))
+
+    def run(*asked):
+        engine = Engine(lm, dataclasses.replace(CONFIG, slots=1, context=256))
+        engine.start()
+        found = [engine.submit(one).wait(120) for one in asked]
+        engine.stop()
+        return found
+
+    found, [alone] = run(short, long, short, long), run(long)
+    assert [x.cached for x in found] == [0, 0, 64, 64]
+    assert found[1].tokens.tolist() == found[3].tokens.tolist() == alone.tokens.tolist()
+    assert found[0].tokens.tolist() == found[2].tokens.tolist()
