@@ -24,7 +24,7 @@ COUNTS = structure.counts(SOURCES)
 # then with small random checkpoints, questions of one's own, and completion and help of single rules, then with
 # recursive schemas and tools that are checked afterwards, banned texts, scores after thinking, ids as prompts and their
 # likelihoods, files as other libraries write them, and data that are known by their content on a resume.
-AT_MOST = {"files": 251, "functions_per_1000_lines": 42.5, "code_lines": 42_250}
+AT_MOST = {"files": 251, "functions_per_1000_lines": 42.5, "code_lines": 42_475}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.
