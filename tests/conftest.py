@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,8 +35,21 @@ def pytest_addoption(parser):
     parser.addoption("--platform", default="cpu", help="JAX platform of the session (tests/gpu: cuda)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads `-m "not slow"`
 def pytest_collection_modifyitems(config, items):
-    """Deselects slow tests of other parts. A test's part is a hash of its name, so the cases of one law are spread."""
+    """Marks cases beyond those of `quick_cases` as slow, and deselects slow tests of other parts.
+
+    A test's part is a hash of its name, so the cases of one law are spread.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("quick_cases"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        [count] = alike[0].get_closest_marker("quick_cases").args
+        quick = {i * len(alike) // count for i in range(count)}  # spread evenly
+        for i in set(range(len(alike))) - quick:
+            alike[i].add_marker(pytest.mark.slow)
     part, parts = map(int, config.getoption("--slow-part").split("/"))
     others = {item for item in items if item.get_closest_marker("slow") and part_of(item, parts) != part}
     config.hook.pytest_deselected(items=others)

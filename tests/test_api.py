@@ -25,6 +25,7 @@ def test_every_public_name_is_there_and_no_other():
         mj.nosuch  # noqa: B018
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "first",
     ["", "from mercury_jax.train import data; ", "import mercury_jax.api; ", "import mercury_jax.hub.load; "],

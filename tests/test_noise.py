@@ -181,6 +181,7 @@ def trained(tmp_path_factory):
     return mj.train(config), config
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_with_a_function_loads_and_samples(trained, tmp_path):
     result, config = trained
     named = dataclasses.replace(config, noise=NoiseConfig(schedule="polynomial"), out=str(tmp_path))

@@ -150,7 +150,8 @@ def compile_cell(
         `wall_seconds`; and what is known of KEPT.
     """
     began = time.perf_counter()
-    record: dict[str, Any] = {"request": request._asdict(), "model": request.model, "for": request.target}
+    asked = request._asdict() | {"ignore_config": list(request.ignore_config)}  # as JSON reads it back
+    record: dict[str, Any] = {"request": asked, "model": request.model, "for": request.target}
     record |= {"quantise": request.quantise, "context": request.context}
     try:
         found = compiling.compile_for(request, stage, limit)

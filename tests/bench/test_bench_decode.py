@@ -331,7 +331,7 @@ def test_rules_are_chosen_on_other_questions_than_those_of_the_figures(monkeypat
         (["bench", "decode", "--limit", "0"], ["limit", "0"]),
         (["bench", "decode", "--out", "/no/such/folder/x.jsonl"], ["--out", "/no/such/folder"]),
         (["bench", "decode", "--plot", "x.txt"], ["plot", "'x.txt'", ".png"]),
-        (["bench", "decode", "/no/such/model"], ["/no/such/model"]),
+        (["bench", "decode", "/no/such/model", "--limit", "2"], ["/no/such/model"]),
     ],
     ids=lambda value: " ".join(value[1:3]) if value[0] == "bench" else None,
 )

@@ -72,6 +72,7 @@ def test_the_bytes_of_the_weights_are_those_of_the_abstract_parameters():
     assert whole / 8 < eighth < whole / 4  # experts lie over the devices, the rest is on each
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "model, target, quantise",
     [(BIG, "t4", "int8"), (BIG, "v6e-1", None), ("llada-8b", "t4", None), (BIG, "l4x2", None)],
@@ -216,6 +217,7 @@ def test_a_table_is_one_precision_and_context_and_lists_every_reason_below():
     assert "- nano, h200: it died" in plan.markdown(second) and "as stored" in second.title
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_markdown_or_records(processes, tmp_path, capsys):
     words = ["bench", "compile", "plan", BIG, "--for", "t4,l4", "--out", str(tmp_path / "plan.jsonl")]
     assert main([*words, "--json"]) == 0

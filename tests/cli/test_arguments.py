@@ -94,7 +94,6 @@ def test_bad_input_names_the_argument_and_exits_with_2(argv, words, folder, caps
         (["serve", "--port", "99999"], "port is 99999"),
         (["bench", "decode", "--rules", "nosuch"], "rules is 'nosuch'"),
         (["bench", "decode", "--limit", "0"], "limit is 0"),
-        (["bench", "serve", "--concurrency", "0"], "concurrency is 0"),
     ],
 )
 def test_values_are_refused_before_the_model_is_looked_for(argv, words, capsys):

@@ -164,6 +164,7 @@ def test_an_empty_answer_gets_the_advice_that_fits(monkeypatch, capsys, finish, 
     assert chat.show.no_answer(thinking, finish) == told
 
 
+@pytest.mark.slow
 def test_the_embedded_model_without_an_answer_says_so(monkeypatch, capsys):
     unlike = "Solve this: 0200 4302 3401 0004"  # no question of its training
     told = "the model gave no answer: it stopped while thinking"

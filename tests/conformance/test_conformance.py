@@ -61,6 +61,7 @@ def title(value: Any) -> str | None:
     return value["name"].replace(" ", "_") if isinstance(value, dict) else value
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name, case", slow_except(CASES, *first_of_each(CASES)), ids=title)
 def test_tokens_and_forwards_are_the_references(name, case):
     lm, out = decode(name, case, 1)

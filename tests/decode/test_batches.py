@@ -59,6 +59,7 @@ def test_n_answers_are_those_of_the_prompts_repeated(pattern):
     assert out.encoded.tolist() == once.tolist()
 
 
+@pytest.mark.slow
 def test_one_answer_is_what_it_was_and_a_long_prompt_forks_as_a_short_one():
     lm, long = wide("causal_encoder"), "for value in range(count):\n    print(total)\n" * 3
     call = functools.partial(mj.sample, lm, long, max_tokens=6, temperature=1.0, keep=True)
@@ -71,6 +72,7 @@ def test_one_answer_is_what_it_was_and_a_long_prompt_forks_as_a_short_one():
     assert tokens(more)[1] == tokens(alone)[0]
 
 
+@pytest.mark.slow
 def test_a_turn_may_continue_in_several_ways():
     lm = wide()
     first = mj.sample(lm, PROMPTS, max_tokens=9, keep=True)
@@ -118,6 +120,7 @@ def test_rows_over_a_mesh_fork_and_stop_as_on_one_device():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_verified_drafts_fork_and_stop_as_other_tokens_do(draft):
     lm = wide("causal_encoder")
@@ -136,6 +139,7 @@ def test_verified_drafts_fork_and_stop_as_other_tokens_do(draft):
     )
 
 
+@pytest.mark.slow
 def test_a_grammar_binds_each_of_several_answers():
     pytest.importorskip("llguidance")
     choice = mj.grammar.Choice(["def", "return"])
@@ -309,6 +313,7 @@ def test_what_was_paused_still_stops():
     assert part.texts == stopped(stop).texts and part.finish == stopped(stop).finish
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["block_causal", "causal_encoder"])
 def test_a_session_goes_on_after_the_tokens_before_a_stop(pattern):
     lm, stop = wide(pattern), unstopped(pattern).texts[0][9:11]
@@ -327,6 +332,7 @@ THINKING: dict = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_answer_that_begins_with_a_stop_text_is_not_continued_in_a_stream_either():
     lm = wide("causal_encoder")
     stop = [[mj.sample(lm, CHATS, **THINKING).texts[0].lstrip()[:1]], None]
@@ -375,6 +381,7 @@ def test_a_guided_session_continues_with_both_branches(pattern):
     assert tokens(more) == tokens(turns(joined, guidance=2.0, negative="masked"))
 
 
+@pytest.mark.slow
 def test_a_guided_call_may_be_stopped_and_finished():
     lm = wide()
     whole = mj.sample(lm, PROMPTS, max_tokens=9, guidance=2.0)
@@ -382,6 +389,7 @@ def test_a_guided_call_may_be_stopped_and_finished():
     assert mj.sample(lm, None, state=part.state).texts == whole.texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", slow_except(["causal_encoder", "bidirectional"], "bidirectional"))
 def test_masked_guidance_reads_a_mask_for_each_token_of_the_prompt(pattern):
     lm = wide(pattern)
@@ -436,6 +444,7 @@ def test_infilling_of_ids_is_that_of_their_text(pattern):
         assert tokens(out) == tokens(want) and out.holes == want.holes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 @pytest.mark.parametrize("hole", [mj.Hole(3), mj.Hole(most=3)], ids=["fixed", "open"])
 def test_a_batch_of_infillings_is_its_rows_alone(pattern, hole):
@@ -460,6 +469,7 @@ def test_a_rule_of_variable_length_fills_an_open_hole_up_to_its_most(most):
     assert out.filled == [most]
 
 
+@pytest.mark.slow
 def test_a_batch_of_edits_is_its_texts_alone():
     lm, text = wide("bidirectional"), "return value if count else total"
     ids = lm.tokenizer.encode(text)

@@ -106,6 +106,7 @@ def rows_apart(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so(rows_apart):
     run = lambda prompts: spans(mj.Refresh.dual(), prompts, rule=mj.rules.threshold(0.2))
     out, together = run(PROMPTS)
@@ -134,6 +135,7 @@ def test_the_numbers_of_a_row_do_not_depend_on_its_neighbours_bit_for_bit(refres
     np.testing.assert_array_equal(a.logprobs[0].tokens, b.logprobs[0].tokens)
 
 
+@pytest.mark.slow
 def test_shifted_logits_find_the_token_before_a_part_of_any_width():
     """One layer's keys know nothing of their context, so that a prefix cache is exact."""
     with jax.enable_x64(True):
@@ -248,6 +250,7 @@ def test_suffix_pruning_decodes_a_block_as_if_the_row_ended_behind_its_window():
             np.testing.assert_allclose(found(kept(24, reuse=reuse), 24), found(refresh, 24), rtol=1e-9)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "pattern", slow_except(["bidirectional", "causal_encoder", "block_causal"], "block_causal")
 )
@@ -302,6 +305,7 @@ def counts(policy, prompt="def x"):
     return [count for _, count, *_ in log], start, start + 24
 
 
+@pytest.mark.slow
 def test_dllm_cache_computes_prompt_and_answer_at_their_intervals_and_a_share_between():
     used, start, end = counts(caches.dllm_cache(prompt_every=9, answer_every=4, ratio=0.25), LONG)
     for step, n in enumerate(used):
@@ -329,6 +333,7 @@ def test_dkv_greedy_computes_what_was_decided_what_comes_next_and_masks_near_it(
     assert all(2 <= n <= 1 + 1 + 2 + 1 for n, at in zip(used, within, strict=True) if at)
 
 
+@pytest.mark.slow
 def test_a_row_whose_attended_positions_change_computes_all_of_them():
     @caches.cache_policy
     def forgets_the_suffix(key, view, memory):

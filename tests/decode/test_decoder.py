@@ -33,6 +33,7 @@ def begun(lm, prompts, seed=0, short=None):
     return request.start(lm, request.Request(sampler=mj.rules.ancestral(), plan=mj.Plan(), rows=rows))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_prompts_are_unchanged_and_answers_complete(pattern):
     lm = tiny(pattern)
@@ -47,6 +48,7 @@ def test_prompts_are_unchanged_and_answers_complete(pattern):
         ).any()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_finished_rows_stand_still_bit_for_bit(pattern):
     lm = tiny(pattern)
@@ -71,6 +73,7 @@ def test_finished_rows_stand_still_bit_for_bit(pattern):
     assert not np.array_equal(before.canvas[1], session.state.canvas[1])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_other_neighbours_same_text(pattern):
     lm = tiny(pattern)
@@ -85,6 +88,7 @@ def wide(pattern):
     return dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.float64), lm.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "causal_encoder"))
 def test_batch_size_changes_nothing_in_x64(pattern):
     with jax.enable_x64(True):
@@ -156,6 +160,7 @@ def ending_third(key, view, memory):
     return accept(view, view.masked)._replace(canvas=drawn, answer=drawn), memory
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_end_of_text_ends_the_answer(pattern):
     lm = tiny(pattern)

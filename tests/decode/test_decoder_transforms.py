@@ -203,6 +203,7 @@ def test_unknown_tokens_of_a_prompt_are_filled_in():
         assert lm.corruption.mask not in row[:5].tolist() and filled == row[1:5].tolist()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axes", slow_except(["Auto", "default"], "default"))
 @pytest.mark.parametrize("form", ["shard_map", "sharded prompts", "set_mesh"])
 def test_over_four_devices(axes, form):

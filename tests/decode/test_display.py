@@ -42,6 +42,7 @@ def test_the_last_step_of_a_trace_is_the_answer_and_each_token_keeps_its_step(so
         assert ((found.confidence >= 0) & (found.confidence <= 1.001)).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rule", [mj.rules.wino(), mj.rules.remdm_confidence(), mj.rules.threshold(0.9)])
 def test_a_rule_that_takes_tokens_back_is_traced_to_its_answer(rule):
     out = mj.sample(tiny("bidirectional"), ["def x", "import"], max_tokens=20, sampler=rule, history=True)

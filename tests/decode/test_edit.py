@@ -111,6 +111,7 @@ def test_what_edit_cannot_do_is_refused_in_words(more, said):
         mj.edit(tiny(), "x " * 400)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_open_holes_are_filled_with_some_length_up_to_their_most(pattern):
     lm = tiny(pattern)
@@ -124,6 +125,7 @@ def test_open_holes_are_filled_with_some_length_up_to_their_most(pattern):
     assert filled == out.filled[0] <= 7 and len(out.holes) == 2
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("pattern", "kind", "sampler"),
     [

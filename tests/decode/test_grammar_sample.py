@@ -141,6 +141,7 @@ def test_what_cannot_be_guaranteed_is_refused_before_any_compute(wrong, words, m
         mj.sample(tiny(), PROMPTS, **({"max_tokens": 30} | wrong))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("pattern", "kind"), [*((p, "absorbing") for p in PATTERNS), ("causal_encoder", "uniform")]
 )

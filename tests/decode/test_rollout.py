@@ -81,6 +81,7 @@ def test_merged_passes_lose_a_little_and_one_pass_is_the_fully_masked_answer():
     assert not np.allclose(some, one, atol=1e-3) and not np.allclose(some, r.log_probs, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_log_probs_count_processors_and_temperature(temperature):
     # One token, so that the distribution is that of the first pass.
@@ -114,6 +115,7 @@ def test_of_a_remasked_token_the_last_acceptance_counts():
     assert r.commit_step[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0] and r.forwards.tolist() == [2]
 
 
+@pytest.mark.slow
 def test_drafts_and_their_verification_have_the_log_probs_of_autoregressive_decoding():
     lm = tiny("causal_encoder")  # whose encoding pass is taken to predict the next token
     lm = dataclasses.replace(lm, model=models.build(dataclasses.replace(lm.model.config, predicts_next=True)))
@@ -166,6 +168,7 @@ def under(lm, masked):
     return exact(lm, PROMPT, seen)[np.arange(3), ANSWER]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_diffu_grpo_without_masks_in_the_prompt_is_the_fully_masked_pass(pattern):
     lm = tiny(pattern)
@@ -208,6 +211,7 @@ def test_coupled_grpo_is_one_of_the_complementary_pairs(pattern):
     assert len(seen) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", slow_except(["causal_encoder", "bidirectional"], "causal_encoder"))
 def test_the_expectation_of_elbo_is_the_bound_that_enumeration_gives(pattern):
     lm = tiny(pattern)
@@ -237,6 +241,7 @@ def test_of_one_token_all_estimators_know_the_exact_value(pattern):
     np.testing.assert_allclose(half, [[1.5 * want]], atol=1e-4)  # as the reference: the pair counts it twice
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("estimator", ["diffu_grpo", "coupled_grpo", "elbo", "trajectory"])
 def test_it_is_differentiable_and_one_program_serves_other_answers(estimator):
     lm = tiny("block_causal")

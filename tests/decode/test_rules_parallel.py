@@ -139,6 +139,7 @@ def test_under_uniform_noise_the_share_is_what_should_stand():
     assert taken(masked.confidence(), v._replace(step=jnp.asarray(1))) == [7, 1, 2, 3, 7, 7, 6, 7]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "name, rule, steps",
     [
@@ -171,11 +172,13 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("rule, steps", RULES, ids=lambda x: getattr(x, "name", None))
 def test_they_settle_every_mask_and_touch_nothing_else(rule, steps):
     check_settles(rule, steps)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("rule", [rule for rule, _ in RULES], ids=lambda x: x.name)
 def test_the_machine_can_carry_them(rule):
     check_traces(rule)

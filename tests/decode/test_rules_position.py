@@ -32,6 +32,7 @@ REFERENCES = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", REFERENCES)
 def test_they_decode_as_their_references_do(name):
     rule, steps = REFERENCES[name]
@@ -142,6 +143,7 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("rule, steps", RULES, ids=lambda x: getattr(x, "name", None))
 def test_they_settle_every_mask_and_touch_nothing_else(rule, steps):
     check_settles(rule, steps)

@@ -56,6 +56,7 @@ WINO = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name, length, new, block, scale, p, p_back", WINO, ids=lambda x: x)
 def test_wino_verifies_with_a_block_of_masks_that_see_each_other(name, length, new, block, scale, p, p_back):
     out = check(name, scale, mj.rules.wino(p, p_back), length, new, mj.Plan(block=block), keep=True)
@@ -71,6 +72,7 @@ DINFER = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name, rule, length, new, block, scale", DINFER, ids=lambda x: str(x)[:14])
 def test_dinfers_decoders_accept_the_same_tokens_in_every_pass(name, rule, length, new, block, scale):
     check(name, scale, rule, length, new, mj.Plan(block=block))
@@ -93,6 +95,7 @@ REMDM = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(REMDM, "remdm_conf_2"))
 def test_remdm_draws_from_its_references_distribution(name):
     """5 transitions and the removal of the noise that is left, with the reference's nucleus."""
@@ -167,6 +170,7 @@ PRISM = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name, length, new, block, steps, remasks, scale", PRISM, ids=lambda x: str(x))
 def test_prism_remasks_by_its_head_as_its_reference(name, length, new, block, steps, remasks, scale):
     plan, text = mj.Plan(block=block, steps=steps), prompt(int(name[-1]), length)

@@ -59,6 +59,7 @@ def test_effort_thinks_within_its_room_and_keeps_the_answers():
         mj.sample(lm, CHAT, effort="huge")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["absorbing", "uniform"])
 def test_log_probabilities_are_those_of_the_pass_that_wrote_the_token(kind):
     lm = tiny(kind=kind)

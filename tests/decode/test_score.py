@@ -199,6 +199,7 @@ def test_logits_of_a_row_are_those_of_its_own_prompt(pattern):
     np.testing.assert_allclose(mj.logits(lm, canvas, PROMPT)[1], found[1], atol=2e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", ["bidirectional", "causal_encoder"])
 def test_guidance_scores_with_the_logits_of_both_branches(pattern):
     """Against an enumeration of the masks of two tokens: k = 1 (two ways) and k = 2, with weights m / k."""
@@ -299,6 +300,7 @@ def test_bad_input_to_the_other_calls_is_refused_in_words():
         mj.sample(tiny("block_causal"), "x", plan=mj.Plan(block=5))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_logits_are_a_function_of_the_model_under_the_transforms_of_jax(pattern):
     lm, prompts = tiny(pattern), np.array([[5, 6, 7], [8, 9, 10]])
@@ -318,6 +320,7 @@ def test_logits_are_a_function_of_the_model_under_the_transforms_of_jax(pattern)
         jax.jit(mj.logits)(lm, canvas, jnp.ones((3, 2), int))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["absorbing", "uniform"])
 def test_nan_parameters_are_refused_by_every_score(kind):
     lm = tiny(kind=kind)
@@ -333,6 +336,7 @@ def test_nan_parameters_are_refused_by_every_score(kind):
             call()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_logprobs_and_scores_are_normalised_over_the_same_ids(pattern):
     """One answer token, whose score is exact: mask and other forbidden ids have no share in either."""

@@ -46,6 +46,7 @@ def test_best_of_n_is_the_best_of_the_samples():
     assert out.passes == plain.passes and out.text == out.texts[0] and out.resamplings.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_a_constant_reward_samples_as_sample_does(pattern):
     plain = sampled(pattern)

@@ -99,6 +99,7 @@ def test_odd_predictions_are_wrong_and_raise_nothing(task):
     assert made.check(problem.input, problem.output)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("task", ASKED)
 def test_questions_are_held_out_distinct_and_repeatable(task):
     made = tasks.TASKS[task]
@@ -119,6 +120,7 @@ def test_a_small_model_runs_end_to_end_whatever_the_batch():
     assert "of 3 right" in str(first)
 
 
+@pytest.mark.slow
 def test_a_model_is_compared_by_the_rule_that_sample_uses():
     lm = dataclasses.replace(tiny(), decoding={"rule": "factor", "params": {"f": 0.5}})
     each, own = evaluate.compare(lm, "add3", limit=2, batch=2, max_tokens=16, split="validation")

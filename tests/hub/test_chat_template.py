@@ -197,6 +197,7 @@ def test_a_template_that_exceeds_a_limit_is_stopped(source: str, words: str):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -223,6 +224,7 @@ def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
     assert ChatTemplate(source).render(CHAT) == "<Namespace>[<Namespace>]<Namespace>"
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "use",
     [

@@ -14,6 +14,7 @@ from tests.hub import mutations
 from tests.hub.goldens_of import GOLDENS, NAMES, golden
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_that_is_read_and_written_is_unchanged(name, tmp_path):
     g = golden(name)

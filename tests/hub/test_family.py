@@ -35,6 +35,7 @@ def logits_of(folder, case):
 QUICK = [case for case in LOADED if case.base == "qwen3"]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", slow_except(LOADED, *QUICK), ids=name_of)
 def test_logits_of_a_changed_config_equal_transformers(case, tmp_path):
     got, want = logits_of(mutations.write(tmp_path, case), case), said()[case.name]

@@ -99,6 +99,7 @@ def loop(prompt: list[int], count: int, p: float) -> tuple[list[int], int]:
     return answer[: answer.index(EOS)] if EOS in answer else answer, passes
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("apply", [plain, padded, masked])
 def test_sample_answers_as_a_loop_over_the_function(apply):
     lm = own(apply, check=True)
@@ -107,6 +108,7 @@ def test_sample_answers_as_a_loop_over_the_function(apply):
         assert (out.tokens[0].tolist(), out.forwards[0]) == loop(prompt, 9, 0.6)
 
 
+@pytest.mark.slow
 def test_rows_of_several_lengths_see_no_padding():
     prompts = [[3, 4, 5, 6, 7], [8], [1, 2]]
     for apply in (padded, masked):
@@ -114,6 +116,7 @@ def test_rows_of_several_lengths_see_no_padding():
         assert [t.tolist() for t in batch.tokens] == [loop(p, 9, 0.6)[0] for p in prompts]
 
 
+@pytest.mark.slow
 def test_a_function_without_lengths_is_guided_by_a_masked_prompt():
     weight, canvas = 0.5, np.array([*PROMPT, *[MASK] * 4])
     for _ in range(4):  # LLaDA's loop: one token a step, the most confident one
@@ -146,6 +149,7 @@ def test_batches_of_a_function_are_its_rows():
     assert mj.infill(lm, [[0, 1], mj.Hole(2), [3]]).text == mj.infill(lm, ["ab", mj.Hole(2), "d"]).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apply", [plain, padded])
 def test_the_log_probabilities_of_a_rollout_are_those_of_its_trajectory(apply):
     lm = own(apply, eos=None)
@@ -211,6 +215,7 @@ REFUSED = {  # rules that need what these functions lack
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "name", slow_except(OURS, "threshold", "wino", "expand", "remdm_confidence", "entropy_bound")
 )
@@ -243,6 +248,7 @@ def test_leave_one_out_predictions_do_not_see_the_token_at_their_position():
         mj.edit(own(padded), text, sampler=blind())
 
 
+@pytest.mark.slow
 def test_shifted_logits_are_aligned_with_the_canvas():
     straight, moved = own(padded), own(shifted, alignment="shifted")
     for rule in (mj.rules.threshold(0.6), mj.rules.confidence()):
@@ -293,6 +299,7 @@ def test_the_decoder_of_a_function_is_a_function_too(apply):
             decoder.init(lm.params, jnp.array([PROMPT]), max_tokens=5, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_uniform_noise_needs_no_mask_and_is_scored_without_one():
     lm = own(padded, mask=None, noise="uniform")
     out = mj.sample(lm, [PROMPT, [1]], max_tokens=6)
@@ -315,6 +322,7 @@ def test_every_id_but_the_mask_and_what_is_forbidden_can_be_emitted():
     assert text(mask=None, noise="uniform") == [*range(1, 12), 0]
 
 
+@pytest.mark.slow
 def test_without_an_end_of_text_every_answer_has_its_length():
     def ender(params, tokens, lengths):  # writes 5, and then ends
         after = jnp.arange(tokens.shape[1]) > 3

@@ -64,6 +64,7 @@ def test_dream_takes_the_whole_answer_as_one_block(checkpoint):
     assert mj.sample(dream, PROMPT, max_tokens=40, seed=3, plan=mj.Plan(steps=5)).forwards[0] == 5
 
 
+@pytest.mark.slow
 def test_the_callers_temperature_replaces_the_published_one(checkpoint):
     dream = checkpoint("dream")
     given = {"max_tokens": 8, "seed": 1}

@@ -135,6 +135,7 @@ def test_unpacked_matrices_equal_those_of_compressed_tensors(case):
     np.testing.assert_allclose(found, twin, rtol=2e-7 if case == "nvfp4" else 0)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", slow_except(FORMATS, *QUICK))
 def test_a_published_format_has_the_logits_of_the_matrices_it_stands_for(name, tmp_path):
     about, write, kind = FORMATS[name]
@@ -197,6 +198,7 @@ FUSED = {  # config.json, format
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name", slow_except(FUSED, "stacked experts, split", "fused queries, keys and values")
 )

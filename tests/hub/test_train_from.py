@@ -86,6 +86,7 @@ def config():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", slow_except(["hf", "ours"], "ours"))
 def test_training_makes_a_diffusion_model_of_an_autoregressive_checkpoint(qwen3, tmp_path, to, capsys):
     folder, tok = qwen3

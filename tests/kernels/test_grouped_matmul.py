@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_each_row_is_multiplied_by_its_own_experts_matrix(name, device):
     sizes, inputs, outputs, small, dtype = CASES[name]

@@ -102,6 +102,7 @@ def test_values_and_gradients_equal_those_of_the_reference(name):
     assert not dk[unseen].any() and not dv[unseen].any()
 
 
+@pytest.mark.slow
 def test_tiles_without_a_visible_pair_are_neither_read_nor_multiplied():
     """Tiles of queries that see nothing, and of keys that nobody sees, are NaN; so are the cotangents of the first."""
     ranges = np.zeros((1, 256, 2, 2), np.int32)

@@ -36,6 +36,7 @@ def lowered(f, args, backend):
     return mark in jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("backend", CHIPS)
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_attention_lowers_to_the_kernel_or_to_plain_xla(shape, backend):

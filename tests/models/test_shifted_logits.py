@@ -70,6 +70,7 @@ def test_the_first_token_of_a_block_is_predicted_by_the_token_before_it():
     np.testing.assert_allclose(ours[:, 1:], block[:, :-1], atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
 def test_training_and_decoding_have_the_same_logits(pattern):
     """A packed row of two documents: each token of a noised canvas gets the logits that a decoding pass gives it."""

@@ -41,6 +41,7 @@ def drawn(n=4, size=64):
     return lm, r, pad_answers(r.batch(lm), size)
 
 
+@pytest.mark.slow
 def test_padded_answers_have_the_same_log_probs_and_a_short_row_is_refused():
     lm, r, padded = drawn()
     assert padded.ids.shape == (8, 64) and padded.index.shape == (8, 64)
@@ -112,6 +113,7 @@ def test_what_left_the_clip_range_has_no_gradient_and_the_penalty_pulls_back():
     )
 
 
+@pytest.mark.slow
 def test_few_steps_is_the_cross_entropy_of_what_the_teacher_accepts_from_there_on():
     lm, data = tiny(), batch(rewards=np.array([1, 0, 1, 1, 0, 1, 1, 1], np.float32))
     _, found = gradient(rl.FewSteps(certainty=0.0, early=1.0), data)
@@ -132,6 +134,7 @@ def test_few_steps_is_the_cross_entropy_of_what_the_teacher_accepts_from_there_o
     assert float(certain.per_example.sum()) >= float(found.per_example.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("updates", "kl"), slow_except([(1, 0.0), (2, 0.1)], (2, 0.1)))
 def test_a_run_that_was_resumed_ends_equal(start, tmp_path, updates, kl):
     data = rl.Rollouts(tasks=("add2",), n=4, max_tokens=8, reward=vowels, updates=updates)

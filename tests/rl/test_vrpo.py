@@ -45,6 +45,7 @@ def first_batch(folder, start):
     return next(batches), objective, lm
 
 
+@pytest.mark.slow
 def test_with_the_reference_as_policy_the_loss_is_log_2_and_its_gradient_that_of_the_formula(tmp_path, start):
     batch, objective, lm = first_batch(tmp_path, start)
 

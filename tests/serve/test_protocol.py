@@ -154,7 +154,7 @@ image_data lora min_keep mirostat mirostat_eta mirostat_tau n_discard n_indent n
 parse_tool_calls penalize_nl penalty_prompt post_sampling_probs preserved_tokens reasoning_format
 reasoning_in_content repeat_last_n repeat_penalty response_fields return_progress return_tokens samplers
 t_max_predict_ms thinking_forced_open timings_per_token top_n_sigma typical_p typ_p tfs_z xtc_probability
-xtc_threshold adapter slot_id prompt_tokens adapter_id decoder_input_details details do_sample max_new_tokens
+xtc_threshold adapter slot_id prompt_tokens adapter_id decoder_input_details details do_sample
 return_full_text stop_sequences tool_prompt top_n_tokens truncate watermark guideline models provider preset
 plugins route session_id top_a transforms usage debug cache_control image_config api_base api_key api_type
 api_version allowed_openai_params base_url caching cooldown_time custom_llm_provider deployment_id drop_params
@@ -203,7 +203,12 @@ def test_fields_of_other_servers_are_not_taken_for_misspelt_ones(name):
     model, minimal = MODELS[name], MINIMAL[name]
     for field in FOREIGN.split():
         assert parse_request(model, {**minimal, field: 1}) == parse_request(model, minimal), field
-    both = {**minimal, "maxTokens": 3, "max_tokens": 3}  # a client that sends its own spelling too
+    both = {
+        **minimal,
+        "maxTokens": 3,
+        "max_new_tokens": 3,
+        "max_tokens": 3,
+    }  # a client that sends its own spelling too
     assert parse_request(model, both) == parse_request(model, {**minimal, "max_tokens": 3})
     if name != "chat":
         return

@@ -142,12 +142,14 @@ def trained(weight, mesh, steps=60):
     return found[0], found[-1]
 
 
+@pytest.mark.slow
 def test_training_evens_out_a_router_that_sends_everything_to_one_expert():
     first, last = trained(0.5, None)
     assert first["busiest_expert"] > 0.95 and first["balance"] > 2
     assert last["busiest_expert"] < 0.45 and last["balance"] < 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", slow_except([{"fsdp": 4}, {"expert": 4}, {"fsdp": 2, "expert": 2}], {"fsdp": 2, "expert": 2})
 )

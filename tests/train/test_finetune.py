@@ -89,6 +89,7 @@ def test_forty_steps_on_chats_lower_the_loss_and_leave_the_base_as_it_is(base, t
     assert set(range(lm.tokenizer.vocab_size, VOCAB)) <= set(lm.corruption.forbidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_except(FAMILIES, "LLaDA"))
 def test_a_packaged_recipe_runs_on_a_folder_and_a_file(base, tmp_path, family, capsys):
     folder, lines = base(family)
@@ -132,6 +133,7 @@ def test_a_packaged_recipe_runs_on_a_folder_and_a_file(base, tmp_path, family, c
         )
 
 
+@pytest.mark.slow
 def test_the_encoder_of_diffusion_gemma_learns_every_end_of_text_of_the_last_canvas(base, tmp_path):
     """As in gemma's own data: the mean over all next tokens of prompt, answer and what completes the canvas."""
     folder, lines = base("DiffusionGemma")

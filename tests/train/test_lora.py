@@ -60,6 +60,7 @@ def test_a_product_is_that_of_the_merged_matrix(shape, inputs):
     np.testing.assert_allclose(dot(x, w, inputs), dot(x, merged, inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
 def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
     up, down = weight((3, 4, 10), 1, 1)[0], weight((3, 5, 4), 1, 1)[0]

@@ -205,6 +205,7 @@ def test_with_an_exact_next_token_model_the_causal_loss_is_the_entropy_of_a_step
     assert abs(mean + (CHAIN[0] * np.log(CHAIN[0])).sum()) < 4 * se < 0.08
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "objective",
     [
@@ -226,6 +227,7 @@ def test_a_clipped_weight_stands_below_the_entropy():
     assert mean < entropy() - 4 * se
 
 
+@pytest.mark.slow
 def test_lladas_normalisation_is_the_bound_itself_where_answers_are_equally_long():
     model, params = trained("bidirectional", 4)
     data = batch(model, sequences(5, 256))
@@ -281,6 +283,7 @@ def test_prompts_are_not_scored_and_gradients_reach_the_clean_pass():
     assert float(found.per_example[0]) != float(found.per_example[1])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, devices):
     model = models.build(config("causal_encoder", 4))

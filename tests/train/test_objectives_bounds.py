@@ -48,6 +48,8 @@ SLOW = {name for name in BOUNDS if "cosine" in name or "posterior" in name} | {
     "complementary",
     "hybrid",
     "hybrid, half uniform",
+    "hybrid, no uniform",
+    "score entropy",
 }
 
 
@@ -61,6 +63,7 @@ def test_with_an_exact_denoiser_the_bound_is_the_entropy_within_one_percent(name
     assert abs(mean / markov.entropy() - 1.0) < 0.01 and 3 * se < 0.01 * markov.entropy()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["masked", "score entropy", "uniform", "hybrid"])
 def test_with_a_wrong_denoiser_the_bound_is_above_the_entropy(name):
     objective, kind, _ = BOUNDS[name]
@@ -77,6 +80,7 @@ NO_BOUNDS = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", NO_BOUNDS)
 def test_what_is_no_bound_is_not_called_one(name):
     objective, kind = NO_BOUNDS[name]
@@ -97,6 +101,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_equal_finite_differences(name):
     objective, kind, how = GRADIENTS[name]
@@ -113,6 +118,7 @@ def test_gradients_equal_finite_differences(name):
         assert float(jax.grad(loss)(at)) == pytest.approx(float(slope), rel=1e-4)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("kind", "posterior"),
     [
@@ -232,6 +238,7 @@ def packed(model, lengths=((9, 3), (14, 2), (5, 1))) -> Batch:
     return jax.tree.map(jnp.asarray, packing.pack([row], 96, 4))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("pattern", "predicts_next"),
     [("bidirectional", False), ("causal_encoder", False), ("causal_encoder", True), ("block_causal", False)],
@@ -300,6 +307,7 @@ def test_diffusion_gemma_is_the_mean_over_documents_of_both_losses():
     assert float(b) == pytest.approx(float(sum(means)), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_self_conditioning_of_diffusion_gemma_reaches_canvases_and_stops_its_gradient():
     model, params, corruption = gemma()
     data = packed(model)
@@ -329,6 +337,7 @@ def test_self_conditioning_of_diffusion_gemma_reaches_canvases_and_stops_its_gra
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), slope, again)
 
 
+@pytest.mark.slow
 def test_several_canvases_score_as_each_of_them_alone():
     """What gemma's own multi-canvas training is reported to break: canvas k sees the clean tokens before it alone."""
     model, params, corruption = gemma()

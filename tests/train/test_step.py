@@ -189,6 +189,7 @@ def test_weight_decay_is_for_matrices():
     assert optim.decayed(factors) == {"q": {"w": {"a": True, "b": True}, "b": False}}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("family", BUILDS)
 def test_the_parameters_of_every_family_are_declared_and_meet_their_rule(family, tmp_path):
     model = models.build(hub.config_of(hub.tiny_random(family, tmp_path / "m")))

@@ -252,6 +252,7 @@ def test_draining_finishes_running_requests_and_rejects_new_ones():
     engine.stop()
 
 
+@pytest.mark.slow
 def test_draining_waits_for_a_request_between_queue_and_slot(engine_of_one_rule, monkeypatch):
     engine = engine_of_one_rule
     reached, go_on, start = threading.Event(), threading.Event(), engine._start_request
@@ -377,6 +378,7 @@ def test_a_model_on_a_mesh_answers_as_on_one_device():
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv, size, error",
     [

@@ -33,6 +33,7 @@ def test_a_row_that_began_with_an_old_prefix_stores_no_keys_that_it_does_not_hav
     assert found[1].cached == 1088  # the second prompt used the cache
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_is_used_where_the_window_is_known():
     prompt = tuple(prompts(LONG)[0])
     asked = [
