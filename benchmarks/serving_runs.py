@@ -498,7 +498,9 @@ def seconds_per_pass(part: DeviceProgram) -> float:
     """
     cancelled, one = np.zeros(part.rows, bool), np.int32(1)
     held = jax.device_put(part.row_params)
-    step = lambda state: programs.run_passes(part.program, part.params, state, held, cancelled, one, None, 1).state
+    step = lambda state: (
+        programs.run_passes(part.program, part.params, state, held, cancelled, one, None, 1).state
+    )
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))
 
