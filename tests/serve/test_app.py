@@ -349,7 +349,6 @@ def test_bad_words_are_in_no_answer(client):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "bad_words"
 
 
-@pytest.mark.slow
 def test_sampling_parameters_change_the_answer(client):
     payload = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "temperature": 1.2, "seed": 1}
     texts = lambda **more: [
@@ -438,7 +437,6 @@ def test_fim_fills_the_gap(client):
     assert post(client, {**payload, "max_tokens": 1}, "/v1/completions")["choices"] == [choice]
 
 
-@pytest.mark.slow
 def test_an_edit_is_a_bare_code_fence_or_none(client):
     payload = {"model": "mercury-coder", "messages": [{"role": "user", "content": EDIT}], "seed": 0}
     content = post(client, payload, "/v1/edit/completions")["choices"][0]["message"]["content"]

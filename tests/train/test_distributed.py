@@ -6,6 +6,7 @@ import time
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import mercury_jax as mj
 from mercury_jax.config import ModelConfig
@@ -123,10 +124,13 @@ def test_without_other_processes_distributed_is_refused_in_words(monkeypatch):
         pass
 
 
-@pytest.mark.slow
 def test_no_activation_is_copied_to_all_devices_on_a_mesh_of_data_and_fsdp(tmp_path, capfd, request):
-    jax.config.update("jax_enable_compilation_cache", False)  # XLA warns when it compiles
-    request.addfinalizer(lambda: jax.config.update("jax_enable_compilation_cache", True))
+    def use_cache(on):
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()  # JAX asks once in a process whether it has one
+
+    use_cache(False)  # XLA warns when it compiles
+    request.addfinalizer(lambda: use_cache(True))
     model = ModelConfig(
         vocab=298, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, ffn=48, block=8, context=128,
         pattern="bidirectional",

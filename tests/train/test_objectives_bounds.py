@@ -307,7 +307,6 @@ def test_diffusion_gemma_is_the_mean_over_documents_of_both_losses():
     assert float(b) == pytest.approx(float(sum(means)), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_self_conditioning_of_diffusion_gemma_reaches_canvases_and_stops_its_gradient():
     model, params, corruption = gemma()
     data = packed(model)

@@ -252,7 +252,6 @@ def test_draining_finishes_running_requests_and_rejects_new_ones():
     engine.stop()
 
 
-@pytest.mark.slow
 def test_draining_waits_for_a_request_between_queue_and_slot(engine_of_one_rule, monkeypatch):
     engine = engine_of_one_rule
     reached, go_on, start = threading.Event(), threading.Event(), engine._start_request
