@@ -20,10 +20,10 @@ help:  ## list the targets
 demo: $(VENV)/.all  ## watch the embedded model turn noise into an answer
 	@$(BIN)/mercury demo $(ARGS)
 
-test: $(VENV)/.test  ## run the tests in some 10 minutes on 2 cores; ARGS="-k sample --jaxtyping" goes to pytest
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+test: $(VENV)/.test  ## run the quick tests; ARGS="-k sample --jaxtyping" goes to pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not slow and not gpu" $(ARGS)
 
-test-all: $(VENV)/.test  ## run the slow tests too
+test-all: $(VENV)/.test  ## run the long and the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.dev  ## formatting and lint, changing nothing

@@ -25,6 +25,7 @@ def test_every_public_name_is_there_and_no_other():
         mj.nosuch  # noqa: B018
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "first",
@@ -105,6 +106,7 @@ def test_what_is_no_model_folder_is_refused(tmp_path):
         mj.load(tmp_path)
 
 
+@pytest.mark.long
 def test_what_a_repl_prints_is_short(capsys):
     lm = mj.load()
     assert repr(lm) == "LM(nano: 1.8M parameters, transformer, absorbing noise, blocks of 32, context 512)"

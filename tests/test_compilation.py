@@ -63,6 +63,7 @@ def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     assert second < 3 and second < first  # seconds of the processor, whatever else it does
 
 
+@pytest.mark.long
 def test_the_cache_is_off_where_its_folder_is_empty(tmp_path):
     assert run(FIRST_SAMPLE, MERCURY_CACHE="", HOME=str(tmp_path))[1] == "None" and not os.listdir(tmp_path)
 

@@ -128,6 +128,7 @@ def fresh_import() -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_import_is_quick_and_loads_nothing_heavy():
     runs = [fresh_import() for _ in range(3)]
     assert HEAVY.isdisjoint(runs[0]["modules"])
@@ -164,6 +165,7 @@ print(len(out.text) > 0, loaded)
     assert without(TRAINER | HEAVY, code) == "True []\n"
 
 
+@pytest.mark.long
 def test_the_command_line_starts_without_the_trainer():
     code = """
 from mercury_jax.cli import main

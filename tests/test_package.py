@@ -108,6 +108,7 @@ def test_a_message_about_a_missing_extra_names_how_this_installation_was_made(di
     assert said.returncode == 2 and command.replace("FOLDER", str(folder)) in said.stderr
 
 
+@pytest.mark.long
 def test_loading_and_sampling_import_no_module_that_windows_lacks(tmp_path):
     program = """
 import sys

@@ -176,6 +176,7 @@ def test_a_meshs_sizes_are_read_or_refused():
             chips.mesh_sizes(bad)
 
 
+@pytest.mark.long
 def test_the_training_step_is_lowered_with_its_state_on_the_mesh(monkeypatch):
     monkeypatch.setattr(chips.Target, "describe", lambda self: type("T", (), {"devices": jax.devices()}))
     found = abstract_params.source("mercury-100m")

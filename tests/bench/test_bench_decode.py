@@ -321,6 +321,7 @@ def test_rules_are_chosen_on_other_questions_than_those_of_the_figures(monkeypat
     assert {tasks.TASKS["add3"].split(question) for question in chosen} == {"validation"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argv, words",
     [

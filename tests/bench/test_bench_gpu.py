@@ -76,6 +76,7 @@ def test_a_failure_in_a_used_process_is_repeated_in_a_new_one():
         assert row["passed"] and "in_a_used_process" in row
 
 
+@pytest.mark.long
 def test_no_case_begins_without_time_or_exceeds_the_budget():
     running, _ = scripted(CHILD, budget=2.0)
     with closing(running):
@@ -295,6 +296,7 @@ def test_a_gradient_may_be_twice_as_far_off_as_without_kernels_and_nothing_excus
         assert check.why_wrong(error, moved, plain) is not None
 
 
+@pytest.mark.long
 def test_where_a_gradient_of_the_soft_cap_has_a_large_error_so_has_plain_bf16():
     """The case whose error on an H200 was 0.0206: at a difference of large sums, in both."""
     [case] = [
@@ -327,6 +329,7 @@ def test_a_training_row_is_full_and_costs_six_flop_for_each_parameter_and_positi
     assert alone == 6 * 100 * 2 * 2048
 
 
+@pytest.mark.long
 def test_random_weights_have_the_right_deviation_and_differ_between_leaves():
     made = (model.random_model(model.find("tiny"), kind, lambda stage: None) for kind in (None, "int8"))
     wide, small = ([x for x in jax.tree.leaves(lm.params) if x.ndim > 1] for lm in made)
@@ -354,6 +357,7 @@ def test_routings_have_all_rows_and_differ():
 # --- the commands
 
 
+@pytest.mark.long
 def test_the_commands_import_neither_grain_nor_tyro_nor_rich(tmp_path):
     """Imports every module that the parent and a child need, without these packages; flax itself imports rich."""
     script = """

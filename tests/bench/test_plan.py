@@ -60,6 +60,7 @@ def test_a_chip_without_its_compiler_is_refused_beside_others(monkeypatch):
 # --- refusals by arithmetic
 
 
+@pytest.mark.long
 def test_the_bytes_of_the_weights_are_those_of_the_abstract_parameters():
     for name, quantise in (("nano", None), ("nano", "int8"), ("mercury-100m", "fp8")):
         found = abstract_params.source(name, "bfloat16")
@@ -72,6 +73,7 @@ def test_the_bytes_of_the_weights_are_those_of_the_abstract_parameters():
     assert whole / 8 < eighth < whole / 4  # experts lie over the devices, the rest is on each
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "model, target, quantise",
@@ -116,6 +118,7 @@ def dying(tmp_path):
     return str(path)
 
 
+@pytest.mark.long
 def test_a_cell_that_fails_does_not_end_the_plan_and_is_tried_again(processes, dying, tmp_path):
     file = tmp_path / "plan.jsonl"
     requests = plan.grid([dying, BIG], ["t4"])

@@ -20,6 +20,7 @@ from mercury_jax.types import Pass
 from tests.tiny import tiny
 
 
+@pytest.mark.long
 def test_warm_calls_compile_nothing_and_make_the_passes_that_are_compared():
     [row] = overhead.compare(tiny(), [SweepPoint("threshold", {"p": 0.9})], batches=[2], tokens=16, pairs=2)
     assert row["recompilations"] == 0 and row["passes"] >= 1 + 16 // 8
@@ -60,6 +61,7 @@ def test_prompts_grow_in_rising_order_with_a_cache_in_proportion():
     json.dumps([small, large])
 
 
+@pytest.mark.long
 def test_one_layer_prefills_without_attention():
     def program(layers):
         lm = prompt.small_model(tiny(), 256, layers, 0)

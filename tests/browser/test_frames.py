@@ -71,6 +71,7 @@ def test_labels_lose_no_byte():
     assert labels.label(tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", SPECIAL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pattern", slow_except(["causal_encoder", "bidirectional", "block_causal"], "block_causal")
 )

@@ -54,6 +54,7 @@ def test_a_stream_has_one_start_its_passes_and_one_end(served):
     assert job.prompt == tuple(tok.render(CHAT["messages"])) and job.suffix is None
 
 
+@pytest.mark.long
 def test_the_opponent_of_a_race_is_the_same_model_left_to_right(served):
     """One frame a pass, and the text and passes of `mj.sample`; the engine is not asked."""
     before = len(served.engine.tickets)
@@ -226,6 +227,7 @@ def test_only_rules_of_the_engine_are_offered(lm):
         assert ask(served.url + "playground/stream", CHAT | {"rule": "local_leap"})[0] == 400
 
 
+@pytest.mark.long
 def test_each_model_has_its_own_info_stream_and_tokens(lm):
     """The first model is meant where none is named; labels, limits and ids are those of the model that is."""
     mine = dataclasses.replace(tiny_lm(), name="mine")

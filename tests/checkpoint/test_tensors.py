@@ -252,6 +252,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 def test_the_longest_header_takes_a_bounded_amount_of_memory(tmp_path):
     path = tmp_path / "x.safetensors"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.checkpoint.tensors import DTYPES, LazyTensor
@@ -192,6 +193,7 @@ def run(folder, count, seed=SEED):
     return met
 
 
+@pytest.mark.long
 def test_a_mutated_file_raises_an_error_or_is_read_intact(tmp_path):
     met = run(tmp_path, COUNT)
     assert {outcome for _, outcome in met} == {"refused", "intact"}

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mercury_jax import compilation as app
 
 SCRIPT = """
@@ -34,12 +36,14 @@ def kept(when, **environ):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_programs_are_cached_whether_jax_was_imported_before_or_not(tmp_path):
     for when in ("early", "late"):
         ours, jax = kept(when, MERCURY_CACHE=str(tmp_path / when))
         assert ours == jax and list(Path(ours).iterdir()), when
 
 
+@pytest.mark.long
 def test_the_environment_decides_about_the_cache(tmp_path):
     mine = str(tmp_path / "mine")
     assert kept("early", JAX_COMPILATION_CACHE_DIR=mine, MERCURY_CACHE=str(tmp_path)) == [None, mine]

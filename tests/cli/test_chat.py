@@ -19,6 +19,7 @@ def talk(monkeypatch, capsys, lines: str, *argv: str) -> list[dict]:
     return objects(capsys, "chat", "--max-tokens", "12", "--json", *argv)
 
 
+@pytest.mark.long
 def test_each_answer_is_that_of_the_whole_conversation(monkeypatch, capsys, at_hand):
     lm, seen = mj.load(at_hand), [{"role": "system", "content": "Be\nbrief."}]
     lines = "/system Be\\nbrief.\ndef f\n\nx = 1\n"
@@ -36,6 +37,7 @@ def test_commands_change_the_conversation_and_are_no_messages(monkeypatch, capsy
     assert [row["messages"] for row in rows] == [1, 1, 1, 2]
 
 
+@pytest.mark.long
 def test_the_embedded_model_answers_each_question_alone(monkeypatch, capsys):
     """It was trained on single questions: behind another one the second answer was wrong."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("347+585=\n120+345=\n/exit\nnever\n"))
@@ -48,6 +50,7 @@ def test_single_lines_are_no_conversation(monkeypatch, capsys, at_hand):
     assert [row["messages"] for row in rows] == [2, 2]
 
 
+@pytest.mark.long
 def test_a_pipe_gets_one_text_a_line_and_escapes_are_read(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("0200\\n4302\\n3401\\n0004\n"))
     assert main(["chat", "-e"]) == 0
@@ -129,6 +132,7 @@ def test_a_budget_that_does_not_fit_is_refused_by_its_option(typed, capsys):
     assert re.search(r"--max-tokens is 100; allowed: 1\.\.\d+: .*\n/new begins", capsys.readouterr().err)
 
 
+@pytest.mark.long
 def test_an_answer_that_the_context_ends_is_said_to_be_so(monkeypatch, capsys, at_hand):
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
     assert main(["chat", "--model", at_hand, "--temperature", "2"]) == 0

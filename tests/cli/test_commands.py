@@ -37,6 +37,7 @@ def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
     assert f"{sum(row['tokens'] for row in rows)} tokens" in err
 
 
+@pytest.mark.long
 def test_several_answers_to_a_prompt_end_before_their_stop_text(at_hand, capsys):
     call = [
         "sample",
@@ -280,6 +281,7 @@ def own_rule(tmp_path, monkeypatch):
     sys.modules.pop("my_rules", None)
 
 
+@pytest.mark.long
 def test_a_rule_of_the_users_own_decodes_and_is_listed(own_rule, at_hand, capsys):
     call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--json"]
     rows = objects(capsys, *call, "--rule", own_rule, "--share", "0.3")
@@ -326,6 +328,7 @@ def test_serve_takes_a_rule_for_requests_that_name_none(own_rule, lm):
     )
 
 
+@pytest.mark.long
 def test_sample_writes_no_bad_word(at_hand, capsys):
     call = ["sample", "def f", "--max-tokens", "8", "--model", at_hand, "--json"]
     [plain] = objects(capsys, *call)

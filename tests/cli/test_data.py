@@ -118,6 +118,7 @@ def on_shards(packed, tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_a_recipe_trains_on_shards_with_the_tokenizer_that_they_hold(on_shards, packed, capsys):
     [done] = objects(capsys, "train", on_shards, "--steps", "1", "--eval-every", "0", "--json")
     [info], [about] = (

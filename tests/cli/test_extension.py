@@ -56,6 +56,7 @@ def rows(process):
     return [json.loads(line) for line in out.splitlines()]
 
 
+@pytest.mark.long
 def test_info_lists_it_and_sample_decodes_with_it(mercury, folder):
     listed, sampled = (
         mercury("info", "--load", "my_rules", "--model", folder, "--json"),

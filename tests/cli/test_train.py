@@ -96,6 +96,7 @@ def own(tmp_path, monkeypatch):
     return written, edit
 
 
+@pytest.mark.long
 def test_the_comment_of_a_new_recipe_on_data_of_ones_own_works_as_it_stands(own, tmp_path, capsys):
     written, edit = own
     [source] = re.findall(r"# .*(data\.chat\(.*?\))", written)
@@ -120,6 +121,7 @@ def test_a_refused_run_leaves_nothing_and_names_what_the_recipe_says(own, tmp_pa
     assert not (tmp_path / "runs/shout").exists()
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_an_earlier_run_left_is_named(own, tmp_path, capsys):
     _, edit = own
     edit('data.chat("chats.jsonl", held_out=0.05)', "vocab=400")

@@ -74,6 +74,7 @@ def test_tokens_and_forwards_are_the_references(name, case):
         assert out.forwards[0] <= passes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, case", slow_except(DRAWS, DRAWS[0]), ids=title)
 def test_answers_are_as_frequent_as_the_references(name, case):
     lm, out = decode(name, case, ROWS)

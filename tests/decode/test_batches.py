@@ -85,6 +85,7 @@ def test_a_turn_may_continue_in_several_ways():
     assert tokens(out) == tokens(whole) and out.encoded.sum() < whole.encoded.sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -151,6 +152,7 @@ def test_a_grammar_binds_each_of_several_answers():
 # --- settings of each prompt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(["block_causal", "bidirectional"], "bidirectional"))
 def test_a_batch_with_settings_of_each_row_is_its_rows_alone(pattern):
     lm, stops = wide(pattern), [None, ["e", "\n"]]
@@ -234,6 +236,7 @@ def cut(text, stops):
     return text[: sum(min(found))] if found else text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_the_text_is_the_unstopped_one_before_its_first_stop(pattern):
     whole = unstopped(pattern)
@@ -258,6 +261,7 @@ def test_the_text_is_the_unstopped_one_before_its_first_stop(pattern):
                 assert not wide().tokenizer.decode(out.tokens[i][:-1]).startswith(out.texts[i] or "-")
 
 
+@pytest.mark.long
 def test_a_stop_text_ends_the_decoding_of_its_row():
     whole = unstopped()
     stop = whole.texts[0][3:5]
@@ -270,6 +274,7 @@ def test_a_stop_text_ends_the_decoding_of_its_row():
     assert len(both.history) == both.passes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_stream_stops_where_sample_does(every):
     stop = [[unstopped().texts[0][3:5]], None]
@@ -431,6 +436,7 @@ def test_streams_of_chats_think_and_answer_as_sample_does():
 # --- infilling and editing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_infilling_of_ids_is_that_of_their_text(pattern):
     lm = wide(pattern)
@@ -459,6 +465,7 @@ def test_a_batch_of_infillings_is_its_rows_alone(pattern, hole):
         assert out.forwards[i] == alone.forwards[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [1, 2, 40])
 def test_a_rule_of_variable_length_fills_an_open_hole_up_to_its_most(most):
     lm, rule = wide("bidirectional"), mj.rules.expand(expand=300)

@@ -75,6 +75,7 @@ def spans(refresh, prompts, rule=None, pattern="bidirectional", **more):
     return out, [log[:n] for log, n in rows][: len(out.texts)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", slow_except(["def x", LONG], LONG))
 def test_a_prefix_cache_recomputes_the_block_and_what_follows_and_nothing_of_the_prompt(prompt):
     start = len(tiny().tokenizer.encode(prompt))
@@ -118,6 +119,7 @@ def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so(rows_ap
         assert [entry[:2] for entry in log] == [entry[:2] for entry in run(prompt)[1][0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "refresh",
     [
@@ -175,6 +177,7 @@ def sampled(lm, refresh, prompt="def x", tokens=16, block=8, **more):
     return mj.sample(lm, prompt, max_tokens=tokens, plan=plan, sampler=mj.rules.confidence(), **more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "prompt"),  # prompts to which this cache gives other tokens than none
     slow_except(
@@ -223,6 +226,7 @@ def test_dkv_decode_makes_the_tokens_of_the_published_loop(pattern, prompt):
         assert got.tokens[0].tolist() != sampled(lm, None, prompt).tokens[0].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["causal_encoder", "block_causal"])
 def test_a_canvas_computes_what_is_undecided_and_what_was_just_decided(pattern):
     ids = tiny().tokenizer.encode(LONG)
@@ -326,6 +330,7 @@ def test_elastic_cache_computes_everything_when_keys_moved_and_only_then():
     )
 
 
+@pytest.mark.long
 def test_dkv_greedy_computes_what_was_decided_what_comes_next_and_masks_near_it():
     used, _, end = counts(caches.dkv_greedy(every=3, window=2))
     within = [step % 8 % 3 for step in range(24)]
@@ -352,6 +357,7 @@ def test_every_policy_is_registered_with_its_source_and_what_it_leaves_out():
         assert make() == make() and hash(make()) == hash(make())  # equal policies share a program
 
 
+@pytest.mark.long
 def test_a_policy_of_a_user_sees_hidden_states_and_how_far_keys_moved():
     @caches.cache_policy(init=lambda width: jnp.zeros((width,)), drift=True)
     def first_moved(key, view, memory):

@@ -45,6 +45,7 @@ def joined(cuts, logits, canvas, eos, uniforms, inside, temperature):
     return chunked_vocab.merge_chunks(jax.tree.map(lambda *x: jnp.stack(x), *found), uniforms, temperature)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cuts", CUTS)
 def test_pieces_read_what_the_whole_reads(cuts):
     logits, canvas, eos = logits_of(), jnp.asarray([5, 3, 66, 1, 69, 40]), jnp.asarray(64)
@@ -157,6 +158,7 @@ def test_a_model_decodes_in_pieces_as_with_all_logits(logit_bytes):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5)
 
 
+@pytest.mark.long
 def test_samples_do_not_depend_on_whether_one_product_computes_the_logits():
     lm = conditioned()
     session = session_of(lm, Sampler(mj.rules.entropy_bound(), temperature=1.0))

@@ -96,6 +96,7 @@ def test_batch_size_changes_nothing_in_x64(pattern):
     np.testing.assert_array_equal(several.tokens[0], alone.tokens[0])
 
 
+@pytest.mark.long
 def test_four_devices_give_the_text_of_one_in_x64():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.enable_x64(True):
@@ -185,6 +186,7 @@ def test_admit_replaces_one_row_and_leaves_its_neighbours():
     assert text[1, :3].tolist() == lm.tokenizer.encode("x y z") and bool(session.state.done.all())
 
 
+@pytest.mark.long
 def test_hybrid_and_uniform_noise_decode_to_tokens_that_may_be_emitted():
     for kind in ("hybrid", "uniform"):
         lm = tiny(kind=kind)

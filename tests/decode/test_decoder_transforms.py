@@ -88,6 +88,7 @@ def test_step_by_step_in_a_loop_of_the_users_own():
     assert rows_of(decode(params())) == expected()
 
 
+@pytest.mark.long
 def test_some_passes_and_then_the_rest():
     decoder, _ = make()
 
@@ -103,12 +104,14 @@ def test_some_passes_and_then_the_rest():
     assert all(a == b[: len(a)] and len(a) < len(b) for a, b in zip(rows_of(early), expected(), strict=True))
 
 
+@pytest.mark.long
 def test_vmap_over_prompts_and_keys():
     _, decode = make()
     one = lambda ids, key: jax.tree.map(lambda x: x[0], decode(params(), ids[None], key[None]))
     assert rows_of(jax.jit(jax.vmap(one))(PROMPTS, KEYS)) == expected()
 
 
+@pytest.mark.long
 def test_vmap_over_stacked_parameters():
     _, decode = make()
     stacked = jax.tree.map(lambda x: jnp.stack([0.9 * x, x]), params())
@@ -117,6 +120,7 @@ def test_vmap_over_stacked_parameters():
     assert same == expected() and other != same
 
 
+@pytest.mark.long
 def test_vmap_over_a_parameter_of_the_rule():
     def forwards(p):
         decoder, _ = make(sampler=mj.rules.threshold(p))
@@ -135,6 +139,7 @@ def test_vmap_over_a_parameter_of_the_rule():
     assert nfe[0].sum() < nfe[1].sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_grad_of_a_scan_is_the_slope_of_the_log_probabilities(pattern):
     decoder, _ = make(pattern, mj.rules.confidence(), logprobs=0)
@@ -155,6 +160,7 @@ def test_grad_of_a_scan_is_the_slope_of_the_log_probabilities(pattern):
     assert size > 1 and abs((ahead - behind) / (2 * step) - size) < 0.05 * size
 
 
+@pytest.mark.long
 def test_log_probabilities_in_the_state_are_those_of_sample():
     decoder, _ = make(logprobs=2)
 
@@ -169,6 +175,7 @@ def test_log_probabilities_in_the_state_are_those_of_sample():
         np.testing.assert_array_equal(kept.top_ids[i, 5 : 5 + n], row.top_ids)
 
 
+@pytest.mark.long
 def test_rows_of_several_lengths_and_budgets_decode_as_alone():
     decoder, _ = make()
     lengths, most = np.array([5, 3, 1, 4]), np.array([12, 2, 7, 9])
@@ -228,6 +235,7 @@ def test_over_four_devices(axes, form):
         assert rows_of(jax.jit(decode)(*given)) == expected()
 
 
+@pytest.mark.long
 def test_sample_takes_the_mesh_that_jax_makes():
     mesh = jax.make_mesh((4,), ("data",))
     out = mj.sample(tiny("block_causal"), PROMPTS, max_tokens=NEW, seed=SEED, sampler=SAMPLER, mesh=mesh)
@@ -273,6 +281,7 @@ def test_forked_rows_differ_from_then_on():
     assert forked == again != other
 
 
+@pytest.mark.long
 def test_a_fork_keeps_what_a_row_has_decided():
     decoder, _ = make(sampler=mj.rules.threshold(0.5))
 
@@ -288,6 +297,7 @@ def test_a_fork_keeps_what_a_row_has_decided():
     assert rows_of(decode(params())) == [tokens(greedy.tokens)[i] for i in (2, 2, 0)]
 
 
+@pytest.mark.long
 def test_arrays_of_the_caller_may_be_closed_over():
     ids, lengths = jnp.asarray(PROMPTS), jnp.array([5, 3, 1, 4])
     decoder, _ = make()

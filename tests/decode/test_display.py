@@ -42,6 +42,7 @@ def test_the_last_step_of_a_trace_is_the_answer_and_each_token_keeps_its_step(so
         assert ((found.confidence >= 0) & (found.confidence <= 1.001)).all()
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rule", [mj.rules.wino(), mj.rules.remdm_confidence(), mj.rules.threshold(0.9)])
 def test_a_rule_that_takes_tokens_back_is_traced_to_its_answer(rule):
@@ -62,6 +63,7 @@ def test_a_notebook_shows_a_slider_over_all_steps_of_each_answer(solved):
     assert not NETWORK.search(html)
 
 
+@pytest.mark.long
 def test_text_of_a_model_never_becomes_markup():
     lm = mj.load()
     out = mj.sample(lm, "x", max_tokens=32, history=True)
@@ -156,6 +158,7 @@ def test_what_is_missing_for_a_plot_is_named(monkeypatch, solved):
         solved.plot()
 
 
+@pytest.mark.long
 def test_the_command_writes_a_page_and_an_animation(tmp_path, capsys):
     page, picture = tmp_path / "steps.html", tmp_path / "steps.gif"
     sudoku = PUZZLE[0]["content"]

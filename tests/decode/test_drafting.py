@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pattern", "kind"), CASES)
 def test_text_is_the_verifiers_with_the_same_seed(pattern, kind):
     """4 drafters and 64 prompts with seeds, temperatures and lengths of their own: 256 cases."""

@@ -37,6 +37,7 @@ def test_edit_writes_the_spans_anew_and_holds_the_rest(pattern):
     assert not np.isin(out.tokens[0], never).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("several", [False, True])
 def test_edit_writes_wrong_cells_of_a_sudoku_anew(several):
     lm, found = mj.load(), repair.wrong_answers(16, 5)
@@ -82,6 +83,7 @@ def test_edit_shows_end_of_text_up_to_the_block_as_training_does(pattern):
         assert len(tokens) == len(text) and tokens[-1] == 280 + fill
 
 
+@pytest.mark.long
 def test_edit_by_the_models_own_choice_ends_for_every_kind_of_noise():
     for kind in ("absorbing", "uniform", "hybrid"):
         lm = tiny(kind=kind)
@@ -125,6 +127,7 @@ def test_open_holes_are_filled_with_some_length_up_to_their_most(pattern):
     assert filled == out.filled[0] <= 7 and len(out.holes) == 2
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("pattern", "kind", "sampler"),

@@ -188,6 +188,7 @@ def test_a_format_without_a_pattern_is_an_annotation(name):
         assert made.completes(TOK.encode('"any text"'))
 
 
+@pytest.mark.long
 def test_schemas_in_the_style_of_published_ones_are_answered_or_refused_at_their_place():
     """A sample; `python -m tests.decode.grammar_corpus` takes all."""
     rng, tally = np.random.default_rng(0), Counter()

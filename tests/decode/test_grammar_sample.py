@@ -49,6 +49,7 @@ def test_a_random_model_of_every_kind_obeys(pattern, block, kind):
         assert max(out.lengths) <= MOST and out.forwards.max() <= max(out.lengths)
 
 
+@pytest.mark.long
 def test_a_row_does_not_notice_the_grammar_of_its_neighbour():
     alone = run([None, None])
     before = compiled()
@@ -141,6 +142,7 @@ def test_what_cannot_be_guaranteed_is_refused_before_any_compute(wrong, words, m
         mj.sample(tiny(), PROMPTS, **({"max_tokens": 30} | wrong))
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("pattern", "kind"), [*((p, "absorbing") for p in PATTERNS), ("causal_encoder", "uniform")]

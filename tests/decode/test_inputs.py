@@ -310,6 +310,7 @@ def test_an_error_of_a_rules_own_code_stays_what_it_is():
         sampled(sampler=deciding(lambda view: view.masked & (1 / 0)))
 
 
+@pytest.mark.long
 def test_a_sampler_is_checked_once_for_all_values_of_its_parameters():
     calls = []
 
@@ -331,6 +332,7 @@ def test_a_sampler_stays_a_tuple_that_jax_maps_over():
     assert sampler._replace(temperature=0.0).rule is sampler.rule
 
 
+@pytest.mark.long
 def test_a_rule_may_return_any_kind_of_whole_numbers():
     small = rule_that(
         lambda proposal, memory: (proposal._replace(canvas=proposal.canvas.astype("int16")), memory)
@@ -339,11 +341,13 @@ def test_a_rule_may_return_any_kind_of_whole_numbers():
     assert sampled(sampler=small).texts == sampled(sampler=plain).texts
 
 
+@pytest.mark.long
 def test_one_temperature_a_row_may_be_a_list():
     lists, arrays = (sampled(["x", "y"], temperature=t, seed=3) for t in ([0.0, 1.0], np.array([0.0, 1.0])))
     assert lists.texts == arrays.texts
 
 
+@pytest.mark.long
 def test_prompts_may_be_arrays_of_jax_or_numpy():
     rows = np.array([[300, 301], [302, 303]])
     want = sampled(rows.tolist()).texts

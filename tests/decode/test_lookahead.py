@@ -67,6 +67,7 @@ def check_same(plain, fast, lookahead):
 ALL = [(pattern, len(RULES)) for pattern in (*PATTERNS, "shifted")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern, many", slow_except([("block_causal", 4), *ALL], ("block_causal", 4)))
 def test_the_tokens_are_those_of_plain_decoding_in_fewer_passes(pattern, many):
     rows = 8 * many

@@ -24,6 +24,7 @@ def test_the_defaults_are_arguments_of_sample(name):
     assert {"max_tokens", "sampler", "plan"} <= set(found) <= set(inspect.signature(mj.sample).parameters)
 
 
+@pytest.mark.long
 def test_self_correction_edits_a_sample_at_a_time_near_0():
     found = mj.presets.gidd_self_correction(num_inference_steps=4, t0=0.01)
     assert set(found) <= set(inspect.signature(mj.edit).parameters)
@@ -65,6 +66,7 @@ def test_guidance_is_against_masks_and_only_where_it_is_asked_for():
     assert found["guidance"] == 1.5 and found["negative"] == "masked"
 
 
+@pytest.mark.long
 def test_llada_accepts_its_ends_last(monkeypatch):
     """The script's loop in numpy, with two ids of a small model as the ends, against `mj.sample`."""
     ends = [47, 9]  # in the answer without the argument, which has other tokens
@@ -101,6 +103,7 @@ def test_dream_reads_its_confidence_behind_temperature_top_p_and_top_k():
     assert greedy.processors == () and greedy.temperature == 0.0
 
 
+@pytest.mark.long
 def test_open_dcoder_plans_with_the_tempered_probabilities_of_its_tokens():
     how = dict(max_new_tokens=16, steps=8, temperature=0.8, top_k=20)
     found = mj.presets.open_dcoder(alg="p2", **how)

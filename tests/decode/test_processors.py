@@ -279,6 +279,7 @@ def test_tables_within_the_vocabulary_pass_the_check():
         processors.check_ids(part, V)
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("pattern", "kind", "rule"),

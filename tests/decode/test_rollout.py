@@ -32,6 +32,7 @@ def sampled(pattern):
     return mj.sample(tiny(pattern), PROMPTS, n=2, temperature=1.0, history=True, **HOW)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_a_rollout_is_the_sample_with_the_token_that_ends_it(pattern):
     r, out = drawn(pattern), sampled(pattern)
@@ -102,6 +103,7 @@ def test_log_probs_count_processors_and_temperature(temperature):
     )
 
 
+@pytest.mark.long
 def test_of_a_remasked_token_the_last_acceptance_counts():
     @mj.rule(noise="absorbing")
     def twice(
@@ -177,6 +179,7 @@ def test_diffu_grpo_without_masks_in_the_prompt_is_the_fully_masked_pass(pattern
     np.testing.assert_allclose(found[0], under(lm, [1, 1, 1]), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_diffu_grpo_masks_prompt_tokens_of_every_copy(pattern):
     # All prompt tokens masked: whatever they were, the answer's log-probabilities are those of a prompt of masks.

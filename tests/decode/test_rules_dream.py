@@ -65,6 +65,7 @@ def test_alg_temp_draws_positions_without_replacement():
             assert abs(have - want) < 4 * np.sqrt(want * (1 - want) / n)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, rule",
     [

@@ -27,6 +27,7 @@ def start(rule):
     return rule.init(jnp.full(8, M), 10)
 
 
+@pytest.mark.long
 def test_credit_remembers_what_came_first():
     rule = history.credit()
     earned, memory = 0.0, start(rule)
@@ -156,6 +157,7 @@ def test_prophet_commits_all_when_the_lead_is_large_for_its_third():
     assert taken(history.prophet(9.0, 9.0, 9.0), v(0))[:3] == [0, M, 5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, rule, steps",
     [

@@ -15,6 +15,7 @@ from tests.tiny import tiny
 M = MASK
 
 
+@pytest.mark.long
 def test_factor_wants_the_last_of_n_the_surer_the_more_there_are():
     # Bars for n = 1.. at f = 1: 1/2, 2/3, 3/4, 4/5. Sorted: 0.9, 0.76, 0.7, 0.6.
     p = [0.7, 0.9, 0.76, 0.6]
@@ -44,6 +45,7 @@ def test_leftmost_first_waits_with_its_rule_until_the_second_step():
         combined.leftmost_first(masked.threshold)
 
 
+@pytest.mark.long
 def test_the_ends_are_accepted_last_and_have_no_share_in_a_confidence():
     """LLaDA's `confidence_eos_eot_inf`: softmax over the other ids, 0 for the ends 1 and 4."""
     logits = np.random.default_rng(0).normal(0, 3, (8, 10))
@@ -139,6 +141,7 @@ def test_under_uniform_noise_the_share_is_what_should_stand():
     assert taken(masked.confidence(), v._replace(step=jnp.asarray(1))) == [7, 1, 2, 3, 7, 7, 6, 7]
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "name, rule, steps",
@@ -172,6 +175,7 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("rule, steps", RULES, ids=lambda x: getattr(x, "name", None))
 def test_they_settle_every_mask_and_touch_nothing_else(rule, steps):

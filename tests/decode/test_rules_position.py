@@ -32,6 +32,7 @@ REFERENCES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", REFERENCES)
 def test_they_decode_as_their_references_do(name):
@@ -68,6 +69,7 @@ def test_entropy_threshold_accepts_what_is_at_most_h():
     assert takes(masked.entropy_threshold(0.1), [0.1] * 4, entropy=entropy) == [M, 1, M, M]
 
 
+@pytest.mark.long
 def test_pc_sampler_weighs_position_probability_and_frequency():
     # exp(-0.25 i) p -log f with f = 1/2 for id 0, 1/4 for 1, 1/8 for 2 and 3: 0.69 p, 1.08 p, 1.26 p, 0.98 p.
     counts = [4, 2, 1, 1, 0, 0, 0, 0, 0, 0]
@@ -143,6 +145,7 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("rule, steps", RULES, ids=lambda x: getattr(x, "name", None))
 def test_they_settle_every_mask_and_touch_nothing_else(rule, steps):
@@ -157,6 +160,7 @@ def test_the_machine_can_carry_them(rule):
 # --- the public call
 
 
+@pytest.mark.long
 def test_a_dilated_block_takes_as_many_passes_as_its_logarithm():
     lm = tiny("bidirectional")
     sample = lambda block, tokens: mj.sample(

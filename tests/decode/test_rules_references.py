@@ -88,6 +88,7 @@ REMDM = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", range(4), ids=[rule.name for rule, _ in REMDM])
 def test_remdm_has_its_references_transition_probabilities(which, monkeypatch):
     """A uniform just under the reference's probability moves a position, one just above does not."""
@@ -147,6 +148,7 @@ def test_levenshtein_is_llada22s_sampler_until_that_comes_back_to_a_canvas():
     assert followed > 20 and moved > 5
 
 
+@pytest.mark.long
 def test_expand_is_dreamons_generator():
     rule, grown, shrunk, full = variable_length.expand(10, 9, 1.0), 0, 0, 0
     for (logits, theirs), sizes in zip(decodings("expand", "grow_logits"), kept()["expand_n"], strict=True):

@@ -67,6 +67,7 @@ def test_remdm_with_no_doubt_is_ancestral():
     assert masked == 0 and near(unmasked, 0.2 / 0.6, N // 2)
 
 
+@pytest.mark.long
 def test_confidence_doubts_in_proportion():
     v = view_of(np.zeros((4, 10)), [1, 2, 3, MASK], [False, False, False, True])
     v = v._replace(

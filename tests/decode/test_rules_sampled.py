@@ -56,6 +56,7 @@ WINO = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name, length, new, block, scale, p, p_back", WINO, ids=lambda x: x)
 def test_wino_verifies_with_a_block_of_masks_that_see_each_other(name, length, new, block, scale, p, p_back):
@@ -115,6 +116,7 @@ DAEDAL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", DAEDAL, ids=lambda case: case[0])
 def test_daedal_grows_and_decodes_as_its_reference(case):
     """It decodes the whole length; ours ends with the answer, after as many forwards or fewer."""
@@ -170,6 +172,7 @@ PRISM = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name, length, new, block, steps, remasks, scale", PRISM, ids=lambda x: str(x))
 def test_prism_remasks_by_its_head_as_its_reference(name, length, new, block, steps, remasks, scale):
@@ -187,6 +190,7 @@ def test_prism_needs_its_head():
         mj.sample(surer(2.0), ["x"], max_tokens=4, sampler=mj.rules.prism())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(["bidirectional", "block_causal"], "block_causal"))
 def test_a_rule_may_read_the_hidden_states_of_its_window(pattern):
     """They are those that the model's head reads; a function of them and the parameters may take their place."""
@@ -245,6 +249,7 @@ def decode_softly(lm, name, length, new, steps, **settings):
     return [*out.tokens[0].tolist(), *out.forwards.tolist()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, length, new, steps, scale, settings", slow_except(SOFT, SOFT[0]), ids=lambda x: str(x)
 )

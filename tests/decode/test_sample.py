@@ -41,6 +41,7 @@ def test_a_session_goes_on_as_if_all_had_been_one_prompt(pattern):
         assert (more.encoded < whole.encoded).all()
 
 
+@pytest.mark.long
 def test_effort_thinks_within_its_room_and_keeps_the_answers():
     lm = tiny()
     own = mj.Effort(thinking=10, p=0.5, steps=0.5)
@@ -59,6 +60,7 @@ def test_effort_thinks_within_its_room_and_keeps_the_answers():
         mj.sample(lm, CHAT, effort="huge")
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["absorbing", "uniform"])
 def test_log_probabilities_are_those_of_the_pass_that_wrote_the_token(kind):
@@ -79,6 +81,7 @@ def test_log_probabilities_are_those_of_the_pass_that_wrote_the_token(kind):
         np.testing.assert_allclose(found.tokens, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", slow_except(["absorbing", "uniform"], "uniform"))
 def test_bias_and_constraints_reach_canvas_models_as_masked_ones(kind):
     lm = tiny(kind=kind)
@@ -102,6 +105,7 @@ def _rule(kind):
     return mj.rules.threshold() if kind == "absorbing" else mj.rules.entropy_bound()
 
 
+@pytest.mark.long
 def test_guidance_of_weight_zero_is_plain_decoding_and_another_weight_is_not():
     with jax.enable_x64(True):
         lm = wide()

@@ -130,6 +130,7 @@ def test_score_is_the_autoregressive_likelihood_at_block_one():
     assert abs(found.log_p - chain) < 1e-6 and found.se == 0.0 and found.tokens == len(after)
 
 
+@pytest.mark.long
 def test_autoregressive_decoding_is_the_block_causal_pattern_at_block_one():
     with jax.enable_x64(True):
         lm, says = by_tokens()
@@ -187,6 +188,7 @@ def test_one_prompt_is_scored_with_each_of_many_answers():
     assert np.shape(mj.score(lm, np.array([[300, 301]] * 2), answers, samples=4).log_p) == (2,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_logits_of_a_row_are_those_of_its_own_prompt(pattern):
     lm = tiny(pattern)
@@ -199,6 +201,7 @@ def test_logits_of_a_row_are_those_of_its_own_prompt(pattern):
     np.testing.assert_allclose(mj.logits(lm, canvas, PROMPT)[1], found[1], atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", ["bidirectional", "causal_encoder"])
 def test_guidance_scores_with_the_logits_of_both_branches(pattern):
@@ -300,6 +303,7 @@ def test_bad_input_to_the_other_calls_is_refused_in_words():
         mj.sample(tiny("block_causal"), "x", plan=mj.Plan(block=5))
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_logits_are_a_function_of_the_model_under_the_transforms_of_jax(pattern):
@@ -320,6 +324,7 @@ def test_logits_are_a_function_of_the_model_under_the_transforms_of_jax(pattern)
         jax.jit(mj.logits)(lm, canvas, jnp.ones((3, 2), int))
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["absorbing", "uniform"])
 def test_nan_parameters_are_refused_by_every_score(kind):
@@ -336,6 +341,7 @@ def test_nan_parameters_are_refused_by_every_score(kind):
             call()
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_logprobs_and_scores_are_normalised_over_the_same_ids(pattern):
@@ -349,6 +355,7 @@ def test_logprobs_and_scores_are_normalised_over_the_same_ids(pattern):
     assert not np.isin(out.logprobs[0].top_ids, lm.corruption.forbidden).any()
 
 
+@pytest.mark.long
 def test_answers_of_a_model_that_thinks_are_scored_after_its_thinking():
     lm, answers = mj.load(), ["931", "932", "832", "100"]
     chat = [{"role": "user", "content": "347+585="}]

@@ -30,6 +30,7 @@ def steered(pattern):
     return mj.smc(tiny(pattern), PROMPTS, reward=letters, n=4, scale=3.0, ess=0.8, **HOW)
 
 
+@pytest.mark.long
 def test_best_of_n_is_the_best_of_the_samples():
     calls = []
 
@@ -77,6 +78,7 @@ def test_prompts_of_a_batch_are_searched_alone():
     assert one.answers[0] == both.answers[0] and len(both.ess) == 1 and not both.resampled.any()
 
 
+@pytest.mark.long
 def test_a_reward_sees_unfinished_answers_and_at_last_the_answers():
     seen = []
 
@@ -92,6 +94,7 @@ def test_a_reward_sees_unfinished_answers_and_at_last_the_answers():
     assert len(few) == -(-len(seen) // 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_the_estimate_is_what_the_last_frame_would_emit(pattern):
     lm = tiny(pattern)
@@ -145,6 +148,7 @@ def exact_answers(lm, prompt, allow):
     return p
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 @pytest.mark.parametrize("more", slow_except(["plain", "late", "twist"], "twist"))
 def test_the_weighted_particles_are_samples_of_the_target(pattern, more):

@@ -56,6 +56,7 @@ def autoregressive() -> LM:
     return LM(model, model.init(jax.random.key(0)), tok, corruption)
 
 
+@pytest.mark.long
 def test_an_autoregressive_model_is_scored_exactly_behind_the_first_token():
     lm = autoregressive()
     [row] = evaluate.run(lm, "code-bpb", limit=1).rows

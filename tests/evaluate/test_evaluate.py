@@ -128,6 +128,7 @@ def test_a_model_is_compared_by_the_rule_that_sample_uses():
     assert own["data"] == "validation"
 
 
+@pytest.mark.long
 def test_the_opponent_of_a_model_that_can_is_the_same_model_left_to_right():
     config = dataclasses.replace(tiny().model.config, predicts_next=True)
     lm = dataclasses.replace(tiny(), model=models.build(config))
@@ -255,6 +256,7 @@ def test_every_task_says_what_it_is():
     assert set(ASKED) == set(tasks.TASKS)
 
 
+@pytest.mark.long
 def test_the_speed_of_an_evaluation_is_without_compilation():
     """Of a single batch, which compiles: no other test of this file decodes with this rule."""
     [row] = evaluate.compare(tiny(), "add3", {"one": (rules.topk_margin(), None)}, limit=2, batch=2)

@@ -112,6 +112,7 @@ def test_splits_examples_and_templates_make_the_prompts(tmp_path):
     assert text.index("def area2") < text.index("Write area11(r).")
 
 
+@pytest.mark.long
 def test_nano_answers_a_file_in_the_format_of_gsm8k(tmp_path, capsys):
     sums = [(389, 784), (120, 345), (7, 8)]
     records = [
@@ -136,6 +137,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.long
 def test_questions_of_ones_own_are_asked_as_they_are(tmp_path, capsys):
     path, dump = written(tmp_path, "questions.jsonl", QUESTIONS), tmp_path / "dump.jsonl"
     args = ["--samples", "2", "--rule", "confidence", "--dump", str(dump), "--json"]
@@ -166,6 +168,7 @@ def test_a_text_of_ones_own_is_continued_up_to_where_an_answer_ends(tmp_path):
     assert "\n" in found.rows[0]["prediction"]
 
 
+@pytest.mark.long
 def test_programs_of_a_model_run_and_their_errors_are_reported(tmp_path):
     # nano does not write this function. The first prompt is whole without its answer, which the tests call.
     easy = {**ADD, "prompt": "def area(r):\n    return 12.566\n\n\nr'''", "test": "'''\n" + ADD["test"]}

@@ -197,6 +197,7 @@ def test_a_template_that_exceeds_a_limit_is_stopped(source: str, words: str):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "make",

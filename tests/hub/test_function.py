@@ -133,6 +133,7 @@ def test_a_function_without_lengths_is_guided_by_a_masked_prompt():
         assert out.tokens[0].tolist() == canvas[3:].tolist()
 
 
+@pytest.mark.long
 def test_batches_of_a_function_are_its_rows():
     lm = own(padded, eos=None, tokenizer=Letters(), forbidden=[EOS])
     call = functools.partial(mj.sample, lm, temperature=8.0, sampler=mj.rules.random())
@@ -158,6 +159,7 @@ def test_the_log_probabilities_of_a_rollout_are_those_of_its_trajectory(apply):
     np.testing.assert_allclose(again, made.log_probs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_query_without_keys_spreads_no_nan_to_the_next_layer():
     lm, prompts = own(deep, check=True), [[3, 4, 5, 6, 7], [8], [1, 2]]
     batch = mj.sample(lm, prompts, max_tokens=9)
@@ -197,6 +199,7 @@ def test_every_call_gives_the_same_whichever_way_padding_is_hidden():
     np.testing.assert_allclose(whole, direct, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_infill_sees_both_sides_of_a_hole():
     lm = own(padded, tokenizer=Letters())
     filled = mj.infill(lm, ["ab", mj.Hole(1), "de"])
@@ -259,6 +262,7 @@ def test_shifted_logits_are_aligned_with_the_canvas():
     np.testing.assert_array_equal(a[:, 1:], b[:, 1:])
 
 
+@pytest.mark.long
 def test_a_function_of_time_gets_the_time_of_each_step():
     def clock(params, tokens, time):  # the most probable token counts quarters of the time
         return 9.0 * jax.nn.one_hot(jnp.broadcast_to((4 * time).astype(int)[:, None], tokens.shape), VOCAB)
@@ -276,6 +280,7 @@ def test_a_function_of_time_gets_the_time_of_each_step():
     assert np.isfinite(mj.score(lm, PROMPT, [6, 7]).log_p)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("apply", [plain, padded])
 def test_the_decoder_of_a_function_is_a_function_too(apply):
     lm, rule = own(apply), mj.rules.threshold(0.6)
@@ -308,6 +313,7 @@ def test_uniform_noise_needs_no_mask_and_is_scored_without_one():
     assert mj.score(lm, [1], [2]).log_p < 0.0
 
 
+@pytest.mark.long
 def test_every_id_but_the_mask_and_what_is_forbidden_can_be_emitted():
     def wish(params, tokens):  # position i prefers the id i, and then the one after it
         at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -419,6 +425,7 @@ def test_a_module_that_is_a_pytree_holds_its_own_parameters():
         mj.from_function(module, {}, vocab=VOCAB, context=CONTEXT, mask=MASK)
 
 
+@pytest.mark.long
 def test_an_equinox_module():
     class Denoiser(eqx.Module):
         embed: Any

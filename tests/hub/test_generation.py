@@ -51,6 +51,7 @@ def test_sample_decodes_as_published(checkpoint):
     assert out.tokens[0].tolist() == same.tokens[0].tolist() and out.forwards[0] == same.forwards[0] == 12
 
 
+@pytest.mark.long
 def test_dream_takes_the_whole_answer_as_one_block(checkpoint):
     dream = checkpoint("dream")
     last = mj.processors.before_confidence(mj.processors.top_p(0.95))
@@ -80,6 +81,7 @@ def test_the_callers_temperature_replaces_the_published_one(checkpoint):
     assert both.tokens[0].tolist() == own(0.7) and both.tokens[1].tolist() == own(0)
 
 
+@pytest.mark.long
 def test_effort_and_the_callers_own_sampler_win(checkpoint):
     dream = checkpoint("dream")
     plain = mj.sample(dream, PROMPT, max_tokens=32, sampler=mj.rules.threshold(0.9))
@@ -87,6 +89,7 @@ def test_effort_and_the_callers_own_sampler_win(checkpoint):
     assert effort.tokens[0].tolist() == plain.tokens[0].tolist()
 
 
+@pytest.mark.long
 def test_generation_config_wins_over_the_family(checkpoint):
     qwen = checkpoint("qwen3", do_sample=True, temperature=0.6, top_k=20, top_p=0.95)
     assert list(qwen.decoding["processors"]) == ["temperature", "top_k", "top_p"]
@@ -96,6 +99,7 @@ def test_generation_config_wins_over_the_family(checkpoint):
     assert draw() == draw(sampler=spelt) != draw(temperature=0)
 
 
+@pytest.mark.long
 def test_generation_config_of_dream_names_its_algorithm(checkpoint):
     dream = checkpoint("dream", alg="maskgit_plus", alg_temp=0.1, temperature=0.5, steps=4, top_k=7)
     found = dream.decoding
@@ -178,6 +182,7 @@ def test_a_request_to_the_server_replaces_the_published_numbers(checkpoint):
     assert numbers(plain, rule="threshold") == ({"temperature": 1.0, "top_p": 1.0, "top_k": 101}, 0.0)
 
 
+@pytest.mark.long
 def test_tables_of_generation_config_are_applied(checkpoint):
     """Ids that must not be generated, a least length, and biases, as transformers applies them."""
     greedy = lambda lm: mj.sample(lm, PROMPT, max_tokens=6).tokens[0].tolist()
@@ -195,6 +200,7 @@ def test_tables_of_generation_config_are_applied(checkpoint):
     assert "40 ids never generated" in generation.describe(dream.decoding)
 
 
+@pytest.mark.long
 def test_keys_of_generation_config_that_are_not_applied_are_named(checkpoint, tmp_path, capsys, caplog):
     lost = {"no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]], "num_beams": 4, "new_processor": {"a": 1},
             "encoder_repetition_penalty": 1.3}  # fmt: skip

@@ -177,6 +177,7 @@ def test_a_longer_context_than_the_checkpoints_is_refused(folder):
     assert mj.load(folder, context=32).model.config.context == 32
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_row_has_the_rope_frequencies_of_its_own_length(folder, kind):
@@ -329,6 +330,7 @@ def test_8_bit_weights_change_logits_little(name, kind, most):
     assert np.corrcoef(exact.ravel(), rough.ravel())[0, 1] > 1 - most / 3
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["sdar_moe", "gemma4_dense"])
 def test_parameters_split_over_four_devices_give_the_same_logits(name):

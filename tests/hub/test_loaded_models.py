@@ -34,6 +34,7 @@ def greedy(name, tokens, count):
     return row[0, len(tokens) : at + 1].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(["llama3", "gemma4_dense"], "llama3"))
 def test_the_score_of_an_autoregressive_model_is_its_likelihood(name):
     """Of one answer and of rows of several lengths, against one plain pass over prompt and answer."""
@@ -81,6 +82,7 @@ def test_a_mask_is_refused_for_an_autoregressive_folder_of_ours(tmp_path):
         mj.load(tmp_path / "ours", mask=9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(["qwen3", "gemma4_dense"], "qwen3"))
 def test_a_canvas_of_an_autoregressive_model_is_read_from_left_to_right(name):
     lm = mj.load(GOLDENS / name)
@@ -95,6 +97,7 @@ def test_a_canvas_of_an_autoregressive_model_is_read_from_left_to_right(name):
         mj.edit(lm, [7, 8, 9])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(["dream", "fast_dllm"], "fast_dllm"))
 def test_a_shifted_model_is_read_at_the_previous_position(name):
     g = golden(name)
@@ -107,6 +110,7 @@ def test_a_shifted_model_is_read_at_the_previous_position(name):
     assert tokens[0].tolist() == [int(said.argmax())]
 
 
+@pytest.mark.long
 def test_each_of_several_end_ids_ends_an_answer():
     lm = mj.load(GOLDENS / "llama3")
     third = greedy("llama3", PROMPT, 6)[2]

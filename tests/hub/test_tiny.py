@@ -9,6 +9,7 @@ from mercury_jax.hub.tiny import BUILDS
 from tests.marks import slow_except
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", slow_except(BUILDS, "LLaDA"))
 def test_a_checkpoint_is_of_its_family_and_answers_a_chat(family, tmp_path):
     folder = mj.hub.tiny_random(family, tmp_path / "model")
@@ -19,6 +20,7 @@ def test_a_checkpoint_is_of_its_family_and_answers_a_chat(family, tmp_path):
     assert lm.tokenizer.encode("389+784=") == mj.load().tokenizer.encode("389+784=")
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_weights(tmp_path):
     first, again, other = (
         mj.load(mj.hub.tiny_random("LLaDA", tmp_path / str(i), seed=seed)).params
@@ -28,6 +30,7 @@ def test_the_seed_decides_the_weights(tmp_path):
     assert not np.array_equal(first["embed"], other["embed"])
 
 
+@pytest.mark.long
 def test_a_scaled_head_makes_predictions_certain_enough_for_a_threshold(tmp_path):
     passes = [
         mj.sample(

@@ -52,6 +52,7 @@ def check(got, q, k, v, ranges, scale, softcap, tolerance):
 
 
 # On a CPU `attend` takes few slots at once, and walks many.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page, int8", slow_except([(5, False), (5, True), (100, False)], (5, False), (5, True))
 )
@@ -98,6 +99,7 @@ def shapes(page=128, width=128, int8=False, rows=3):
     return q, k, k, shape((rows, 7), jnp.int32), shape((3, 40, 2, 2), jnp.int32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page, int8, copied", [(128, True, False), (48, False, True)])
 def test_hopper_gathers_only_pages_of_unsupported_sizes(page, int8, copied):
     hopper = kernel_device.target(kernel_device.HOPPER)

@@ -85,6 +85,7 @@ def test_parts_of_the_keys_are_merged_by_log_sum_exp(backend):
     np.testing.assert_allclose(both, nats, atol=2e-6)
 
 
+@pytest.mark.long
 def test_gradients_are_finite_for_queries_without_keys():
     q, k, v, ranges = case()
     grads = jax.grad(lambda *x: jnp.sum(attend(*x, ranges, softcap=1.0)), argnums=(0, 1, 2))(q, k, v)

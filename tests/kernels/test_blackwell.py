@@ -44,6 +44,7 @@ def test_the_blackwell_kernel_equals_the_definition(name, monkeypatch):
     check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
 
 
+@pytest.mark.long
 def test_int8_keys_equal_their_dequantised_values_on_blackwell(monkeypatch):
     monkeypatch.setattr(blackwell, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight

@@ -68,6 +68,7 @@ def products():
     return program(slope, x, w, offsets).count("custom_call @mosaic_gpu")
 
 
+@pytest.mark.long
 def test_only_forms_that_passed_are_used(kept):
     kept(
         {

@@ -41,6 +41,7 @@ def test_rows_sorted_by_counting_are_those_of_a_stable_sort(ours):
     assert counted.offsets[8] == (expert < 8).sum() and (jnp.diff(expert[counted.order]) >= 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("tokens", [N, 16], ids=["more tokens than experts", "fewer tokens than experts"])
 @pytest.mark.parametrize("name", ROUTINGS)

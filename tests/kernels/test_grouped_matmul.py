@@ -173,6 +173,7 @@ def test_the_gate_is_applied_to_the_products(name, device):
     close(run(), act(y[:, :64]) * y[:, 64:], 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("small", slow_except([None, jnp.int8], None))
 def test_gradients_of_a_gated_product_equal_those_of_the_plain_one(small, device):
     sizes = (9, 0, 8)
@@ -192,6 +193,7 @@ def test_gradients_of_a_gated_product_equal_those_of_the_plain_one(small, device
     close(dx, wide(back(jnp.asarray(wide(dy)))[0]), 2e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rows, gated, kind",
     slow_except(

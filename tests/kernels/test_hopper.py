@@ -89,6 +89,7 @@ def check(q, k, v, ranges, more, expected):
     assert not got[:, -1].any()
 
 
+@pytest.mark.long
 def test_int8_keys_equal_their_dequantised_values_on_hopper(monkeypatch):
     monkeypatch.setattr(hopper_attention, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
@@ -99,6 +100,7 @@ def test_int8_keys_equal_their_dequantised_values_on_hopper(monkeypatch):
     check(q, k, v, ranges, dict(scale=0.125, softcap=None, residual=True), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slots, int8", slow_except([(70, False), (129, True)], (129, True)))
 def test_ranges_may_end_after_the_last_slot(slots, int8):
     """They end there, as in the reference; the kernel itself reads whole tiles of keys, filled up with zeros."""

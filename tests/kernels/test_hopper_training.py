@@ -84,6 +84,7 @@ def graded(softcap=None, **how):
 kernel = functools.partial(graded, backend="hopper_training", device=interpreted())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(CASES, "block diffusion, two documents in a row"))
 def test_values_and_gradients_equal_those_of_the_reference(name):
     heads, groups, width, keys, softcap, ranges = CASES[name]

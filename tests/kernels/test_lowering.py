@@ -36,6 +36,7 @@ def lowered(f, args, backend):
     return mark in jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("backend", CHIPS)
 @pytest.mark.parametrize("shape", CASES, ids=str)
@@ -70,6 +71,7 @@ def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, 
     assert lowered(gradient, (x, w, offsets, scale), "hopper")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", CHIPS)
 def test_layers_of_the_same_shapes_lower_their_kernel_once(backend):
     array = jax.ShapeDtypeStruct

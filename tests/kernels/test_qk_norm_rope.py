@@ -49,6 +49,7 @@ def check(ours, want):
         assert (a == b).mean() > 0.98
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "width, heads, groups, tokens, own_values, scaled",

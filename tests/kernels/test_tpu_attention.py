@@ -78,6 +78,7 @@ def test_the_tpu_kernel_equals_the_reference(name):
     alike(found, expected(q, k, v, ranges, **more), close)
 
 
+@pytest.mark.long
 def test_each_query_tile_visits_its_own_keys(monkeypatch):
     monkeypatch.setattr(tpu, "MAX_ROWS", 16)
     monkeypatch.setattr(tpu, "KEYS", (128,))
@@ -92,6 +93,7 @@ def test_each_query_tile_visits_its_own_keys(monkeypatch):
     alike(found, expected(q, k, v, ranges, **more), 1e-5)
 
 
+@pytest.mark.long
 def test_int8_keys_equal_their_dequantised_values_on_a_tpu():
     q, k, v, ranges, some = case(1, 6, 4, 2, 600, 64, 2, jnp.bfloat16)
     k, v = quantise_int8(k), quantise_int8(v)
@@ -101,6 +103,7 @@ def test_int8_keys_equal_their_dequantised_values_on_a_tpu():
     alike(interpreted(q, k, v, ranges, **more), wanted, 1e-2)
 
 
+@pytest.mark.long
 def test_with_simulated_memory_the_kernel_reads_only_what_it_has_copied():
     """The slower interpreter, with VMEM of its own and an error for what lies outside of it."""
     q, k, v, ranges, _ = case(1, 3, 2, 2, 40, 64, 1, jnp.float32)

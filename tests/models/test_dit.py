@@ -232,6 +232,7 @@ def test_the_model_gets_the_time_of_the_rule_and_zero_when_it_encodes(pattern, s
         assert length == 12 and set(np.asarray(tokens)[:length].tolist()) == {60}
 
 
+@pytest.mark.long
 def test_a_guided_pass_over_a_part_of_the_canvas_gets_the_time():
     plan = mj.Plan(refresh=mj.Refresh.dual())
     out = mj.sample(

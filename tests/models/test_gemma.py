@@ -122,6 +122,7 @@ def test_a_gemma_row_does_not_depend_on_other_rows(full, text, carry, encoded):
     np.testing.assert_array_equal(run(text[:, 12:])[0], run(text[:, 12:].at[1].set(text[1, :4]))[0])
 
 
+@pytest.mark.long
 def test_encoding_ignores_self_conditioning_and_denoising_does_not(full, text, carry, encoded):
     run = lambda encoding, carry: full.forward(
         text[:, 12:], encoded[1], [12] * 2, [4] * 2, [encoding] * 2, carry
@@ -222,6 +223,7 @@ def test_layers_with_shared_keys_have_none_of_their_own(full):
     assert [kv.k.shape for kv in full.model.empty_cache(2, 9)] == [(2, 9, 2, 8), (2, 9, 1, 12)]
 
 
+@pytest.mark.long
 def test_training_reaches_every_parameter(full, text):
     tokens, positions, ranges, _ = packed(full.model, text, 9)
     wide = jnp.ones((*tokens.shape, FULL.width))

@@ -102,6 +102,7 @@ def test_an_unknown_cache_format_is_refused():
         cache.with_kv_kind(None, "2bit")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, most", [("int8", 0.02), ("fp8", 0.06), ("4bit", 0.15), ("3bit", 0.28)])
 def test_attention_over_a_quantised_cache_is_close_to_the_exact_one(kind, most):
     rng = np.random.default_rng(1)
@@ -156,6 +157,7 @@ def test_every_architecture_takes_a_quantised_cache(name):
     ]
 
 
+@pytest.mark.long
 def test_sampling_with_a_quantised_cache_is_reproducible():
     lm = tiny()
     small = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, "3bit"))

@@ -106,6 +106,7 @@ def test_experts_that_the_kernel_refuses_use_the_loop():
     np.testing.assert_array_equal(ours, moe.tiled(ACT, x, offsets, gate_up, down))
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", [None, 2], ids=["all experts", "some experts elsewhere"])
 def test_a_layer_of_experts_on_a_gpu_equals_that_on_a_cpu(first, monkeypatch):

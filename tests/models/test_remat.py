@@ -31,6 +31,7 @@ def loss_of(config, policy):
     return model, lambda params: jnp.sin(model.head(params, model.apply(params, given))).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(CONFIGS, "transformer"))
 def test_a_policy_changes_what_is_kept_and_no_value(name):
     config = CONFIGS[name]

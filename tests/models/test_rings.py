@@ -80,6 +80,7 @@ def assert_equal(found: mj.Output, want: mj.Output) -> None:
     assert answers(found) == answers(want) and found.forwards.tolist() == want.forwards.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "gemma" else pytest.mark.slow) for n in MODELS]
 )
@@ -140,6 +141,7 @@ def test_a_drafter_may_draft_more_tokens_than_other_passes_have(fp64):
     assert_equal(*found)
 
 
+@pytest.mark.long
 def test_a_pass_that_is_too_long_for_the_rings_is_refused():
     lm, _ = both("gemma")
     model = cache.with_rings(lm.model, 8)

@@ -43,6 +43,7 @@ def run(model, params, tokens, cache, start, end, encoding):
 TOKENS = np.random.default_rng(0).integers(0, 30, (2, 12)).astype(np.int32)
 
 
+@pytest.mark.long
 def test_the_logits_of_a_whole_canvas_are_shifted_by_one():
     shifted, plain, params = pair("bidirectional")
     ours, _ = run(shifted, params, TOKENS, shifted.empty_cache(2, 12), 0, 12, False)
@@ -60,6 +61,7 @@ def test_a_part_of_a_canvas_has_the_logits_of_the_whole(start):
     np.testing.assert_allclose(part, whole[:, start : start + 6], atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_first_token_of_a_block_is_predicted_by_the_token_before_it():
     shifted, plain, params = pair("block_causal")
     _, cache = run(shifted, params, TOKENS[:, :8], shifted.empty_cache(2, 16), 0, 8, True)

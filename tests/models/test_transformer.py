@@ -58,6 +58,7 @@ def test_information_flows_only_as_the_pattern_allows(pattern):
     np.testing.assert_array_equal(flows, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("global_layers", [(), (1,)])
 def test_a_sliding_window_hides_earlier_tokens_in_all_layers_but_the_global_ones(global_layers):
     config = dataclasses.replace(

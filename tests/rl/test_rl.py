@@ -91,6 +91,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(estimator, normalise):
     assert [float(x) for x in found.metrics["informative"]] == [8, 8]  # no advantage is 0
 
 
+@pytest.mark.long
 def test_what_left_the_clip_range_has_no_gradient_and_the_penalty_pulls_back():
     lm, data = tiny(), batch()
     old = np.array(mj.token_log_probs(lm, lm.params, data.answers, jax.random.key(7)))
@@ -169,6 +170,7 @@ def config():
     assert {"accuracy", "forwards"} <= set(rows[-1])
 
 
+@pytest.mark.long
 def test_distillation_trains_from_a_teacher_and_keeps_it(start, tmp_path):
     data = rl.Trajectories(tasks=("add2",), max_tokens=8)
     found = mj.train(config(start, tmp_path / "run", data=data, objective=rl.FewSteps(), steps=2))

@@ -156,6 +156,7 @@ def test_a_response_obeys_its_schema(client, streamed):
     assert isinstance(json.loads(some["choices"][0]["message"]["content"]), dict)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", ["required", named("add")])
 def test_a_required_tool_call_is_made(client, choice):
     other = {"type": "function", "function": {"name": "other"}}
@@ -175,6 +176,7 @@ def test_a_required_tool_call_is_made(client, choice):
     Draft202012Validator(POINT).validate(json.loads("".join(d["function"]["arguments"] for d in deltas)))
 
 
+@pytest.mark.long
 def test_allowed_tools_restricts_the_calls(client):
     other = {"type": "function", "function": {"name": "other"}}
     some = lambda mode, *names: {"type": "allowed_tools",
@@ -189,6 +191,7 @@ def test_allowed_tools_restricts_the_calls(client):
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tool_choice"), bad
 
 
+@pytest.mark.long
 def test_optional_tools_do_not_change_other_answers(client):
     for more in (
         {"tools": []},
@@ -242,6 +245,7 @@ class TimedConnection(Connection):
         await super()._send(message)
 
 
+@pytest.mark.long
 def test_a_stream_does_not_wait_for_the_grammar_of_another_request(app, monkeypatch):
     """Each state of this schema takes milliseconds, and a search for a valid end visits hundreds of them."""
     searched, child = [0.0], EndSearch._child
@@ -302,6 +306,7 @@ def test_logprobs_belong_to_the_tokens_of_the_answer(client, nano):
     )
 
 
+@pytest.mark.long
 def test_a_rule_and_its_parameters_change_how_a_request_is_decoded(client, engine):
     """The rules of mj.rules, beside requests with another one in the same batch."""
     payload = {
@@ -333,6 +338,7 @@ def test_a_json_object_obeys_the_schema_beside_it(client):
     assert refused["param"] == "response_format.schema"
 
 
+@pytest.mark.long
 def test_bad_words_are_in_no_answer(client):
     chat = {"model": "nano", "messages": [{"role": "user", "content": "347+585="}], "max_tokens": 8}
     said = lambda **more: post(client, chat | more)["choices"][0]["message"]["content"]
@@ -349,6 +355,7 @@ def test_bad_words_are_in_no_answer(client):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "bad_words"
 
 
+@pytest.mark.long
 def test_sampling_parameters_change_the_answer(client):
     payload = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "temperature": 1.2, "seed": 1}
     texts = lambda **more: [
@@ -362,6 +369,7 @@ def test_sampling_parameters_change_the_answer(client):
     ]
 
 
+@pytest.mark.long
 def test_token_ids_are_a_prompt(client, nano):
     ids = nano.tokenizer.encode("import os\n")
     body = {"model": "nano", "max_tokens": 4, "temperature": 0, "seed": 1}
@@ -376,6 +384,7 @@ def test_token_ids_are_a_prompt(client, nano):
     assert nothing["usage"]["prompt_tokens"] == 2 * len(ids) and nothing["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_an_echoed_prompt_has_the_likelihoods_of_its_tokens(client, nano, as_ids):
     """As lm-eval's `local-completions` asks for them: those of `mj.score`, each token given all before it."""
@@ -402,6 +411,7 @@ def test_an_echoed_prompt_has_the_likelihoods_of_its_tokens(client, nano, as_ids
     assert text_of(chunks) == choice["text"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", slow_except([1, 2], 2))
 def test_equal_prompts_draw_from_seeds_of_their_own(client, n):
     """As in `mj.sample`: answer j to prompt i is the text of seed + i n + j."""
@@ -437,6 +447,7 @@ def test_fim_fills_the_gap(client):
     assert post(client, {**payload, "max_tokens": 1}, "/v1/completions")["choices"] == [choice]
 
 
+@pytest.mark.long
 def test_an_edit_is_a_bare_code_fence_or_none(client):
     payload = {"model": "mercury-coder", "messages": [{"role": "user", "content": EDIT}], "seed": 0}
     content = post(client, payload, "/v1/edit/completions")["choices"][0]["message"]["content"]

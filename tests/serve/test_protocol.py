@@ -378,6 +378,7 @@ def test_a_refusal_is_short_whatever_the_size_of_the_value():
         assert len(error.value.message) < 300
 
 
+@pytest.mark.long
 def test_large_bodies_take_linear_time():
     """Four times the size takes about four times the time, not sixteen; wrong lists end at their first wrong entry."""
     message = {"role": "user", "content": [{"type": "text", "text": "a"}] * 100}

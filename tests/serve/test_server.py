@@ -84,6 +84,7 @@ def live_server(nano):
         one.stop()
 
 
+@pytest.mark.long
 def test_headers_are_bounded_and_malformed_bytes_get_400(live_server, nano):
     one = live_server(ScriptedEngine(nano, text_snapshots(nano, "932")))
     head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
@@ -299,6 +300,7 @@ def test_requests_beyond_the_drain_time_are_cancelled_with_an_error(live_server,
     assert not one.thread.is_alive() and time.monotonic() - began < 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream, drain", [(True, 2.0), (False, 0.2)])
 def test_a_reader_that_has_stopped_has_the_time_to_drain(
     live_server, nano, monkeypatch, caplog, stream, drain

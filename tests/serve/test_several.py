@@ -45,6 +45,7 @@ def scripted(nano, name, text="932", **more):
     return ScriptedEngine(lm, text_snapshots(lm, text), **more)
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("path", MINIMAL)
 def test_each_model_answers_as_it_does_alone(engine, small, both, path):

@@ -106,6 +106,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(nan
     assert len(compiled) == 1
 
 
+@pytest.mark.long
 def test_a_small_grammar_does_not_wait_for_large_ones(nano, monkeypatch):
     """Large schemas occupy all threads of their pool; small ones have their own."""
     engine = ScriptedEngine(nano, text_snapshots(nano, '{"a": 1}'))

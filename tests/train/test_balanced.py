@@ -63,6 +63,7 @@ def by_hand(routings, used):
     return np.mean(losses), np.mean(busiest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(CONFIGS, "softmax"))
 def test_the_loss_is_that_of_the_paper_over_the_tokens_without_padding(name):
     model, params = made(name)
@@ -102,6 +103,7 @@ def only_balance(model, batch):
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", slow_except(CONFIGS, "softmax"))
 @pytest.mark.parametrize("remat", slow_except(["none", "dots", "full"], "full"))
 def test_the_gradient_is_that_of_finite_differences_under_every_policy_of_remat(name, remat):

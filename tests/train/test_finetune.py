@@ -62,6 +62,7 @@ def sums(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family, rank",
     slow_except([(f, r) for f in FAMILIES for r in (0, 4)], ("LLaDA", 4)),
@@ -133,6 +134,7 @@ def test_a_packaged_recipe_runs_on_a_folder_and_a_file(base, tmp_path, family, c
         )
 
 
+@pytest.mark.long
 def test_the_encoder_of_diffusion_gemma_learns_every_end_of_text_of_the_last_canvas(base, tmp_path):
     """As in gemma's own data: the mean over all next tokens of prompt, answer and what completes the canvas."""
     folder, lines = base("DiffusionGemma")

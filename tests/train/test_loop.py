@@ -201,6 +201,7 @@ def test_another_optimizer_or_an_average_cannot_resume(whole):
     refused("ema is 0.0; allowed: 0.9, as in the checkpoint to resume", whole.out, resume=True, ema=0.0)
 
 
+@pytest.mark.long
 def test_what_may_change_on_a_resume_is_listed_and_the_config_before_is_kept(tmp_path, capsys):
     run(tmp_path, steps=2)
     before = (tmp_path / "config.json").read_text()

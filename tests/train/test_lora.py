@@ -60,6 +60,7 @@ def test_a_product_is_that_of_the_merged_matrix(shape, inputs):
     np.testing.assert_allclose(dot(x, w, inputs), dot(x, merged, inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
 def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
@@ -80,6 +81,7 @@ def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), ours, merged)
 
 
+@pytest.mark.long
 def test_a_fresh_adapter_changes_nothing_and_sits_at_every_matrix_of_attention_and_feed_forward():
     model = models.build(EXPERTS)
     params = jax.jit(model.init)(KEY)
@@ -302,6 +304,7 @@ def test_a_damaged_or_foreign_adapter_is_refused(run, tmp_path):
         mj.load(config.init, adapter=tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", slow_except(["LLaDA2.0, 2.1", "LLaDA-MoE", None], "LLaDA2.0, 2.1"))
 def test_files_hold_the_product_of_every_kind_of_matrix(tmp_path, family):
     """Fused queries, keys and values, an expert a tensor, gate beside up, and models that no family can hold."""

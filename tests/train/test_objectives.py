@@ -205,6 +205,7 @@ def test_with_an_exact_next_token_model_the_causal_loss_is_the_entropy_of_a_step
     assert abs(mean + (CHAIN[0] * np.log(CHAIN[0])).sum()) < 4 * se < 0.08
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "objective",
@@ -283,6 +284,7 @@ def test_prompts_are_not_scored_and_gradients_reach_the_clean_pass():
     assert float(found.per_example[0]) != float(found.per_example[1])
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, devices):

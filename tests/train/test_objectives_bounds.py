@@ -53,6 +53,7 @@ SLOW = {name for name in BOUNDS if "cosine" in name or "posterior" in name} | {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in BOUNDS]
 )
@@ -101,6 +102,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_equal_finite_differences(name):
@@ -118,6 +120,7 @@ def test_gradients_equal_finite_differences(name):
         assert float(jax.grad(loss)(at)) == pytest.approx(float(slope), rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("kind", "posterior"),
@@ -203,6 +206,7 @@ def test_weights_of_hybrid_noise_are_those_of_gidd():
     np.testing.assert_allclose(terms(mask).weight / terms(mask).scale, 2.0, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_cart_weights_are_the_double_sum_of_the_document():
     rng, p = np.random.default_rng(0), 0.3
     visible, document = rng.random((3, 12)) < 0.5, np.sort(rng.integers(1, 4, (3, 12)), axis=1)
@@ -214,6 +218,7 @@ def test_cart_weights_are_the_double_sum_of_the_document():
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_complementary_masks_score_every_token_once():
     model, corruption = markov.exact("absorbing")
     data = markov.batch(model, markov.sequences(0, 8))
@@ -238,6 +243,7 @@ def packed(model, lengths=((9, 3), (14, 2), (5, 1))) -> Batch:
     return jax.tree.map(jnp.asarray, packing.pack([row], 96, 4))
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("pattern", "predicts_next"),
@@ -284,6 +290,7 @@ def gemma(**more):
     return model, jax.jit(model.init)(jax.random.key(0)), noise.uniform(24, forbidden=(4,))
 
 
+@pytest.mark.long
 def test_diffusion_gemma_is_the_mean_over_documents_of_both_losses():
     model, params, corruption = gemma()
     data = packed(model)
@@ -307,6 +314,7 @@ def test_diffusion_gemma_is_the_mean_over_documents_of_both_losses():
     assert float(b) == pytest.approx(float(sum(means)), rel=1e-4)
 
 
+@pytest.mark.long
 def test_self_conditioning_of_diffusion_gemma_reaches_canvases_and_stops_its_gradient():
     model, params, corruption = gemma()
     data = packed(model)

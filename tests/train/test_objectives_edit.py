@@ -50,6 +50,7 @@ def loss(objective, model, params, data, key=jax.random.key(3), corruption=CORRU
     return jax.jit(lambda p, d: objective(key, model, p, d, corruption))(params, data)
 
 
+@pytest.mark.long
 def test_a_model_that_predicts_the_next_token_keeps_the_document_clean_and_its_canvases_as_they_were():
     (model, params), (short, _) = tiny(), tiny(False)
     for ids, (n, prompt, fill) in zip(texts(), DOCUMENTS, strict=True):
@@ -149,6 +150,7 @@ def spoilt(**changes):
     return data, noised, np.asarray(spoilt.xt), np.asarray(spoilt.masked)
 
 
+@pytest.mark.long
 def test_replaced_tokens_may_be_emitted_and_only_visible_editable_ones_are_replaced():
     data, noised, xt, masked = spoilt(wrong=1.0, spoiled=1.0, full=0.0)
     np.testing.assert_array_equal(masked, noised.masked)

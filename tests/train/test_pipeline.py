@@ -377,6 +377,7 @@ def test_a_mixture_is_plain_data(mixed):
     assert json.loads(json.dumps(dataclasses.asdict(mixed)))["sources"][2][0]["name"] == "add3"
 
 
+@pytest.mark.long
 def test_a_script_that_keeps_an_iterator_ends_without_an_exception(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("def f(x):\n    return x\n" * 300)

@@ -162,6 +162,7 @@ def first_move(params, grads, **fields) -> Any:
     return tx.update(grads, tx.init(params), params)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_weight_decay_spares_norms(kind):
     params = MODEL.init(jax.random.key(0))
@@ -189,6 +190,7 @@ def test_weight_decay_is_for_matrices():
     assert optim.decayed(factors) == {"q": {"w": {"a": True, "b": True}, "b": False}}
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("family", BUILDS)
 def test_the_parameters_of_every_family_are_declared_and_meet_their_rule(family, tmp_path):
@@ -228,6 +230,7 @@ def test_muon_turns_hidden_matrices_only():
         np.testing.assert_allclose(found, moved["hidden"]["w"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_by_width_a_step_moves_the_outputs_of_every_width_alike(kind):
     """The product of a matrix's first update with the input that made its gradient, relative to the output's size."""

@@ -170,6 +170,7 @@ def test_the_prefix_cache_is_shared_by_requests_of_one_salt_only(engine):
     assert first.tokens.tolist() == again.tokens.tolist() == other.tokens.tolist()
 
 
+@pytest.mark.long
 def test_cancelling_frees_the_slot_and_does_not_change_neighbours(engine):
     long = EngineRequest(prompt=ids(6), max_tokens=100, rule="confidence")
     alone = text(engine.submit(long))
@@ -182,6 +183,7 @@ def test_cancelling_frees_the_slot_and_does_not_change_neighbours(engine):
     assert engine.stats().running == 0
 
 
+@pytest.mark.long
 def test_the_queue_is_bounded_and_every_accepted_request_finishes(engine):
     taken, refused = [], 0
     for _ in range(30):
@@ -209,6 +211,7 @@ def test_invalid_requests_are_refused_by_parameter(engine, fields, word):
         engine.submit(EngineRequest(prompt=ids(1), max_tokens=125))
 
 
+@pytest.mark.long
 def test_a_hole_is_filled_as_infill_fills_it(engine):
     request = EngineRequest(prompt=ids(1), suffix=ids(2), max_tokens=6, frames=True)
     final = engine.submit(request).wait(60)
@@ -220,6 +223,7 @@ def test_a_hole_is_filled_as_infill_fills_it(engine):
     assert final.tokens.tolist() == want.fillings[0][0].tolist()
 
 
+@pytest.mark.long
 def test_holes_of_different_lengths_share_compiled_programs(engine):
     """Lengths double and canvases come in a few sizes: an editor's next request compiles nothing."""
     hole = lambda before, behind, most: EngineRequest(

@@ -113,6 +113,7 @@ ASCII = {
 (OPENS,) = tiny().tokenizer.encode("x<")[1:]
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bias, calls", [({OPENS: -100.0}, False), ({OPENS: 2.0}, True)])
 def test_free_text_before_calls_is_that_of_single_passes(engine, bias, calls):

@@ -26,6 +26,7 @@ def config(gib, **more):
     return EngineConfig(memory=int(gib * 2**30), **more)
 
 
+@pytest.mark.long
 def test_the_predicted_memory_is_what_the_slots_take():
     """With a single bucket, so that no second state is counted."""
     engine = Engine(tiny(), EngineConfig(slots=3, context=128, programs="one", rules=("confidence",)))

@@ -48,6 +48,7 @@ def test_the_prefix_cache_is_used_where_the_window_is_known():
     assert [x.cached for x in want] == [0, 1472, 1344, 576, 640]
 
 
+@pytest.mark.long
 def test_a_row_beyond_the_original_context_shares_no_keys_with_shorter_ones():
     """Its keys are rotated by the other frequencies of longrope."""
     scaling = RopeScaling(
