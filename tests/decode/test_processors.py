@@ -47,6 +47,34 @@ def test_truncation_keeps_what_it_should():
     assert left(processors.min_p(1.0)) == [True, False, False, False]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_truncation_keeps_what_sorting_keeps(seed):
+    """Among equal and forbidden logits, of both signs, and at the edges of k and p."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(scale=10.0 ** rng.integers(-1, 3), size=(16, 40)).astype(np.float32)
+    logits[::2] = logits[::2].round()
+    logits[:, rng.integers(0, 40, 5)] = NEVER
+    ordered = -np.sort(-logits, axis=1)
+    mass = np.asarray(jax.nn.softmax(jnp.asarray(ordered)))
+    any_view = view([1], [True])
+    truncated = lambda part: np.asarray(run(part, jnp.asarray(logits), any_view))
+    cut = lambda least: np.where(logits >= least, logits, np.float32(NEVER))
+    for k in (1, 2, 7, 39, 40, 99):
+        np.testing.assert_array_equal(truncated(processors.top_k(k)), cut(ordered[:, min(k, 40) - 1, None]))
+    for p in (0.0, 0.2, 0.7, 0.95):
+        for crossing in (0, 1):
+            before = mass.cumsum(1) - crossing * mass
+            needed = (before < p) if crossing else (before <= p)
+            needed[:, 0] = True
+            least = np.where(needed, ordered, np.inf).min(1, keepdims=True)
+            np.testing.assert_array_equal(truncated(processors.top_p(p, crossing)), cut(least))
+    np.testing.assert_array_equal(truncated(processors.top_p(1.0)), logits)
+    grad = jax.grad(lambda x: jnp.tanh(run(processors.top_k(2), x, any_view)[0]).sum())(
+        jnp.asarray([[0.1, 0.3, 0.2]])
+    )
+    assert (np.asarray(grad) > 0).tolist() == [[False, True, True]]
+
+
 def test_temperature_divides_and_cooling_follows_time():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
     np.testing.assert_allclose(run(processors.temperature(2.0), logits, view([1], [True])), logits / 2)

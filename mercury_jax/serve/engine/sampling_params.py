@@ -7,7 +7,7 @@ so that a request without processors does not pay for them:
 
     PLAIN       rules only
     PROCESSORS  also penalties, biases, grammar masks and log-probabilities
-    TRUNCATION  also top-k, top-p and min-p, which sort the vocabulary
+    TRUNCATION  also top-k, top-p and min-p, which search the vocabulary for a threshold
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Slots:
         )
         fits = all(have >= want for have, want in zip(self.bucket, need))
         # The cheapest compiled bucket that is large enough in rows, capacity and sampler level. The level comes first:
-        # TRUNCATION sorts the vocabulary in each pass. The largest bucket is always compiled, so there is one.
+        # TRUNCATION searches the vocabulary in each pass. The largest bucket is always compiled, so there is one.
         known = [b for b in list(self.compiled.steps) if all(have >= want for have, want in zip(b, need))]
         best = min(known, key=lambda b: (b.level, b.rows * b.capacity, b.rows))
         self._smaller_fits = 0 if best == self.bucket or not fits else self._smaller_fits + 1
