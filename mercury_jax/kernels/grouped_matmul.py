@@ -191,6 +191,7 @@ def grouped_matmul(
     *,
     act: Activation | None = None,
     dtype: DTypeLike | None = None,
+    total: int | None = None,
     tile: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M O"]:
@@ -207,7 +208,8 @@ def grouped_matmul(
         scale: Scale of each output of 8-bit matrices, of the structure of w; None for bfloat16.
         act: Activation of the gate, one of `ACTIVATIONS`; None: a plain product.
         dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
-        tile: Rows of a tile, a multiple of 8 up to 128; None: `tile_rows`.
+        total: Number of experts that the M rows are for, of which E are here; None: E.
+        tile: Rows of a tile, a multiple of 8 up to 128; None: chosen from M and `total`.
         device: Device to compile for; None: the device of this machine.
 
     Returns:
@@ -223,7 +225,7 @@ def grouped_matmul(
         raise refuse("x, w", given, f"others: {why}")
     scales = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
     # The first tile of an expert may begin with up to 7 rows of the expert before it.
-    count = matrices[0].shape[0]
+    count = total or matrices[0].shape[0]
     tile = tile or tile_rows(len(x) + (ALIGN - 1) * count, count)
     static = _Static(jnp.dtype(dtype or x.dtype), tile, act, device)
     return _grouped(static, x, matrices, offsets.astype(jnp.int32), scales)

@@ -138,11 +138,10 @@ def expert_outputs(
     expert = ids.reshape(-1, ids.shape[-1])
     if first is not None:  # give rows of other devices' experts the id E, which sorts them last
         expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
-    tile = tile_rows(expert.size, total or count)
 
     # On GPUs the dispatch kernel is used where the products have kernels, too, and else a sort by counting.
     rows = jax.ShapeDtypeStruct((expert.size, flat.shape[1]), x.dtype)
-    why = refuses(rows, gate_up, down, tile, device) or dispatch_refuses(flat, expert, count, device)
+    why = refuses(rows, gate_up, down, device) or dispatch_refuses(flat, expert, count, device)
     counting = functools.partial(dispatch, by_counting=True)
     on_gpu = counting if why else functools.partial(kernel_dispatch, device=device)
 
@@ -151,7 +150,7 @@ def expert_outputs(
     ) -> Callable[..., tuple[Array, Array]]:
         def run(x: Array, expert: Array, gate_up: Stack, down: Stack) -> tuple[Array, Array]:
             found = dispatch(x, expert, count)
-            return products(act, found.rows, found.offsets, gate_up, down, tile=tile), found.rank
+            return products(act, found.rows, found.offsets, gate_up, down, total), found.rank
 
         return run
 
@@ -187,7 +186,7 @@ def grouped_or_tiled(
     offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
-    tile: int | None = None,
+    total: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M D"]:
     """Computes the experts' feed-forward on a GPU: with the grouped kernel if it supports both products, else `tiled`.
@@ -202,21 +201,21 @@ def grouped_or_tiled(
             undefined.
         gate_up: [E, D, 2F].
         down: [E, F, D].
-        tile: Rows of a tile; None: `tile_rows`.
+        total: Number of experts that the rows are for, on all devices; None: E.
         device: To compile for.
 
     Returns:
         [M, D].
     """
-    if refuses(rows, gate_up, down, tile, device) is not None:
-        return tiled(act, rows, offsets, gate_up, down, tile)
+    if refuses(rows, gate_up, down, device) is not None:
+        return tiled(act, rows, offsets, gate_up, down, total)
 
     def product(x: Array, w: Any, act: Activation | None = None) -> Array:
         quantised = isinstance(w, QuantisedWeight)
         values, scale = (w.values, w.scale) if quantised else (w.astype(x.dtype), None)
-        return grouped_matmul(x, values, offsets, scale, act=act, tile=tile, device=device)
+        return grouped_matmul(x, values, offsets, scale, act=act, total=total, device=device)
 
-    fused = refuses(rows, gate_up, down, tile, device, act) is None
+    fused = refuses(rows, gate_up, down, device, act) is None
     hidden = product(rows, gate_up, act) if fused else gated(act, product(rows, gate_up))
     return product(hidden, down)
 
@@ -225,7 +224,6 @@ def refuses(
     rows: Array | jax.ShapeDtypeStruct,
     gate_up: Stack,
     down: Stack,
-    tile: int | None = None,
     device: Device | None = None,
     act: Activation | None = None,
 ) -> str | None:
@@ -235,7 +233,6 @@ def refuses(
         rows: Rows [M, D] sorted by expert.
         gate_up: [E, D, 2F].
         down: [E, F, D].
-        tile: Rows of a tile; None: `tile_rows`.
         device: To compile for.
         act: Activation of the gate that the kernel of the first product is to compute; None: it computes no gate.
 
@@ -254,7 +251,7 @@ def refuses(
         values, scale = (
             (w.values, w.scale) if quantised else (jax.ShapeDtypeStruct(w.shape, rows.dtype), None)
         )
-        why = grouped_refuses(x, values, scale, act=own, tile=tile, device=device)
+        why = grouped_refuses(x, values, scale, act=own, device=device)
         if why is not None:
             return why
     return None
@@ -266,7 +263,7 @@ def ragged(
     offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
-    tile: int | None = None,
+    total: int | None = None,
 ) -> Float[Array, "M D"]:
     """Computes the experts' feed-forward on a TPU, whose compiler has a grouped product for `ragged_dot`.
 
@@ -278,13 +275,13 @@ def ragged(
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; only the first E + 1 are read.
         gate_up: [E, D, 2F].
         down: [E, F, D].
-        tile: Rows of a tile of `tiled`.
+        total: Number of experts that the rows are for, on all devices; None: E.
 
     Returns:
         [M, D].
     """
     if _quantised(gate_up) or _quantised(down):
-        return tiled(act, rows, offsets, gate_up, down, tile)
+        return tiled(act, rows, offsets, gate_up, down, total)
 
     def product(x: Array, w: Any) -> Array:
         if isinstance(w, LoraWeight):
@@ -300,7 +297,7 @@ def tiled(
     offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
-    tile: int | None = None,
+    total: int | None = None,
 ) -> Float[Array, "M D"]:
     """Computes the experts' feed-forward in plain jnp: a loop over tiles of rows, each with one expert.
 
@@ -310,13 +307,13 @@ def tiled(
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; only the first E + 1 are read.
         gate_up: [E, D, 2F].
         down: [E, F, D].
-        tile: Rows of a tile; None: `tile_rows`.
+        total: Number of experts that the rows are for, on all devices; None: E.
 
     Returns:
         [M, D].
     """
     offsets = offsets[: gate_up.shape[0] + 1]
-    tile = tile or tile_rows(len(rows), gate_up.shape[0])
+    tile = tile_rows(len(rows), total or gate_up.shape[0])
     if _quantised(gate_up) or _quantised(down):
         return _tiled(act, tile, rows, offsets, gate_up, down)
     return _tiled_differentiable(act, tile, rows, offsets, gate_up, down)

@@ -65,13 +65,13 @@ def test_a_product_is_that_of_the_merged_matrix(shape, inputs):
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
 def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
     up, down = weight((3, 4, 10), 1, 1)[0], weight((3, 5, 4), 1, 1)[0]
-    rows, sizes = jax.random.normal(KEY, (9, 4)), jnp.array([4, 0, 5])
-    expert = jnp.repeat(jnp.arange(3), sizes, total_repeat_length=9)
+    rows, sizes = jax.random.normal(KEY, (41, 4)), jnp.array([17, 0, 24])  # of tiles of 16 rows
+    expert = jnp.repeat(jnp.arange(3), sizes, total_repeat_length=41)
 
     def loss(x, factors, merged):
         found = [dataclasses.replace(w, a=f[0], b=f[1]) for w, f in zip((up, down), factors, strict=True)]
         if not merged:
-            return jnp.sin(run(jax.nn.silu, x, offsets_of(sizes), *found, tile=2)).sum()
+            return jnp.sin(run(jax.nn.silu, x, offsets_of(sizes), *found, total=50)).sum()
         w, v = (x.base + x.scale * jnp.einsum("eir,ero->eio", x.a, x.b) for x in found)
         hidden = moe.gated(jax.nn.silu, jnp.einsum("mi,mio->mo", x, w[expert]))
         return jnp.sin(jnp.einsum("mi,mio->mo", hidden, v[expert])).sum()

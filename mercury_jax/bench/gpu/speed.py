@@ -20,7 +20,7 @@ from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention_inputs import AttentionResult, quantise_int8
-from mercury_jax.kernels.grouped_matmul import offsets_of, tile_rows
+from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -136,11 +136,11 @@ def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
         return x, *matrices
 
     x, up, down = drawn(jax.random.key(0))
-    act, tile = jax.nn.gelu, tile_rows(rows, experts)
+    act = jax.nn.gelu
     run = {"ours": moe.grouped_or_tiled, "tiles": moe.tiled, "ragged_dot": moe.ragged}[way]
     offsets = offsets_of(sizes)
     stage("compiling, then timing")
-    seconds = _chained(lambda x, ws: run(act, x, offsets, *ws, tile=tile), x, [(up, down)])
+    seconds = _chained(lambda x, ws: run(act, x, offsets, *ws), x, [(up, down)])
     touched, item = int((sizes > 0).sum()), 1 if int8 else 2
     moved = touched * 3 * width * inner * item + rows * (2 * width + 3 * inner) * 2
     row |= {"experts_touched": touched, "largest": int(sizes.max()), "bytes": moved}
