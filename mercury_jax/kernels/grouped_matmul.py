@@ -405,8 +405,8 @@ def outer_products(
 ) -> Float[Array, "E I O"]:
     """Computes the gradient of the matrices: for each expert, the sum of x_m dy_m^T over its rows, in plain jnp.
 
-    The outer loop is over experts, the inner loop over the tiles of an expert, so that the result is the only array
-    with the size of all matrices.
+    The loop over tiles has a static number of steps, so that a GPU runs it without waiting for the host. The result is
+    the only array with the size of all matrices.
 
     Args:
         x: Rows sorted by expert.
@@ -418,18 +418,23 @@ def outer_products(
     """
     count = len(offsets) - 1
     tile = tile_rows(len(x), count)
+    tiles = tiles_of(offsets, len(x), tile)
     padded_x, padded_dy = (jnp.pad(a, ((0, tile), (0, 0))) for a in (x, dy))
 
-    def one_expert(e: Array) -> Float[Array, "I O"]:
-        start, end = offsets[e], offsets[e + 1]
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, out = carry
+        e, start = tiles.expert[i], tiles.start[i]
+        # Steps from `tiles.count` on have no rows, and write the last expert's sum again.
+        own = (start + jnp.arange(tile) < tiles.end[i])[:, None]
+        a, b = (
+            jnp.where(own, jax.lax.dynamic_slice_in_dim(v, start, tile), 0) for v in (padded_x, padded_dy)
+        )
+        product = jnp.matmul(a.T, b, preferred_element_type=jnp.float32)
+        total = product + jnp.where(start == offsets[e], 0, total)  # an expert's first tile begins a sum
+        return total, out.at[e].set(total.astype(out.dtype))
 
-        def step(i: Array, total: Array) -> Array:
-            row = start + i * tile
-            a, b = (jax.lax.dynamic_slice_in_dim(v, row, tile) for v in (padded_x, padded_dy))
-            a = jnp.where((row + jnp.arange(tile) < end)[:, None], a, 0)
-            return total + jnp.matmul(a.T, b, preferred_element_type=jnp.float32)
-
-        total = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
-        return jax.lax.fori_loop(0, -(-(end - start) // tile), step, total).astype(x.dtype)
-
-    return jax.lax.map(one_expert, jnp.arange(count))
+    zeros = (
+        jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32),
+        jnp.zeros((count, x.shape[1], dy.shape[1]), x.dtype),
+    )
+    return jax.lax.fori_loop(0, len(x) // tile + count, step, zeros)[1]
