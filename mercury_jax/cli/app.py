@@ -261,7 +261,6 @@ OPTION_OF = {
 }  # fmt: skip
 UNTYPED = {
     "source": "MODEL", "chats": "--chats", "init": "--init", "max_tokens": "--max-tokens", "file": "--file",
-    "run_code": "--run-code",
 }  # fmt: skip
 # "FIELD is VALUE; allowed: ALLOWED" of `config.refuse`; FIELD is `p`, `p[0]`, or `threshold(p=)` of a rule.
 _REFUSAL = re.compile(r"(?P<name>[\w.]+)(\[\d+\]|\((?P<parameter>\w+)=\))? is (?P<rest>.*)", re.DOTALL)

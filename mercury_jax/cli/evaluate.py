@@ -12,7 +12,6 @@ from mercury_jax.cli.arguments import (
     Decoding,
     Escapes,
     Flag,
-    Float,
     Group,
     Int,
     Loading,
@@ -32,13 +31,11 @@ class Evaluate:
       mercury eval sudoku4 add3 --rule confidence       one token per step
       mercury eval sudoku4 --file test.jsonl --dump answers.jsonl --json
       mercury eval exact --file questions.jsonl         a task of your own
-      mercury eval gsm8k --file test.jsonl --examples train.jsonl
-      mercury eval humaneval --file HumanEval.jsonl.gz --run-code sandbox
 
     `mercury info` lists the tasks. exact asks each "input" of --file, one
     {"input", "output"} a line, and counts the answers equal to "output". With
-    another task the lines are problems of its kind; gsm8k, humaneval and mbpp
-    need the file in which they are published.
+    another task the lines are problems of its kind. GSM8K, HumanEval and other
+    published sets: python -m mercury_jax.evaluate.harness (lm-evaluation-harness).
     --dump writes one {"task", "input", "prediction", "correct", "forwards", ...}
     a line, in the same order. --seed draws the questions, and the tokens where
     the rule samples.
@@ -59,21 +56,17 @@ class Evaluate:
     max_tokens: OptionalInt = None
     """Most tokens of an answer. Default: the task's own."""
     samples: Int = 1
-    """Test sets: answers per question, for pass@k."""
+    """exact: answers per question, for pass@k."""
     examples: Annotated[str | None, option("Z.jsonl")] = None
-    """Test sets: show the first questions of this file before each question."""
+    """exact: show the first questions of this file before each question."""
     shots: OptionalInt = None
-    """Test sets: how many of them. Default: 4."""
+    """exact: how many of them. Default: 4."""
     prompts: Annotated[Literal["chat", "text"] | None, option("chat|text")] = None
-    """Test sets: ask in a conversation, or let a text be continued. Default: as the model has a chat template."""
+    """exact: ask in a conversation, or let a text be continued. Default: as the model has a chat template."""
     template: Annotated[str | None, option("TEXT")] = None
-    """Test sets: the question's text, such as '{question}', in place of ours."""
+    """exact: a text with {input} in the place of the question, such as 'Q: {input}'."""
     escapes: Escapes = False
     r"""Read \n, \t and \\ in --template as Python does."""
-    run_code: Annotated[Literal["sandbox", "unsandboxed"] | None, option("sandbox|unsandboxed")] = None
-    """humaneval, mbpp: run the programs that the model writes, in a sandbox (Linux, bubblewrap) or without one."""
-    timeout: Float = 10.0
-    """humaneval, mbpp: most seconds of a program."""
     json: Flag = False
     """Print one JSON object for each task."""
     decoding: Annotated[Decoding, Group] = field(default_factory=Decoding)
@@ -100,7 +93,6 @@ def run(argv: Sequence[str]) -> int:
         None if args.file is None else Path(args.file), args.split, args.limit, args.decoding.sampler(parameters),
         args.decoding.plan(), args.batch, args.decoding.seed, args.max_tokens,
         args.samples, None if args.examples is None else Path(args.examples), args.shots, args.prompts, template,
-        args.run_code, args.timeout,
     )  # fmt: skip
     chosen = {name: evaluate.check(name, settings) for name in args.task}
     show.check_writable("--dump", args.dump)

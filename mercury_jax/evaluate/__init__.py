@@ -6,15 +6,14 @@
 
 runner   tasks by name; `run` evaluates one, `compare` with several decoding rules; summaries, tables, plots
 code     the code tasks: a bound on the bits per byte, and infilling
-test_sets  GSM8K, HumanEval and MBPP from their published files, and `exact`, questions of one's own from a file
-sandbox  runs programs that a model wrote
+exact    the task `exact`: questions of one's own from a file
 harness  our models in lm-evaluation-harness, `python -m mercury_jax.evaluate.harness`
 card     writes the model card, `python -m mercury_jax.evaluate.card`
 """
 
 from mercury_jax.evaluate import (
     code as _code,  # noqa: F401  importing it adds the code tasks to `TASKS`
-    test_sets as _test_sets,  # noqa: F401  and this the test sets
+    exact as _exact,  # noqa: F401  and this the task `exact`
 )
 from mercury_jax.evaluate.runner import (
     TASKS,

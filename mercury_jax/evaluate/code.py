@@ -24,7 +24,7 @@ from mercury_jax.decode import defaults, infill as infilling
 from mercury_jax.decode.score import canvas_times, score
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.evaluate.runner import (
-    OF_TEST_SETS,
+    OF_EXACT,
     TASKS,
     EvalReport,
     EvalSettings,
@@ -367,14 +367,14 @@ TASKS.update(
             "code-bpb",
             "bound on the bits per byte of held-out files of Python's standard library",
             bits_per_byte,
-            unused=("sampler", "plan", "max_tokens", "file", *OF_TEST_SETS),
+            unused=("sampler", "plan", "max_tokens", "file", *OF_EXACT),
             splits=("test",),
         ),
         "code-infill": Evaluation(
             "code-infill",
             "hide part of a line of those files, or a whole line, and restore it exactly",
             infill_lines,
-            unused=("max_tokens", "file", *OF_TEST_SETS),
+            unused=("max_tokens", "file", *OF_EXACT),
             splits=("test",),
         ),
     }

@@ -22,7 +22,6 @@ from mercury_jax.config import Plan, nearest, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sampler import SamplerLike
-from mercury_jax.evaluate.sandbox import RunCode
 from mercury_jax.tasks import Split, Task
 from mercury_jax.types import LM
 
@@ -47,13 +46,11 @@ class EvalSettings(NamedTuple):
         batch: Rows that are decoded together.
         seed: Seed of the questions, and of the sampled tokens.
         max_tokens: Largest number of tokens of an answer; None: the task's default.
-        samples: Answers per question; test sets only, as all fields below but the last.
-        examples: A file in the format of the test set, whose first questions are shown with their answers.
+        samples: Answers per question; of the task `exact` only, as all fields below but the last.
+        examples: Another such file, whose first questions are shown with their answers.
         shots: Number of these; None: 4.
         prompts: "chat" or "text"; None: a conversation if the model has a chat template.
-        template: The text of a question with its fields in braces, in place of the test set's.
-        run_code: Run the programs in answers: "sandbox" or "unsandboxed"; see `sandbox`.
-        timeout: Longest time of a program in seconds.
+        template: A text with {input} in the place of the question.
         progress: Called after every batch as progress(done, total).
     """
 
@@ -70,12 +67,10 @@ class EvalSettings(NamedTuple):
     shots: int | None = None
     prompts: Literal["chat", "text"] | None = None
     template: str | None = None
-    run_code: RunCode | None = None
-    timeout: float = 10.0
     progress: Callable[[int, int], None] = lambda done, of: None
 
 
-OF_TEST_SETS = ("samples", "examples", "shots", "prompts", "template", "run_code", "timeout")
+OF_EXACT = ("samples", "examples", "shots", "prompts", "template")
 
 
 @dataclass(frozen=True)
@@ -244,7 +239,7 @@ TASKS: dict[str, Evaluation] = {
             task.about,
             functools.partial(answer_questions, task),
             check=functools.partial(check_file, task),
-            unused=OF_TEST_SETS,
+            unused=OF_EXACT,
             task=task,
         )
         for task in tasks.TASKS.values()
@@ -264,6 +259,8 @@ def find(name: str) -> Evaluation:
     Raises:
         ValueError: There is no such task; the message suggests the nearest name.
     """
+    if name in ("gsm8k", "humaneval", "mbpp"):
+        raise refuse("task", name, "of published sets those of `python -m mercury_jax.evaluate.harness`")
     if name not in TASKS:
         raise refuse("task", name, nearest(str(name), list(TASKS)))
     return TASKS[name]
@@ -286,8 +283,6 @@ def run(
     shots: int | None = None,
     prompts: Literal["chat", "text"] | None = None,
     template: str | None = None,
-    run_code: RunCode | None = None,
-    timeout: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
     """Evaluates a model on one task. Equal arguments give equal answers; only the measured times differ.
@@ -296,8 +291,7 @@ def run(
         lm: The model.
         task: A name in `TASKS`.
         file: A JSON Lines file of {"input", "output"}, which the task "exact" needs; of another task these are
-            problems of its kind, instead of the held-out ones. Or the published file of a test set (gsm8k, humaneval,
-            mbpp), which these need.
+            problems of its kind, instead of the held-out ones.
         split: "test" to report figures, or "validation" to choose settings.
         limit: Largest number of questions; None: the task's default, or the whole file.
         sampler: As in `mj.sample`; None: the model's default.
@@ -305,16 +299,12 @@ def run(
         batch: Rows that are decoded together.
         seed: Seed of the questions, and of the sampled tokens.
         max_tokens: Largest number of tokens of an answer with its thinking; None: the task's default.
-        samples: Answers per question, for pass@k. This and what follows is for test sets only.
-        examples: A file in the format of the test set; its first questions are shown before each question, with their
-            answers.
+        samples: Answers per question, for pass@k. This and what follows is for the task "exact" only.
+        examples: Another such file; its first questions are shown before each question, with their answers.
         shots: Number of these examples; None: 4.
         prompts: "chat" for conversations, "text" for texts that are continued; None: as the model has a chat template
             or not.
-        template: The text of a question, such as "{question}", in place of the test set's.
-        run_code: Humaneval and mbpp run programs that the model wrote: "sandbox" (bubblewrap, without network and
-            files), or "unsandboxed" on a machine that is itself a sandbox. They are refused without it.
-        timeout: Longest time of a program in seconds.
+        template: A text with {input} in the place of the question.
         progress: Called after every batch as progress(done, total).
 
     Returns:
@@ -325,7 +315,7 @@ def run(
     """
     settings = EvalSettings(
         None if file is None else Path(file), split, limit, sampler, plan, batch, check_seed(seed), max_tokens, samples,
-        None if examples is None else Path(examples), shots, prompts, template, run_code, timeout,
+        None if examples is None else Path(examples), shots, prompts, template,
         progress or (lambda done, of: None),
     )  # fmt: skip
     return check(task, settings).run(lm, settings)
@@ -355,8 +345,6 @@ def check(task: str, settings: EvalSettings) -> Evaluation:
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise refuse(name, value, "a whole number from 1 on")
     check_seed(settings.seed)
-    if not isinstance(settings.timeout, int | float) or not 0 < settings.timeout < math.inf:
-        raise refuse("timeout", settings.timeout, "seconds above 0")
     for name in found.unused:
         default = EvalSettings._field_defaults[name]
         if getattr(settings, name) not in (default, Plan()):

@@ -98,7 +98,7 @@ def test_equal_answers_without_a_temperature_are_explained(at_hand, capsys):
         (["edit", "ab", "--chat", r"a\nb"], "--chat"),
         (["edit", "ab", "--span", r"\n"], "--span"),
         (["chat", "--system", r"a\nb"], "--system"),
-        (["eval", "gsm8k", "--template", r"{question}\n"], "--template"),
+        (["eval", "exact", "--template", r"{input}\n"], "--template"),
     ],
 )
 def test_a_typed_line_break_without_escapes_stops_the_command(words, name, capsys):

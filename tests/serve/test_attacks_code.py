@@ -41,19 +41,15 @@ def offences(source, path="x.py"):
     """Finds what no file may do: unpickle, evaluate, trust a checkpoint's code, build a template environment."""
     tree, found = ast.parse(source), []
     own = path == "hub/template_sandbox.py"
-    # sandbox_child.py runs programs of HumanEval and MBPP, in an interpreter of its own; test_sandbox has its laws.
-    evaluates = {"eval"} if path == "evaluate/sandbox_child.py" else {"eval", "exec"}
     for name in imported(tree):
         top = name.split(".")[0]
         if top in UNPICKLE or name in ("torch.load", "torch.serialization", "pandas.read_pickle"):
             found.append(f"13: imports {name}")
         if top == "jinja2" and not own:
             found.append(f"12: imports {name}")
-        if name.endswith("sandbox_child"):
-            found.append(f"13: imports {name}, which runs programs, into this process")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name, words = dotted(call.func), {word.arg: word.value for word in call.keywords}
-        if name in evaluates or name.endswith(("torch.load", ".read_pickle")):
+        if name in ("eval", "exec") or name.endswith(("torch.load", ".read_pickle")):
             found.append(f"13: calls {name}")
         if name.endswith(("__import__", "import_module")) and _named(call) in UNPICKLE:
             found.append(f"13: calls {name} of {_named(call)}")
@@ -79,8 +75,7 @@ def test_12_13_14_no_file_unpickles_evaluates_or_builds_a_template():
     "source",
     ["import pickle", "from dill import loads", "torch.load(f)", "np.load(f, allow_pickle=True)", "eval(text)",
      "AutoModel.from_pretrained(x, trust_remote_code=flag)", "from jinja2 import Template", "x = jinja2.Environment()",
-     "from torch import load", "__import__('dill')", "importlib.import_module('pickle')", "exec(text)",
-     "from mercury_jax.evaluate import sandbox_child"],
+     "from torch import load", "__import__('dill')", "importlib.import_module('pickle')", "exec(text)"],
 )  # fmt: skip
 def test_12_13_14_the_search_finds_offences(source):
     assert offences(source) != []
