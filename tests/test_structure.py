@@ -15,16 +15,8 @@ from mercury_jax.types import View
 SOURCES = structure.sources()
 COUNTS = structure.counts(SOURCES)
 
-# The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks. They
-# rose from 204 files and 31,000 lines with corpora as shards, LoRA, jobs of several processes and training by rewards,
-# then from 35,000 lines with rings of sliding layers and the bytes and kernels of a pass, then with plans, and with
-# kernels for training, norms, routing, experts and the heads of attention, and published quantised checkpoints, then
-# with the display of denoising steps, chats in a terminal and completion, then with published test sets and a sandbox,
-# guided scores and the scripts of authors in the harness, tools in the playground, and several models in one server,
-# then with small random checkpoints, questions of one's own, and completion and help of single rules, then with
-# recursive schemas and tools that are checked afterwards, banned texts, scores after thinking, ids as prompts and their
-# likelihoods, files as other libraries write them, and data that are known by their content on a resume.
-AT_MOST = {"files": 251, "functions_per_1000_lines": 42.5, "code_lines": 42_475}
+# The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks.
+AT_MOST = {"files": 249, "functions_per_1000_lines": 42.5, "code_lines": 42_350}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.

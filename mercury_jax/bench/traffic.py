@@ -132,11 +132,23 @@ def _bodies(module: HloModule, name: str) -> list[str]:
 def _computation(module: HloModule, name: str, experts: int | None) -> PassCost:
     """Counts the instructions of a computation that run as kernels, and those that it calls."""
     among = module.computations.get(name, {})
-    return total(_instruction(module, among, one, experts) for one in among.values())
+    return total(instruction_cost(module, among, one, experts) for one in among.values())
 
 
-def _instruction(module: HloModule, among: Computation, one: Instruction, experts: int | None) -> PassCost:
-    """Counts one instruction, with the computations that it runs."""
+def instruction_cost(
+    module: HloModule, among: Computation, one: Instruction, experts: int | None = None
+) -> PassCost:
+    """Counts one instruction, with the computations that it runs.
+
+    Args:
+        module: The program.
+        among: The computation that the instruction belongs to.
+        one: The instruction.
+        experts: As in `pass_cost`.
+
+    Returns:
+        Its kernels and bytes.
+    """
     if one.op == "while":
         parts = total(_computation(module, _attribute(one, key), experts) for key in ("body", "condition"))
         count = trip_count(one) or (experts if EXPERTS.search(one.text("op_name")) else None)

@@ -4,11 +4,13 @@ WHAT, in this order:
   check   versions, roofline, and every kernel form against fp32; forms that pass are used from then on
   speed   what passed, beside cuDNN and XLA; then a 100M model with kernels and graphs on and off
   model   the 26B: a slice with kernels against without, int8, bf16, beside transformers; then training
+  profile the operations of a pass of the 26B: calls, time, bytes and share of each, and the gaps between kernels
 
 examples:
   mercury bench gpu check --out h200.jsonl
   mercury bench gpu speed --out h200.jsonl
   mercury bench gpu model --out h200.jsonl
+  mercury bench gpu profile --out h200.jsonl --png pass.png
   mercury bench gpu check --small               # on any machine: the same code on small shapes, in some minutes
   python -m mercury_jax bench gpu check         # from the source tree, without installing it
 
@@ -27,6 +29,7 @@ a chip belong under docs/results/, one file a day: h200-2026-11-30.jsonl. The fi
   "form", "verdict", "why"              a kernel form: "on" or "off" from then on
   "seconds", "share_of_bound"           a call, and the time that the measured roofline allows as a share of it
   "seconds_per_forward", "mfu"          a pass of a model; of training, the share of the matmul roofline
+  "operations", "gap_seconds"           of profile: each operation of a pass, and the time in which no kernel ran
   "times_as_fast"                       beside the fastest of the others in the same run
   "peak_bytes"                          most memory that the device held
   "failed", "refused", "left_out", "not_run"    why there is no number
@@ -46,7 +49,7 @@ from typing import Any, NoReturn
 from mercury_jax.cli import show
 from mercury_jax.config import nearest, refuse
 
-COMMANDS = ("check", "speed", "model")
+COMMANDS = ("check", "speed", "model", "profile")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,6 +85,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     option("--out", metavar="FILE.jsonl", help="append each row as soon as it is measured")
     option("--seed", type=int, metavar="N", help="of check: draws the inputs (default 0)")
+    option(
+        "--png", metavar="FILE", help="of profile: draw the time of each part of a pass (needs matplotlib)"
+    )
     option("--json", action="store_true", help="print one JSON object for each row")
     args, rest = p.parse_known_args(list(argv))
     if args.what not in COMMANDS:
@@ -91,6 +97,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise refuse("option" if word.startswith("-") else "argument", word, nearest(word, options))
     if args.seed is not None and args.what != "check":
         raise refuse("--seed", args.seed, f"with check only, not with {args.what}")
+    if args.png is not None and args.what != "profile":
+        raise refuse("--png", args.png, f"with profile only, not with {args.what}")
     if not args.budget > 0:
         raise refuse("--budget", args.budget, "a number of seconds above 0")
     return args
@@ -104,6 +112,10 @@ def run(argv: Sequence[str]) -> int:
     """
     args = parse(argv)
     show.check_writable("--out", args.out)
+    if args.png is not None:
+        from mercury_jax.bench.decode import check_plot  # imports JAX
+
+        check_plot(args.png)
     from mercury_jax.bench.gpu import commands, runner
 
     bad = False
@@ -117,7 +129,45 @@ def run(argv: Sequence[str]) -> int:
             runner.append(args.out, row)
             show.emit(row) if args.json else print(line(row), flush=True)
             bad |= runner.troubled([row])
+            if args.png is not None and "operations" in row:
+                _draw(row, args.png)
     return 1 if bad else 0
+
+
+def table(row: Mapping[str, Any]) -> str:
+    """The operations of a pass that take at least a thousandth of its time, the longest first."""
+    head = f"{'part':40} {'operation':32} {'calls':>7} {'us a call':>9} {'GB':>7} {'TB/s':>6} {'share':>6}"
+    rows = [
+        f"{one['part'][-40:]:40} {one['operation'][:32]:32} {one['calls']:7.1f} "
+        f"{1e6 * one['seconds'] / one['calls']:9.1f} {1e-9 * one['bytes']:7.3f} "
+        f"{1e-12 * one['bytes'] / max(one['seconds'], 1e-12):6.2f} {one['share']:6.1%}"
+        for one in row["operations"]
+        if one["share"] >= 1e-3
+    ]
+    times = ", ".join(
+        f"{1e3 * row[key]:.3f} ms {text}"
+        for key, text in (
+            ("seconds_per_forward", "a pass"), ("traced_seconds", "traced"), ("busy_seconds", "busy"),
+            ("gap_seconds", "in gaps between kernels"),
+        )
+    )  # fmt: skip
+    return "\n".join([head, *rows, f"{times}; {row['kernels']:.0f} kernels a pass"])
+
+
+def _draw(row: Mapping[str, Any], path: str) -> None:
+    """Draws the time of each part of a pass."""
+    from matplotlib.figure import Figure
+
+    parts: dict[str, float] = {}
+    for one in row["operations"]:
+        parts[one["part"]] = parts.get(one["part"], 0.0) + 1e3 * one["seconds"]
+    parts["gaps between kernels"] = 1e3 * row["gap_seconds"]
+    named = sorted(parts.items(), key=lambda item: item[1])[-16:]
+    figure = Figure(figsize=(9, 0.4 * len(named) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([name for name, _ in named], [ms for _, ms in named])
+    axes.set(xlabel="ms a pass", title=f"{row['case']}, {row['hardware']}")
+    figure.savefig(path, dpi=120)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -133,6 +183,8 @@ def line(row: Mapping[str, Any]) -> str:
         return f"{device}, jax {row['jax']}, Python {row['python']}; kernels: {row['kernels']['rule']}"
     if "bytes_per_second" in row:
         return f"{row['bytes_per_second'] / 1e9:.0f} GB/s copied, {row['flops_per_second'] / 1e12:.2f} TFLOP/s in bf16"
+    if "operations" in row:
+        return f"{name}\n{table(row)}"
     parts = []
     if "passed" in row:
         parts.append("right" if row["passed"] else f"WRONG: {row.get('why')}")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.bench.abstract_params import find_preset
-from mercury_jax.bench.gpu import check, commands, model, speed
+from mercury_jax.bench.gpu import check, commands, model, profile, speed
 from mercury_jax.bench.gpu.runner import GpuCase, Runner, append
 from mercury_jax.cli import main
 from mercury_jax.kernels import device as kernel_device
@@ -453,8 +453,54 @@ def test_the_command_times_what_it_can_and_says_why_not_the_rest(tmp_path):
     assert 0 < rows["xla"]["share_of_bound"]
 
 
+def test_a_trace_is_summed_by_part_and_operation(tmp_path):
+    """Of a loop of 12 steps with two layers, each with a product of 128 x 128 numbers."""
+
+    @jax.jit
+    def passes(x, w):
+        def step(i, x):
+            for layer in range(2):
+                with jax.named_scope(f"block_{layer}"), jax.named_scope("mlp"):
+                    x = jnp.tanh(x @ w)
+            return x
+
+        return jax.lax.fori_loop(0, 12, step, x)
+
+    x = jnp.eye(128)
+    passes(x, x).block_until_ready()
+    with jax.profiler.trace(str(tmp_path)):
+        passes(x, x).block_until_ready()
+    [file] = tmp_path.glob("**/*.xplane.pb")
+    name, events = profile.longest(file)
+    assert name == "jit_passes"
+    rows = profile.operations(profile.compiled(name, events), events, passes=12)
+    assert {row["part"] for row in rows[:2]} == {"block/mlp"}
+    products = [row for row in rows if row["bytes"] >= 2 * 3 * 128 * 128 * 4]
+    assert [row["calls"] for row in products] == [2.0] and products[0]["part"] == "block/mlp"
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+    busy, span = profile.busy_and_span(events)
+    assert 0 < busy <= span and 12 * max(row["seconds"] for row in rows) <= busy
+    times = profile.busy_and_span([profile.Event("", *span) for span in ((0, 4), (1, 2), (7, 9))])
+    assert times == pytest.approx((6e-9, 9e-9))
+
+
+@pytest.mark.slow
+def test_the_command_profiles_a_pass_and_draws_it(tmp_path, capsys):
+    assert main(["bench", "gpu", "profile", "--small", "--json", "--png", str(tmp_path / "pass.png")]) == 0
+    *_, row = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["passes"] > model.MANY and row["busy_seconds"] + row["gap_seconds"] == pytest.approx(
+        row["traced_seconds"]
+    )
+    assert {one["part"] for one in row["operations"]} >= {
+        "Gemma/block/attention",
+        "Gemma/block/moe.term",
+        "decoder",
+    }
+    assert (tmp_path / "pass.png").stat().st_size > 5_000
+
+
 def test_missing_transformers_is_reported():
-    script = str(ROOT / "mercury_jax/bench/gpu/transformers_worker.py")
+    script = str(ROOT / "benchmarks/transformers_worker.py")
     absent = (
         f"import sys; sys.modules['torch'] = None; sys.argv = [{script!r}]; exec(open({script!r}).read())"
     )

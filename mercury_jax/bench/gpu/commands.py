@@ -1,4 +1,4 @@
-"""The commands `check`, `speed` and `model`: the cases that each runs, and its rows as they are measured.
+"""The commands `check`, `speed`, `model` and `profile`: the cases that each runs, and its rows as they are measured.
 
 Each row names its command, case, device, versions and date. `check` stores which forms passed where `attend` and the
 grouped product look for it (`kernels.device`). A case is data: the child process finds the work by its name
@@ -119,13 +119,13 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
 
 
 def measure(runner: Runner, command: str, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Times kernels (`speed`) or whole models (`model`).
+    """Times kernels (`speed`), whole models (`model`), or the operations of a forward pass (`profile`).
 
     Args:
         runner: Runs the cases within its budget.
         command: "speed": what passed `check` beside cuDNN and XLA as shares of the roofline, then a model with kernels
             and graphs on and off. "model": a slice of the 26B model with kernels and without, the whole model,
-            transformers, and training.
+            transformers, and training. "profile": the operations of a pass of the 26B model, in int8 and in bf16.
         small: Small shapes and models, for a machine without a GPU.
         only: Parts of names of cases.
 
@@ -141,7 +141,8 @@ def measure(runner: Runner, command: str, *, small: bool = False, only: Sequence
     yield from rows
     best: dict[str, float] = {}  # shape -> seconds of the fastest other implementation
     ours = None  # seconds of a pass of the model without quantisation
-    for case in _matching(speed_cases(small) if command == "speed" else model_cases(small), only):
+    cases = {"speed": speed_cases, "model": model_cases, "profile": profile_cases}[command]
+    for case in _matching(cases(small), only):
         for row in runner.run(case):
             row = _with_shares(row, first)
             if "seconds" in row and "way" in row:
@@ -164,10 +165,10 @@ def _measure_device(
     same: Row = {"command": command, "small": small, "date": str(date.today())}
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     rows, found = [], {}
-    for case in (
-        GpuCase("about", "about", {}, limit=90.0, env=env),
-        GpuCase("roofline", "roofline", size, limit=60.0, env=env),
-    ):
+    todo = [GpuCase("about", "about", {}, limit=90.0, env=env)]
+    if command != "profile":
+        todo.append(GpuCase("roofline", "roofline", size, limit=60.0, env=env))
+    for case in todo:
         row = runner.run(case)[-1]
         if "failed" in row or "not_run" in row:
             raise Unmeasured(f"the device could not be measured: {row.get('failed', 'no time')}")
@@ -383,3 +384,16 @@ def model_cases(small: bool = False) -> list[GpuCase]:
         )
         for case, work, args, limit in [*todo, *slices[1:]]
     ]
+
+
+def profile_cases(small: bool = False) -> list[GpuCase]:
+    """The operations of a pass of the 26B model, in int8 and in bf16."""
+    name, prefix = ("tiny", 64) if small else (GEMMA, 1024)
+    return [
+        GpuCase(
+            f"profile of {name}, {kind or BF16}", "profile",
+            {"model": name, "quantise": kind, "batch": 1, "prefix": prefix},
+            limit=150.0, least=10.0 if small else 40.0, alone=not small,
+        )
+        for kind in ((INT8,) if small else (INT8, None))
+    ]  # fmt: skip

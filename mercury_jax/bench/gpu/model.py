@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +104,15 @@ def _hashed(shape: tuple[int, ...], seed: int) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def decoding(args: Row, stage: Stage) -> Iterator[Row]:
-    """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
+def decoding_call(args: Row, stage: Stage) -> tuple[LM, Callable[..., tuple[float, int]]]:
+    """A model with random weights, and a call of `mj.sample` that decodes one canvas with it.
 
     Args:
-        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts.
         stage: Called with what is being done.
 
-    Yields:
-        One row with `seconds_per_forward`, bytes and FLOP of a pass.
+    Returns:
+        The model, and a function of denoising steps and a seed that returns the seconds of the call and its passes.
     """
     found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
     lm = random_model(found, args.get("quantise"), stage)
@@ -126,6 +126,21 @@ def decoding(args: Row, stage: Stage) -> Iterator[Row]:
         ))  # fmt: skip
         return seconds, out.passes
 
+    return lm, call
+
+
+def decoding(args: Row, stage: Stage) -> Iterator[Row]:
+    """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
+
+    Args:
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds_per_forward`, bytes and FLOP of a pass.
+    """
+    lm, call = decoding_call(args, stage)
+    c, batch, prefix = lm.model.config, args["batch"], args["prefix"]
     stage("compiling, and the first call")
     first = call(FEW)[0]
     call(MANY)
@@ -330,8 +345,14 @@ def transformers(args: Row, stage: Stage) -> Iterator[Row]:
         "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": args["device"],
         "dtype": config.dtype,
     }  # fmt: skip
+    worker = Path(__file__).parents[3] / "benchmarks/transformers_worker.py"
+    if not worker.is_file():
+        yield {
+            "model": args["model"],
+            "left_out": "only a clone has benchmarks/, whose script runs transformers",
+        }
+        return
     stage("transformers in a process of its own")
-    worker = Path(__file__).with_name("transformers_worker.py")
     command = [args.get("python", sys.executable), str(worker)]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -41,7 +41,7 @@ WORK = {
     "about": "check", "roofline": "check", "attention": "check", "grouped": "check", "norm": "check",
     "routing": "check", "dispatch": "check", "heads": "check", "sanitizer": "check",
     "time_attention": "speed", "time_grouped": "speed",
-    "decoding": "model", "slice_logits": "model", "training": "model", "transformers": "model",
+    "profile": "profile", "decoding": "model", "slice_logits": "model", "training": "model", "transformers": "model",
 }  # fmt: skip
 BEAT = 10.0  # seconds between two progress lines
 STARTING = 30.0  # further seconds for the first case of a process, which starts JAX and the device

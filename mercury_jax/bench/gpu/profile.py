@@ -1,0 +1,187 @@
+"""The time of a forward pass by operation: times from JAX's profiler, names and bytes from the compiled program.
+
+`profile` runs in a child process of `mercury bench gpu profile`; `operations` is its analysis, and needs no device.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+from mercury_jax.bench import hlo, traffic
+from mercury_jax.bench.gpu.model import MANY, decoding_call
+from mercury_jax.bench.gpu.runner import Row, Stage
+
+# Parts of a JAX operation's name that say how it was traced, not what it belongs to.
+TRACED = re.compile(
+    r"(jit|vmap|pjit|transpose|jvp|shard_map|checkpoint)(\(|$)|while$|body$|cond$|branch_|closed_call$|$"
+)
+
+
+class Event(NamedTuple):
+    """An execution of an instruction of a compiled program, in nanoseconds."""
+
+    op: str
+    start: float
+    end: float
+
+
+def profile(args: Row, stage: Stage) -> Iterator[Row]:
+    """Traces one call of `mj.sample`, and sums its time by operation.
+
+    XLA launches each kernel by itself while it is traced, without command buffers. So the gaps are those of plain
+    launches; `seconds_per_forward` is of the same call without the profiler.
+
+    Args:
+        args: `model`, `quantise`, `batch` and `prefix` tokens of the prompts.
+        stage: Called with what is being done.
+
+    Yields:
+        One row: seconds, busy seconds and gaps of a pass, and its `operations`.
+    """
+    lm, call = decoding_call(args, stage)
+    stage("compiling, and the first call")
+    call(MANY)
+    seconds, passes = call(MANY)
+    stage("tracing")
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        # The host's own events tell nothing about a GPU, but they are all that there is on a CPU.
+        options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            call(MANY)
+        stage("reading the trace")
+        [file] = Path(folder).glob("**/*.xplane.pb")
+        name, events = longest(file)
+    program = compiled(name, events)
+    rows = operations(program, events, passes)
+    busy, span = busy_and_span(events)
+    yield {
+        "model": args["model"], "quantise": args.get("quantise"), "dtype": lm.model.config.dtype,
+        "batch": args["batch"], "prefix": args["prefix"], "passes": passes, "program": name,
+        "seconds_per_forward": seconds / passes, "traced_seconds": span / passes, "busy_seconds": busy / passes,
+        "gap_seconds": (span - busy) / passes, "kernels": sum(row["calls"] for row in rows), "operations": rows,
+    }  # fmt: skip
+
+
+def longest(file: Path) -> tuple[str, list[Event]]:
+    """Reads the program of a trace that took most time.
+
+    Args:
+        file: A trace as `jax.profiler.trace` writes it (.xplane.pb).
+
+    Returns:
+        The name of the program's module, and the executions of its instructions.
+
+    Raises:
+        RuntimeError: The trace has no instruction of a compiled program.
+    """
+    planes = list(ProfileData.from_file(str(file)).planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    found: dict[str, list[Event]] = defaultdict(list)
+    for plane in devices or planes:
+        for line in plane.lines:
+            # Lines of a device that are no streams repeat the events of its streams.
+            if devices and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                if op := stats.get("hlo_op"):
+                    module = str(stats.get("hlo_module", ""))
+                    found[module].append(Event(str(op), event.start_ns, event.end_ns))
+    if not found:
+        raise RuntimeError(f"the trace has no instructions; its planes: {[plane.name for plane in planes]}")
+    return max(found.items(), key=lambda item: sum(e.end - e.start for e in item[1]))
+
+
+def compiled(name: str, events: Iterable[Event]) -> hlo.HloModule:
+    """Finds the compiled program of this process whose instructions were traced.
+
+    Args:
+        name: Name of its module.
+        events: Executions of its instructions.
+
+    Returns:
+        The program.
+    """
+    ops = {event.op for event in events}
+    texts = [
+        module.to_string()
+        for executable in jax.devices()[0].client.live_executables()
+        for module in executable.hlo_modules()
+        if module.name == name
+    ]
+    # Programs of several sizes have the same name.
+    return max(
+        map(hlo.parse, texts), key=lambda m: len(ops & {op for c in m.computations.values() for op in c})
+    )
+
+
+def operations(program: hlo.HloModule, events: Iterable[Event], passes: int) -> list[Row]:
+    """Sums the time of a program's instructions by the part of the model and the operation.
+
+    Args:
+        program: The program.
+        events: Executions of its instructions. Loops, branches and calls are left out: their instructions are traced.
+        passes: Forward passes that were traced.
+
+    Returns:
+        A row for each part and operation, the longest first: `calls`, `seconds` and `bytes` of a pass, and the share
+        of the time of all.
+    """
+    found = {one.name: (among, one) for among in program.computations.values() for one in among.values()}
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
+    for event in events:
+        among, one = found.get(event.op, ({}, None))
+        if one is None or one.op in hlo.VIEWS:
+            continue
+        row = sums[part_of(one.text("op_name")), re.sub(r"[.\d]+$", "", one.name)]
+        row[0] += 1
+        row[1] += event.end - event.start
+        row[2] += traffic.instruction_cost(program, among, one).bytes
+    every = sum(ns for _, ns, _ in sums.values())
+    return [
+        {
+            "part": part, "operation": operation, "calls": calls / passes, "seconds": 1e-9 * ns / passes,
+            "bytes": bytes / passes, "share": ns / every,
+        }
+        for (part, operation), (calls, ns, bytes) in sorted(sums.items(), key=lambda item: -item[1][1])
+    ]  # fmt: skip
+
+
+def part_of(op_name: str) -> str:
+    """The modules that a JAX operation belongs to, all layers as one: "Transformer/block/attention".
+
+    Args:
+        op_name: As in compiled programs: "jit(f)/while/body/Transformer/block_3/attention/dot_general".
+
+    Returns:
+        The modules; "decoder" for what belongs to none.
+    """
+    modules = [re.sub(r"_\d+$", "", part) for part in op_name.split("/")[:-1] if not TRACED.match(part)]
+    return "/".join(modules[:3]) or "decoder"
+
+
+def busy_and_span(events: Iterable[Event]) -> tuple[float, float]:
+    """Seconds in which at least one instruction ran, and seconds from the first to the last.
+
+    Args:
+        events: Executions of instructions.
+
+    Returns:
+        (busy, span).
+    """
+    ordered = sorted((event.start, event.end) for event in events)
+    busy, reached = 0.0, ordered[0][0]
+    for start, end in ordered:
+        busy += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return 1e-9 * busy, 1e-9 * (reached - ordered[0][0])
