@@ -29,7 +29,7 @@ test-all: $(VENV)/.test  ## run the long and the slow tests too
 lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/shellcheck .ci/run tests/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh tests/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
 
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -125,10 +125,12 @@ def read(settings: EvalSettings, examples: bool = False) -> list[Question]:
     assert path is not None
     found = []
     for place, record in read_json_lines(path, argument):
+        texts = []
         for name in ("input", "output"):
-            if not isinstance(record.get(name), str):
-                raise refuse(f"{place}: {name}", record.get(name), "a string")
-        found.append(Question(place, record["input"], record["output"]))
+            if not isinstance(text := record.get(name), str):
+                raise refuse(f"{place}: {name}", text, "a string")
+            texts.append(text)
+        found.append(Question(place, *texts))
     if not found or (examples and len(found) < (most or 0)):
         raise refuse(
             argument, str(path), f"at least {most if examples else 1} questions; it has {len(found)}"
