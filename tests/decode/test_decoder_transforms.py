@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -236,10 +237,12 @@ def test_over_four_devices(axes, form):
 
 
 @pytest.mark.long
-def test_sample_takes_the_mesh_that_jax_makes():
-    mesh = jax.make_mesh((4,), ("data",))
-    out = mj.sample(tiny("block_causal"), PROMPTS, max_tokens=NEW, seed=SEED, sampler=SAMPLER, mesh=mesh)
+def test_sample_and_stream_take_the_mesh_that_jax_makes():
+    how: dict[str, Any] = dict(max_tokens=NEW, seed=SEED, sampler=SAMPLER, mesh=jax.make_mesh((4,), ("data",)))
+    out = mj.sample(tiny("block_causal"), PROMPTS, **how)
     assert tokens(out.tokens) == expected()
+    last = {moment.row: moment for moment in mj.stream(tiny("block_causal"), PROMPTS, **how)}
+    assert [last[row].text for row in range(len(PROMPTS))] == out.texts
 
 
 def test_a_model_is_a_tree_of_its_parameters():
