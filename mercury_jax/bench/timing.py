@@ -10,20 +10,24 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from mercury_jax.compilation import compilations
-from mercury_jax.types import LM
+from mercury_jax.kernels import device as kernel_device
+from mercury_jax.types import LM, Device
 
 T = TypeVar("T")
 
 TRIES = 4  # calls after which one must have compiled nothing
 REPEATS = 5  # timed loops, of which the fastest counts
 PRODUCTS, COPIES = 4, 8  # matrix products and array updates per timed loop
+PROGRAMS = 132  # multiprocessors of an H100 and an H200
+TILE, STAGES = (64, 128), 6  # numbers of a tile that `read_tiles` reads at once, 32 KB, and tiles in flight
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
@@ -64,7 +68,7 @@ def steady(call: Callable[[], T]) -> tuple[T, float]:
 
 
 class Roofline(NamedTuple):
-    """Measured limits of a device: bytes/s read and written, and FLOP/s of large bf16 products."""
+    """Measured limits of a device: bytes/s of the fastest way to move them, and FLOP/s of large bf16 products."""
 
     bandwidth: float
     matmul: float
@@ -76,11 +80,12 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
     The fastest of several loops counts, because other work on the device can only add to the time.
 
     Args:
-        megabytes: Size of the array that is copied, and incremented in place; every byte is read and written.
+        megabytes: Size of the array that is copied, incremented in place and, on Hopper, read by `read_tiles`. A copy
+            and an increment read and write every byte.
         width: Rows and columns of the square bf16 matrices that are multiplied.
 
     Returns:
-        Memory bandwidth, of the faster of the two, and matmul rate.
+        Memory bandwidth, of the fastest of these, and matmul rate.
     """
     multiply, flops = matmul_loop(width, jnp.bfloat16)
     size = megabytes << 20
@@ -100,7 +105,68 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
             jax.block_until_ready(y)
             if repeat:  # the first one compiles
                 copies.append(time.perf_counter() - began)
-    return Roofline(2.0 * size * COPIES / min(copies), flops / min(products))
+    bandwidth = 2.0 * size * COPIES / min(copies)
+    if kernel_device.present() == kernel_device.HOPPER:
+        tiles = jax.lax.bitcast_convert_type(x.reshape(-1, TILE[1], 2), jnp.int32)
+        read = jax.jit(lambda x: read_tiles(x, PROGRAMS))
+        jax.block_until_ready(read(tiles))
+        seconds = [
+            timed(lambda: jax.block_until_ready([read(tiles) for _ in range(COPIES)]))[1]
+            for _ in range(REPEATS)
+        ]
+        bandwidth = max(bandwidth, size * COPIES / min(seconds))
+    return Roofline(bandwidth, flops / min(products))
+
+
+def read_tiles(x: Int[Array, "M 128"], programs: int, device: Device | None = None) -> Int[Array, "programs"]:
+    """Reads an array into shared memory by TMA, as the kernels of Hopper read matrices, and does nothing else with it.
+
+    Args:
+        x: The array, int32; M is a multiple of 64.
+        programs: Programs that read in turn, one for each multiprocessor.
+        device: To compile for; None: the device of this machine.
+
+    Returns:
+        The sum of the first numbers of the tiles that each program has read.
+    """
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    blocks = x.shape[0] // TILE[0]
+
+    def kernel(x: Any, out: Any, tiles: Any, full: Any, free: Any) -> None:
+        program = jax.lax.axis_index("program")
+        mine = (blocks - program + programs - 1) // programs
+
+        def copy(j: Array) -> None:
+            at = pl.multiple_of((program + j * programs) * TILE[0], TILE[0])
+            stage = jax.lax.rem(j, jnp.int32(STAGES))
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(at, TILE[0])], tiles.at[stage], full.at[stage])
+
+        def step(j: Array, total: Array) -> Array:
+            stage = jax.lax.rem(j, jnp.int32(STAGES))
+            plgpu.barrier_wait(full.at[stage])
+            total = total + tiles[stage, 0, 0]
+            plgpu.barrier_arrive(free)  # all threads have read before the tile is overwritten
+            plgpu.barrier_wait(free)
+            pl.when(j + STAGES < mine)(lambda: copy(j + STAGES))
+            return total
+
+        for j in range(STAGES):
+            pl.when(j < mine)(functools.partial(copy, jnp.int32(j)))
+        out[program] = jax.lax.fori_loop(0, mine, step, jnp.int32(0))
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((programs,), jnp.int32),
+        grid=(programs,),
+        grid_names=("program",),
+        scratch_types=[
+            plgpu.SMEM((STAGES, *TILE), jnp.int32), plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(),
+        ],
+        interpret=None if device is None else device.interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(x)  # fmt: skip
 
 
 def matmul_loop(width: int, dtype: DTypeLike) -> tuple[Callable[[], None], float]:

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mercury_jax.bench import timing
 from mercury_jax.bench.abstract_params import find_preset
 from mercury_jax.bench.gpu import check, commands, model, profile, speed
 from mercury_jax.bench.gpu.runner import GpuCase, Runner, append
 from mercury_jax.cli import main
 from mercury_jax.kernels import device as kernel_device
+from mercury_jax.kernels.interpreter import interpreted
 
 ROOT = Path(__file__).parents[2]
 BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
@@ -497,6 +499,16 @@ def test_the_command_profiles_a_pass_and_draws_it(tmp_path, capsys):
         "decoder",
     }
     assert (tmp_path / "pass.png").stat().st_size > 5_000
+
+
+def test_the_read_probe_reads_every_tile_and_lowers_for_hopper():
+    x = jnp.arange(64 * 37 * 128, dtype=jnp.int32).reshape(-1, 128)
+    read = timing.read_tiles(x, 5, interpreted())
+    assert read.tolist() == [int(x[64 * i :: 64 * 5, 0].sum()) for i in range(5)]
+    traced = jax.jit(lambda x: timing.read_tiles(x, 132)).trace(
+        jax.ShapeDtypeStruct((1 << 20, 128), jnp.int32)
+    )
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_missing_transformers_is_reported():
