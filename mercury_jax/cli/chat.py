@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 EMBEDDED = "nano"  # name of the model in the package
-KNOWS = "It knows sums of three digits (347+585=) and 4x4 Sudokus (four lines, 0 for a blank)."
+KNOWS = "It knows sums of up to three digits (347+585=) and 4x4 Sudokus (four lines, 0 for a blank)."
 MAX_TOKENS = 256  # of an answer, where the context leaves as many
 AGAIN = "/new begins again, /undo forgets the last answer"
 SEVERAL = "A message of several lines: paste it, or start with --escapes and type \\n for each line break."

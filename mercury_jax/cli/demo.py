@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -103,12 +104,11 @@ def run(argv: Sequence[str]) -> int:
     say(f"{lm.name}: {lm.parameters:,} parameters, on {show.device()}")
     live = show.terminal() and not (args.no_live or args.json)
     asked, began = scenes(lm, args.seed), time.perf_counter()
-    with show.progress(text="compiling, once for all that follows"):
-        for scene in asked:
-            for rule in _decodings(lm, scene):
-                scene.call(rule)
-            if live and scene.prompt is not None:
-                list(_frames(lm, scene.prompt))
+    with show.progress(text="compiling, once for all that follows"), ThreadPoolExecutor() as pool:
+        # Conversations share their programs, so they are one task; each other scene has programs of its own.
+        talks = [scene for scene in asked if scene.prompt is not None]
+        tasks = [talks, *([scene] for scene in asked if scene.prompt is None)]
+        list(pool.map(functools.partial(_compile, lm, live), tasks))
     say(f"compiled in {time.perf_counter() - began:.1f} s\n")
     right = [_ask(lm, scene, live, args.json, say) for scene in asked]
     for record, line in medians(lm, args.seed):
@@ -117,6 +117,15 @@ def run(argv: Sequence[str]) -> int:
         say(line)
     say(f"\n{_first()}{NEXT}")
     return int(not all(right))
+
+
+def _compile(lm: LM, live: bool, asked: Sequence[Scene]) -> None:
+    """Makes each call of some scenes once."""
+    for scene in asked:
+        for rule in _decodings(lm, scene):
+            scene.call(rule)
+        if live and scene.prompt is not None:
+            list(_frames(lm, scene.prompt))
 
 
 def _first() -> str:
@@ -195,9 +204,8 @@ def _sum(lm: LM, rng: Any) -> Scene:
 
     problem = draw(TASKS["add3"], rng, "test")
     title = "A sum, worked out column by column before it answers"
-    return _puzzle(
-        lm, problem, TASKS["add3"].check, title, problem.input + "\n", problem.input + problem.output
-    )
+    right = f"the sum is {problem.output}"
+    return _puzzle(lm, problem, TASKS["add3"].check, title, problem.input + "\n", right)
 
 
 def _hole(lm: LM, rng: Any) -> Scene:

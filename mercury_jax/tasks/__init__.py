@@ -15,17 +15,17 @@ task         the record `Task`, the split into train, validation and test, and d
 """
 
 from mercury_jax.config import nearest, refuse
-from mercury_jax.tasks.arithmetic import arithmetic
+from mercury_jax.tasks.arithmetic import TYPED, arithmetic
 from mercury_jax.tasks.countdown import countdown3, countdown4
 from mercury_jax.tasks.sudoku import sudoku4, sudoku9
 from mercury_jax.tasks.task import Problem, Split, Task, draw, draw_distinct, read_problems
 
 __all__ = ["TASKS", "Problem", "Split", "Task", "draw", "draw_distinct", "find", "read_problems"]
 
-ARITHMETIC = {"add2": (2, "+"), "add3": (3, "+"), "add4": (4, "+"), "sub3": (3, "-")}
+ARITHMETIC = {"add2": (2, "+"), "add3": (3, "+", TYPED), "add4": (4, "+"), "sub3": (3, "-")}
 
 TASKS: dict[str, Task] = {task.name: task for task in (sudoku4, sudoku9, countdown3, countdown4)}
-TASKS |= {name: arithmetic(name, digits, op) for name, (digits, op) in ARITHMETIC.items()}
+TASKS |= {name: arithmetic(name, *options) for name, options in ARITHMETIC.items()}
 
 
 def find(name: str) -> Task:

@@ -8,19 +8,23 @@ import numpy as np
 
 from mercury_jax.tasks.task import Problem, Split, Task, hashed_split
 
-_FORM = re.compile(r"([0-9]{1,18})([+-])([0-9]{1,18})=")
+_FORM = re.compile(r"(?:What is )?([0-9]{1,18}) ?([+-]) ?([0-9]{1,18}) ?[=?]?")
+# As people type into a chat.
+TYPED = ("{a}{op}{b}", "{a} {op} {b} =", "{a} {op} {b}", "What is {a}{op}{b}?", "What is {a} {op} {b}?")
 _WORDS = {2: "two", 3: "three", 4: "four"}
 
 
-def arithmetic(name: str, digits: int, op: str) -> Task:
+def arithmetic(name: str, digits: int, op: str, forms: tuple[str, ...] = ()) -> Task:
     """Makes a task of sums or differences of two numbers with up to `digits` digits.
 
-    In the test split both numbers have exactly `digits` digits.
+    Longer numbers are more frequent than shorter ones. Every form of a question, and every order of the numbers of a
+    sum, is on the same side of the split. Two numbers of one digit are always on the train side.
 
     Args:
         name: Name of the task.
         digits: 1 to 17.
         op: "+", or "-" for differences that are never below zero.
+        forms: Half of the questions have one of these forms, the others the form `347+585=`.
 
     Returns:
         The task.
@@ -34,13 +38,13 @@ def arithmetic(name: str, digits: int, op: str) -> Task:
     def generate(rng: np.random.Generator) -> Problem:
         numbers = []
         for _ in range(2):
-            # Most numbers have full length; shorter ones teach the model what to do where a digit is missing.
-            n = digits if rng.random() < 0.75 else int(rng.integers(1, digits + 1))
+            n = int(rng.integers(1, digits + 1, 2).max())  # the larger one: longer numbers are harder
             numbers.append(int(rng.integers(10 ** (n - 1) if n > 1 else 0, 10**n)))
         a, b = numbers
         if op == "-":
             a, b = max(a, b), min(a, b)
-        return Problem(f"{a}{op}{b}=", str(a + b if op == "+" else a - b), columns(a, op, b))
+        form = forms[int(rng.integers(len(forms)))] if forms and rng.random() < 0.5 else "{a}{op}{b}="
+        return Problem(form.format(a=a, op=op, b=b), str(a + b if op == "+" else a - b), columns(a, op, b))
 
     def parse(text: str) -> tuple[int, int]:
         match = _FORM.fullmatch(text)
@@ -55,24 +59,25 @@ def arithmetic(name: str, digits: int, op: str) -> Task:
         return f"{a}{op}{b}="
 
     def split(text: str) -> Split:
-        # Problems with a shorter number are always in the train split.
-        full_length = all(len(str(number)) == digits for number in parse(text))
-        return hashed_split(name, canonical(text)) if full_length else "train"
+        # There are only 55 sums of two numbers of one digit: none is held out.
+        return hashed_split(name, canonical(text)) if max(parse(text)) > 9 else "train"
 
     def check(text: str, prediction: str) -> bool:
         a, b = parse(text)
         return prediction.strip() == str(a + b if op == "+" else a - b)
 
-    about = f"{'sums' if op == '+' else 'differences'} of two numbers of {_WORDS.get(digits, digits)} digits"
+    about = f"{'sums' if op == '+' else 'differences'} of two numbers of up to {_WORDS.get(digits, digits)} digits"
     # The columns of two-digit numbers fit into one canvas, the columns of longer numbers do not.
     return Task(name, about, generate, canonical, split, check, max_tokens=32 if digits < 3 else 64)
 
 
 def columns(a: int, op: str, b: int) -> str:
-    """Writes the columns of a sum or difference, lowest digit first: `7+5=12,4+8+1=13,3+5+1=9`.
+    """Writes the columns of a sum or difference, lowest digit first: `7+5=12,4+8+1=13,3+5+1=09`.
 
-    The third term is the carry of the column before; the first column has none. In a difference, a column that borrows
-    adds the ten to its upper digit, so that no column is negative: 932-585 is `12-5=7,13-8-1=4,9-5-1=3`.
+    The third term is the carry of the column before; the first column has none. The sum of a column has two digits, so
+    that the place of a column does not depend on the digits and all columns can be written at once. In a difference, a
+    column that borrows adds the ten to its upper digit, so that no column is negative: 932-585 is
+    `12-5=7,13-8-1=4,9-5-1=3`.
 
     Args:
         a: The first number, 0 or more.
@@ -92,6 +97,6 @@ def columns(a: int, op: str, b: int) -> str:
             p += 10 * carry
             steps.append(f"{p}-{q}{f'-{down}' * (place > 0)}={p - q - down}")
         else:
-            steps.append(f"{p}+{q}{f'+{carry}' * (place > 0)}={p + q + carry}")
+            steps.append(f"{p}+{q}{f'+{carry}' * (place > 0)}={p + q + carry:02}")
             carry = (p + q + carry) // 10
     return ",".join(steps)

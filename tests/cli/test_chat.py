@@ -153,7 +153,7 @@ def test_the_embedded_model_says_what_it_knows(monkeypatch, capsys):
     monkeypatch.setattr(chat.show, "terminal", lambda stream=None: True)
     monkeypatch.setattr("builtins.input", lambda prompt: "/quit")
     assert main(["chat"]) == 0
-    assert "sums of three digits (347+585=) and 4x4 Sudokus" in capsys.readouterr().err
+    assert "sums of up to three digits (347+585=) and 4x4 Sudokus" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

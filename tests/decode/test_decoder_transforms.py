@@ -238,7 +238,9 @@ def test_over_four_devices(axes, form):
 
 @pytest.mark.long
 def test_sample_and_stream_take_the_mesh_that_jax_makes():
-    how: dict[str, Any] = dict(max_tokens=NEW, seed=SEED, sampler=SAMPLER, mesh=jax.make_mesh((4,), ("data",)))
+    how: dict[str, Any] = dict(
+        max_tokens=NEW, seed=SEED, sampler=SAMPLER, mesh=jax.make_mesh((4,), ("data",))
+    )
     out = mj.sample(tiny("block_causal"), PROMPTS, **how)
     assert tokens(out.tokens) == expected()
     last = {moment.row: moment for moment in mj.stream(tiny("block_causal"), PROMPTS, **how)}

@@ -222,7 +222,7 @@ def test_the_order_of_countdown_numbers_does_not_matter_to_the_split(count: int)
 
 
 def test_written_columns():
-    assert columns(347, "+", 585) == "7+5=12,4+8+1=13,3+5+1=9"
+    assert columns(347, "+", 585) == "7+5=12,4+8+1=13,3+5+1=09"
     assert columns(932, "-", 585) == "12-5=7,13-8-1=4,9-5-1=3"
     for problem in _problems(TASKS["add4"], 50) + _problems(TASKS["sub3"], 50):
         assert problem.thinking is not None
@@ -231,14 +231,19 @@ def test_written_columns():
         assert int(carry + digits) == int(problem.output)
 
 
-def test_additions_are_split_by_the_pair_and_tested_at_full_length():
+def test_additions_of_every_length_and_form_are_held_out_by_the_pair():
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        problem = draw(TASKS["add3"], rng, "test")
-        a, b = problem.input[:-1].split("+")
-        assert len(a) == len(b) == 3
-        assert TASKS["add3"].split(f"{b}+{a}=") == "test"
-    assert TASKS["add3"].canonical("585+347=") == "347+585="
+    task, lengths = TASKS["add3"], set()
+    for _ in range(200):
+        problem = draw(task, rng, "test")
+        a, b = re.findall(r"\d+", problem.input)
+        lengths.add((len(a), len(b)))
+        for form in ("{}+{}=", "{} + {} =", "{}+{}", "{} + {}", "What is {}+{}?", "What is {} + {}?"):
+            for question in (form.format(a, b), form.format(b, a)):
+                assert task.split(question) == "test" and task.check(question, problem.output)
+    assert lengths == {(p, q) for p in (1, 2, 3) for q in (1, 2, 3)} - {(1, 1)}
+    assert task.canonical("What is 585+347?") == "347+585="
+    assert task.split("4+5=") == "train"
     with pytest.raises(ValueError, match="must look like"):
         TASKS["sub3"].canonical("1-2=")
 
