@@ -78,7 +78,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {  # by the recipe of the model
         {
             "kind": "chat",
             "title": "Sudoku",
-            "prompt": "0002\n0100\n1400\n0000",
+            "prompt": "0300\n0001\n0040\n2000",  # that of `mercury demo`
             "max_tokens": 32,
             "about": "A 4 × 4 Sudoku: 1 to 4 once in each row, column and 2 × 2 box. 0 is an empty cell.",
         },
