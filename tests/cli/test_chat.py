@@ -170,7 +170,7 @@ def test_an_empty_answer_gets_the_advice_that_fits(monkeypatch, capsys, finish, 
 
 @pytest.mark.slow
 def test_the_embedded_model_without_an_answer_says_so(monkeypatch, capsys):
-    unlike = "Solve this: 0200 4302 3401 0004"  # no question of its training
+    unlike = "What is the capital of France?"  # no question of its training
     told = "the model gave no answer: it stopped while thinking"
     assert main(["sample", "--chat", unlike]) == 0
     assert told in (said := capsys.readouterr().err) and "--max-tokens" not in said

@@ -356,5 +356,7 @@ def test_a_tuned_bidirectional_model_answers_at_every_budget_up_to_its_row(tmp_p
     )  # fmt: skip
     lm = mj.load(mj.train(tuned).out / "model")
     for budget in (16, 32, 64, 128, 256):
-        texts = mj.sample(lm, [[turn("user", q)] for q in asked], max_tokens=budget).texts
+        # Dream's default decodes the whole answer as one block; so few steps teach that at short budgets only.
+        sampler = mj.Sampler(mj.rules.confidence()) if family == "Dream" and budget > 64 else None
+        texts = mj.sample(lm, [[turn("user", q)] for q in asked], max_tokens=budget, sampler=sampler).texts
         assert sum(text.strip() == answer for text, answer in zip(texts, asked.values())) >= 11, budget
