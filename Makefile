@@ -58,7 +58,7 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUE
 	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PYTHONWARNINGS="error:No artists with labels" PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
 
 COLAB ?= python3.12
-colab: $(VENV)/.dev  ## the notebooks as Colab runs them: an empty environment of Python 3.12 each, and their first cell; ARGS="--part 1/3"
+colab: $(VENV)/.dev  ## the notebooks as Colab runs them: an empty environment of Python 3.12 each, and their first cell; ARGS=quickstart for one
 	$(BIN)/python tests/colab_leg.py --python $(COLAB) --constraints constraints-newest.txt $(ARGS)
 
 lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks

@@ -2,7 +2,6 @@
 
     python tests/colab_leg.py --python python3.12                # all ten
     python tests/colab_leg.py --python python3.12 quickstart     # one
-    python tests/colab_leg.py --python python3.12 --part 2/3     # the second third
 
 Each notebook gets an environment of its own that holds nothing but a kernel. Its first cell names the address of the
 repository; git is told to read this clone in its place, so the commit that is checked out here is what gets installed.
@@ -102,13 +101,11 @@ def main() -> int:
     parser.add_argument(
         "--constraints", help="a file of pinned versions; otherwise the newest are installed, as in Colab"
     )
-    parser.add_argument("--part", default="1/1", help='such as "2/3": only the second of three parts')
     options = parser.parse_args()
     os.environ.setdefault("STEPS", "10")  # the short form, as in `make notebooks`
     os.environ.setdefault("QUESTIONS", "32")
-    part, parts = map(int, options.part.split("/"))
     failed = []
-    for name in options.names or NOTEBOOKS[part - 1 :: parts]:
+    for name in options.names or NOTEBOOKS:
         start = time.monotonic()
         try:
             outcome = run(name, options.python, options.constraints)

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import tempfile
-import zlib
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
@@ -27,20 +26,12 @@ if version("jaxlib") < "0.11":  # a later one ends the process at a flag that it
 
 def pytest_addoption(parser):
     parser.addoption("--jaxtyping", action="store_true", help="check every shape annotation, with beartype")
-    parser.addoption(
-        "--slow-part",
-        default="1/1",
-        help="of the slow tests, run part I of N, as I/N (1 to N); the others all run",
-    )
     parser.addoption("--platform", default="cpu", help="JAX platform of the session (tests/gpu: cuda)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads `-m "not slow"`
-def pytest_collection_modifyitems(config, items):
-    """Marks cases beyond those of `quick_cases` as slow, and deselects slow tests of other parts.
-
-    A test's part is a hash of its name, so the cases of one law are spread.
-    """
+def pytest_collection_modifyitems(items):
+    """Marks cases beyond those of `quick_cases` as slow."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("quick_cases"):
@@ -50,14 +41,6 @@ def pytest_collection_modifyitems(config, items):
         quick = {i * len(alike) // count for i in range(count)}  # spread evenly
         for i in set(range(len(alike))) - quick:
             alike[i].add_marker(pytest.mark.slow)
-    part, parts = map(int, config.getoption("--slow-part").split("/"))
-    others = {item for item in items if item.get_closest_marker("slow") and part_of(item, parts) != part}
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
-
-
-def part_of(item, parts):
-    return 1 + zlib.crc32(item.nodeid.encode()) % parts
 
 
 def pytest_configure(config):

@@ -11,7 +11,7 @@ lines; `...` stands for any text. The blocks of a page run in order, in one empt
     <!-- not run: REASON --> above      needs an accelerator, the network or much time
 
 The recipe of a first training takes more than a minute: it is shortened here, and what the trained model says is
-compared only with MERCURY_README=full, as .ci/run sets it.
+compared only with MERCURY_README=full, as `.ci/run nightly` sets it.
 """
 
 import ast
