@@ -68,6 +68,7 @@ def violations(root: Path) -> list[str]:
     return bad
 
 
+@pytest.mark.long
 def test_the_package_keeps_the_dependency_rule():
     assert any(PACKAGE.rglob("*.py"))
     assert violations(PACKAGE) == []

@@ -192,6 +192,7 @@ def test_a_model_that_was_trained_with_a_function_loads_and_samples(trained, tmp
     assert out.lengths[0] <= 4
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_same_function_only(trained):
     _, config = trained
     again = dataclasses.replace(config, noise=NoiseConfig(schedule=lambda t: 1 - t * t), resume=True)

@@ -76,6 +76,7 @@ TAG = GIT | {"vcs_info": {"vcs": "git", "requested_revision": "v1", "commit_id":
 WHEEL = {"url": "https://files.example/mercury_jax-0.1.0-py3-none-any.whl", "archive_info": {}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "direct, command",
     [
@@ -121,6 +122,7 @@ print(mj.sample(mj.load(), "import ", max_tokens=4).lengths)
     assert (done.returncode, done.stdout) == (0, "[4]\n"), done.stderr
 
 
+@pytest.mark.long
 def test_a_folder_of_the_same_name_does_not_hide_the_installation(tmp_path):
     """Who cloned the repository starts Python beside the clone as often as in it."""
     (tmp_path / "mercury_jax").mkdir()

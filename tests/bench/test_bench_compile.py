@@ -88,6 +88,7 @@ def test_a_preset_is_the_model_of_its_config_json(name, tmp_path):
     assert dict(preset.decoding) == dict(opened.decoding)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, billions",
     [("mercury-100m", 0.1), ("dream-7b", 7.62), ("sdar-30b-a3b", 30.5), ("llada2-mini", 16.3)],

@@ -131,6 +131,7 @@ def test_records_have_every_figure_and_the_baseline_compares_equal_to_itself(mea
     assert once["points_low"] <= once["points"] <= once["points_high"]
 
 
+@pytest.mark.long
 def test_a_rule_that_does_not_fit_says_why(measured):
     asked, trials = measured
     refused = decode.records(trials, asked)[-1]
@@ -267,6 +268,7 @@ def test_a_rule_must_keep_every_task():
 # --- plot
 
 
+@pytest.mark.long
 def test_the_plot_has_a_curve_a_rule(measured, tmp_path, monkeypatch):
     asked, trials = measured
     made = decode.records(trials, asked)

@@ -23,6 +23,7 @@ def test_one_class_gives_no_interval():
     assert clustered_interval(GAIN, ["the same"] * 40) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argv, words",
     [

@@ -212,6 +212,7 @@ def test_the_figures_explain_what_limits_batching():
     assert words(2.0, bound(2.0, (10, 80))).startswith("the server around the device, which reaches 25%")
 
 
+@pytest.mark.long
 def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
     """Every row accepts tokens in every pass that is timed."""
     from tests.tiny import tiny

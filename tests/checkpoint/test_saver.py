@@ -90,6 +90,7 @@ def files(folder):
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", [missing, truncated, flipped])
 def test_every_damaged_file_is_refused_by_name_before_orbax_opens_any(saved, harm, monkeypatch):
     monkeypatch.setattr(
@@ -155,6 +156,7 @@ except checkpoint.SaveFailed as error:
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_fails_the_save_and_keeps_the_older_step(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, env=env)
@@ -176,6 +178,7 @@ for step in range(1, 100):
 """
 
 
+@pytest.mark.long
 def test_a_process_killed_while_saving_leaves_complete_steps(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(

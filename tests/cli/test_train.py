@@ -17,6 +17,7 @@ from mercury_jax.train.report import Reporter
 from tests.cli.run import refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "option, value, says",
     [

@@ -288,6 +288,7 @@ def test_a_stream_stops_where_sample_does(every):
     assert [last[i].forwards for i in range(2)] == out.forwards.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [

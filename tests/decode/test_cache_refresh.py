@@ -375,6 +375,7 @@ def wrong(result):
     return caches.cache_policy(lambda key, view, memory: result(view))()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -56,6 +56,7 @@ def test_pieces_read_what_the_whole_reads(cuts):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cuts", [(0, 700), (0, 300, 700)])
 def test_pieces_of_many_blocks_read_what_the_whole_reads(cuts):
     """Positions whose two largest logits are in one block of ids, in two blocks, and equal."""
@@ -71,6 +72,7 @@ def test_pieces_of_many_blocks_read_what_the_whole_reads(cuts):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_draws_of_pieces_have_the_probabilities_of_the_whole(temperature):
     """Over a grid of both uniforms: each id as often as its probability says, to the grid's fineness."""
@@ -183,6 +185,7 @@ def test_a_part_of_the_logits_is_a_part_of_all(tied):
         )
 
 
+@pytest.mark.long
 def test_no_array_of_all_logits_is_made_unless_it_is_small():
     """The largest float of a step has a piece's ids, not the vocabulary's; with a truncation it has all."""
     lm = conditioned()

@@ -35,6 +35,7 @@ def amended(tokens=(), front=4, clear=False, ended=False, step=2, mask=MASK, blo
     return SimpleNamespace(**new), row
 
 
+@pytest.mark.long
 def test_nothing_to_write_changes_no_tokens():
     new, row = amended()
     for name, value in vars(new).items():

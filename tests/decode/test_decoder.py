@@ -33,6 +33,7 @@ def begun(lm, prompts, seed=0, short=None):
     return request.start(lm, request.Request(sampler=mj.rules.ancestral(), plan=mj.Plan(), rows=rows))
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_prompts_are_unchanged_and_answers_complete(pattern):
@@ -105,6 +106,7 @@ def test_four_devices_give_the_text_of_one_in_x64():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 def test_how_a_prompt_is_chunked_changes_nothing_in_x64(monkeypatch):
     long = " ".join(PROMPTS * 2)
     with jax.enable_x64(True):
@@ -135,6 +137,7 @@ def compiled() -> int:
     return programs.run_program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.long
 def test_one_program_serves_a_bucket_of_shapes_and_every_number():
     lm = tiny()
     mj.sample(lm, PROMPTS[:2], max_tokens=12, sampler=mj.rules.threshold(0.9))
@@ -161,6 +164,7 @@ def ending_third(key, view, memory):
     return accept(view, view.masked)._replace(canvas=drawn, answer=drawn), memory
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_end_of_text_ends_the_answer(pattern):

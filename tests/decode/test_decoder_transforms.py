@@ -319,6 +319,7 @@ def test_shapes_alone_are_enough_to_trace_it():
     assert decoder.config == make()[0].config and hash(decoder) == hash(decoder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "names"),
     [

@@ -32,6 +32,7 @@ def data(html: str) -> list[dict]:
     return [json.loads(text) for text in found]
 
 
+@pytest.mark.long
 def test_the_last_step_of_a_trace_is_the_answer_and_each_token_keeps_its_step(solved):
     for row, found in enumerate(display.traces(solved)):
         assert len(found.tokens) == solved.forwards[row]
@@ -102,6 +103,7 @@ def test_a_frame_shows_its_rows_and_their_positions(solved):
     assert html.count("<span") == int(solved.history[0].used.sum())
 
 
+@pytest.mark.long
 def test_a_plot_has_a_dot_for_each_accepted_token(solved):
     figure = solved.plot(1)
     axes = figure.axes[0]

@@ -21,6 +21,7 @@ from tests.tiny import PATTERNS, tiny
 TEXT = "return value if count else total"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_edit_writes_the_spans_anew_and_holds_the_rest(pattern):
     lm = tiny(pattern)
@@ -54,6 +55,7 @@ def upper(key, view, memory):
     return mj.propose(view, view.canvas + first), memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_edit_starts_from_the_text_itself_and_never_changes_the_prompt(pattern):
     lm = tiny(pattern)
@@ -70,6 +72,7 @@ def tells_the_end(key, view, memory):
     return mj.propose(view, jnp.where(view.editable, 280 + ends.sum(), view.canvas).astype(jnp.int32)), memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_edit_shows_end_of_text_up_to_the_block_as_training_does(pattern):
     lm = tiny(pattern)
@@ -167,6 +170,7 @@ def test_a_growing_rule_decides_the_length_of_a_hole_itself():
     assert len(tokens) - len(before) - len(after) <= 7
 
 
+@pytest.mark.long
 def test_open_holes_that_share_their_growth_lose_no_token():
     """The first run may grow by what the last hole leaves: its parts are still the whole text."""
     lm = tiny("bidirectional")

@@ -139,6 +139,7 @@ RECURSIVE = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RECURSIVE)
 def test_a_recursive_schema_has_its_shortest_answer_in_whatever_order_it_is_written(name):
     made, rng, depths = grammar(RECURSIVE[name]), np.random.default_rng(2), set()

@@ -99,6 +99,7 @@ def _negative_prompts_take_several_passes(monkeypatch):
     monkeypatch.setattr(guidance, "PREFILL", BLOCK)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_at_weight_zero_it_is_the_plain_model_bit_for_bit(pattern):
     with jax.enable_x64(True):
@@ -122,6 +123,7 @@ def test_it_is_the_formula_over_two_plain_passes_in_x64(pattern):
     np.testing.assert_allclose(got[3], theirs[3], rtol=1e-9, atol=1e-9)  # w = -1 is the other branch
 
 
+@pytest.mark.long
 def test_one_row_may_replace_another_where_the_rooms_are_equal():
     plain, params = build("block_causal", "float32")
     begin = lambda batch, prompts, negatives, weights: guidance.start(
@@ -152,6 +154,7 @@ def teller():
     return Model(**(plain._asdict() | dict(forward=forward, head=lambda params, hidden: hidden)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("joint", [False, True])
 def test_shadow_masks_are_guided_in_a_cache_that_is_just_large_enough(joint):
     prompt, total, negative = PROMPTS[4], 20, ids()[1][4]
@@ -176,6 +179,7 @@ def test_shadow_masks_are_guided_in_a_cache_that_is_just_large_enough(joint):
     np.testing.assert_allclose(got, c + 0.5 * (c - u), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("negative", [[], [50, 51], [50, 51, 52, 53, 54]])
 def test_carry_and_shadows_follow_their_tokens(negative):
     plain = teller()

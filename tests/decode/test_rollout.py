@@ -335,6 +335,7 @@ def test_what_does_not_fit_is_named(call, names):
     assert names in str(error.value)
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_is_named_with_its_own_error():
     with pytest.raises(RuntimeError, match=r"reward\(prompts, texts\) failed for 2 texts: KeyError: 'x'"):
         mj.rollout(tiny(), "x", n=2, max_tokens=1, reward=lambda p, t: {}["x"])

@@ -11,6 +11,7 @@ from tests.decode.views import KEY, MASK, taken, view
 from tests.tiny import tiny
 
 
+@pytest.mark.long
 def test_confidence_takes_its_share_of_the_best():
     v = view([0.1, 0.9, 0.5, 0.99], [True, True, True, False])
     assert taken(mj.rules.confidence(), v) == [MASK, 1, 2, 8]  # 3 masks over 2 steps: 2 now
@@ -31,6 +32,7 @@ def test_threshold_takes_all_that_are_sure_and_at_least_one():
     assert taken(mj.rules.threshold(float(np.float32(0.91))), v) == [0, MASK, 2, 8]
 
 
+@pytest.mark.long
 def test_threshold_takes_a_probability_that_equals_it():
     """Fast-dLLM and dInfer keep a mask only below the threshold; near temperature 0 every argmax has probability 1."""
     sampler = mj.Sampler(mj.rules.threshold(1.0), (mj.processors.temperature(1e-6),))
@@ -46,12 +48,14 @@ def test_entropy_bound_accepts_while_the_sum_before_stays_under_gamma():
     assert taken(mj.rules.entropy_bound(0.0), v) == [MASK, 1, MASK, MASK]
 
 
+@pytest.mark.long
 def test_entropy_bound_renoises_what_it_rejects_under_uniform_noise():
     v = view([1, 1, 1], [True] * 3, entropy=[2.0, 0.2, 2.0], uniform=True)
     proposal, _ = mj.rules.entropy_bound(0.1)(KEY, v, ())
     assert proposal.canvas.tolist() == [7, 1, 7] and proposal.answer.tolist() == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_ancestral_unmasks_with_the_reverse_probability():
     n = 4000
     v = view([0.5] * n, [True] * n, alpha_t=jnp.asarray(0.2), alpha_s=jnp.asarray(0.4))
@@ -62,6 +66,7 @@ def test_ancestral_unmasks_with_the_reverse_probability():
     assert taken(mj.rules.ancestral(), v._replace(alpha_s=jnp.asarray(1.0))) == [0] * n
 
 
+@pytest.mark.long
 def test_random_takes_its_share_anywhere():
     v = view([0.1] * 100, [True] * 100)
     first = np.asarray(taken(mj.rules.random(), v)) != MASK
@@ -98,6 +103,7 @@ def test_draw_is_the_inverse_cdf_and_greedy_at_zero():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [

@@ -66,6 +66,7 @@ def run(name, others=(1, 2, 3), seed=5):
     return lm, ids, tokens, end, int(made_passes), np.asarray(session.state.nfe)
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", slow_except(OURS, *QUICK))
 def test_a_rule_leaves_the_prompt_alone_ends_and_emits_nothing_forbidden(name):

@@ -81,6 +81,7 @@ def test_they_decode_as_dream_does(name, rule):
 RULES = [dream.dream_origin(), dream.maskgit_plus(), dream.topk_margin(0.2), dream.dream_entropy(0.2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES, ids=lambda x: x.name)
 def test_they_settle_every_mask_and_touch_nothing_else(rule):
     check_settles(rule, 3)

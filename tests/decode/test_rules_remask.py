@@ -46,6 +46,7 @@ def near(share, want, n):
     return abs(share - want) <= 4 * np.sqrt(max(want * (1 - want), 1e-9) / n)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rule, step, steps, sigma",
     [

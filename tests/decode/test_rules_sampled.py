@@ -73,6 +73,7 @@ DINFER = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name, rule, length, new, block, scale", DINFER, ids=lambda x: str(x)[:14])
 def test_dinfers_decoders_accept_the_same_tokens_in_every_pass(name, rule, length, new, block, scale):

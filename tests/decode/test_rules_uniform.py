@@ -120,6 +120,7 @@ def spread(rule, alpha_t, alpha_s):
     return np.bincount(np.asarray(proposal.canvas), minlength=4) / N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kappa, own", [(1.0, 0.0), (0.0, 0.0), (0.7, 0.0), (1.0, 1.0), (0.5, 1.0)])
 def test_predictor_corrector_is_the_exact_mixture(kappa, own):
     alpha_t, alpha_s = 0.3, 0.5

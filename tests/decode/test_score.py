@@ -46,6 +46,7 @@ def said(*parts, role="user"):
     return [{"role": role, "content": list(parts)}]
 
 
+@pytest.mark.long
 def test_a_content_may_be_text_parts_and_reads_as_the_lines_they_make():
     lm, text = tiny(), lambda x: {"type": "text", "text": x, "cache_control": {"type": "ephemeral"}}
     parts, plain = said(text("def x"), text("return y")), [{"role": "user", "content": "def x\nreturn y"}]

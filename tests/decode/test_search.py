@@ -59,6 +59,7 @@ def test_a_constant_reward_samples_as_sample_does(pattern):
         np.testing.assert_allclose(out.weights, 0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_steering_raises_the_reward_at_equal_passes(pattern):
     out, plain = steered(pattern), sampled(pattern)
@@ -235,6 +236,7 @@ def smc(lm, **changes):
 TOP = mj.processors.top_k(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "names"),
     [

@@ -42,6 +42,7 @@ def test_questions_of_ones_own_are_asked_as_they_are(tmp_path, capsys):
     assert (report.summary["n"], report.summary["correct"]) == (1, 1)
 
 
+@pytest.mark.long
 def test_a_text_of_ones_own_is_continued_up_to_where_an_answer_ends(tmp_path):
     lm = mj.load()
     text = mj.sample(lm, "def f(x):\n    return", max_tokens=64).text

@@ -69,6 +69,7 @@ def test_every_key_of_peft_is_here():
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_key_that_may_change_the_arithmetic_is_refused_by_name(adapter, key):
     with pytest.raises(ValueError, match=rf"adapter_config.json: {key} is "):

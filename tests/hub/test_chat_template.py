@@ -225,6 +225,7 @@ def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
     assert ChatTemplate(source).render(CHAT) == "<Namespace>[<Namespace>]<Namespace>"
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "use",

@@ -35,6 +35,7 @@ def test_a_checkpoint_that_is_read_and_written_is_unchanged(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back, g.params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["diffusion_gemma", "gemma4_ple", "bd3lm", "qwen2_tied"])
 def test_a_conversion_keeps_tensors_that_our_model_does_not_read(name, tmp_path):
     theirs = folders.scan(GOLDENS / name)
@@ -86,6 +87,7 @@ WRITTEN = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_config_survives_a_conversion_to_our_layout_and_back(name, tmp_path):
     case = next(case for case in mutations.CASES if case.name == name)

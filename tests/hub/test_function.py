@@ -497,6 +497,7 @@ class Trained(nnx.Module):
         return self.head(self.layer(x + x.mean(1, keepdims=True)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer", ["dropout", "batch norm"])
 def test_an_nnx_module_in_training_mode_is_refused_at_the_call(layer):
     def made(module):

@@ -92,6 +92,7 @@ def test_an_ordinary_conversation_has_the_ids_of_the_tokenizers_library(name: st
             )
 
 
+@pytest.mark.long
 def test_no_message_content_is_encoded_as_a_control_token(name: str, tok: HFTokenizer):
     rng = random.Random(1)
     control = set(tok.tokens.control.values())

@@ -66,6 +66,7 @@ def test_an_autoregressive_model_samples_as_a_plain_loop():
         mj.sample(lm, "text")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "gemma4_dense", "duo", "diffusion_gemma"])
 def test_a_mask_that_a_model_would_not_use_is_refused(name, tmp_path, capsys):
     words = "mask is 9; allowed: None: this model is autoregressive, or its noise has no mask. A recipe makes"
@@ -119,6 +120,7 @@ def test_each_of_several_end_ids_ends_an_answer():
     assert out.tokens[0].tolist() == greedy("llama3", PROMPT, 2) and out.finish == ["stop"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_converted_to_our_layout_is_the_same_model(tmp_path, capsys):
     assert main(["convert", str(GOLDENS / "llama3"), str(tmp_path / "ours"), "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -134,6 +136,7 @@ def test_a_checkpoint_converted_to_our_layout_is_the_same_model(tmp_path, capsys
         hub.convert(GOLDENS / "llama3", tmp_path / "ours")
 
 
+@pytest.mark.long
 def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
     lm = tiny("bidirectional")
     rng = np.random.default_rng(1)

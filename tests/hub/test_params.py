@@ -76,6 +76,7 @@ def test_loading_needs_little_memory_beyond_the_parameters(tmp_path):
     assert said["extra"] < 2 * largest + 100e6
 
 
+@pytest.mark.long
 def test_the_26b_model_is_built_abstractly_as_published():
     """25.2B parameters of which a token meets 3.8B; on 8 devices each holds an eighth, but for a few norms."""
     model = model_26b()
@@ -99,6 +100,7 @@ def test_every_sharding_rule_of_the_26b_model_fits_its_array(devices, axis):
             assert name is None or size % mesh.shape[name] == 0
 
 
+@pytest.mark.long
 def test_info_describes_a_config_without_tensors():
     found = hub.info(CONFIG_26B)
     assert found["family"] == "DiffusionGemma" and found["block"] == 256 and found["mask"] is None

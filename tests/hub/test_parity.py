@@ -23,6 +23,7 @@ def test_logits_equal_the_references(name):
     assert np.abs(got - want).max() <= limit(g.said["fp64_diff"])
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", [n for n in PLAIN if n in ("llada2", "sdar", "sdar_moe", "fast_dllm")])
 def test_logits_of_a_block_behind_a_cache_equal_the_references(name):

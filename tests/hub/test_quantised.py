@@ -156,6 +156,7 @@ SYMMETRIC = {  # quantization_config, writer, name and value of a zero point tha
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_the_zero_point_of_a_symmetric_matrix_is_the_middle_whatever_the_file_stores(name, tmp_path):
     about, write, stray = SYMMETRIC[name]
@@ -312,6 +313,7 @@ SPOILT = {  # format, what is changed, words of the message
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPOILT)
 def test_spoilt_tensors_are_refused_by_name(name, tmp_path):
     kind, change, words = SPOILT[name]

@@ -49,6 +49,7 @@ def seen(ranges, s):
     return ((at >= ranges[..., 0, None]) & (at < ranges[..., 1, None])).any(axis=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("more", [{}, {"scale": 1.0}, {"softcap": 2.0}, {"scale": 0.7, "softcap": 0.5}])
@@ -126,6 +127,7 @@ def test_shapes_that_do_not_match_are_refused():
     assert "scale" in told(q, Int8Vectors(k.astype(jnp.int8), jnp.ones((2, 9, 1))), v, ranges)
 
 
+@pytest.mark.long
 def test_kernels_are_used_on_their_own_device_only(monkeypatch):
     """Traced for a Hopper its kernel is chosen, over a cache and where it takes the shapes; nowhere else."""
     q, k, v, ranges = (

@@ -63,6 +63,7 @@ def shapes(width, dtype=jnp.bfloat16, int8=False, heads=4, ranges=2):
     return shape((1, 300, heads, width), dtype), k, k, shape((1, 300, ranges, 2), jnp.int32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width, int8", [(128, False), (256, True)])
 def test_the_blackwell_kernel_lowers_to_products_in_tensor_memory(width, int8):
     args, more = shapes(width, int8=int8), dict(scale=0.1, softcap=30.0, residual=True)
@@ -86,6 +87,7 @@ def test_a_blackwell_program_fits_into_its_memories(width, int8):
     assert p.stages > 0
 
 
+@pytest.mark.long
 def test_the_blackwell_kernel_is_used_on_blackwell_only_and_names_what_it_refuses():
     chosen = lambda *args, device=None: (
         attention._choose("cuda", True, AttentionCall(*args, 0.1, device=device)).run

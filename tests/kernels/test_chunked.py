@@ -69,11 +69,13 @@ def check(run, ranges, softcap=None, size=64, seed=0):
     assert not np.asarray(slopes[0])[blind].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blockwise_values_and_gradients_equal_the_reference_over_packed_documents(layout):
     check(chunked.run_blockwise, LAYOUTS[layout])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("softcap, size", [(1.5, 64), (None, 256)])
 def test_blockwise_values_and_gradients_with_a_softcap_and_larger_tiles(monkeypatch, softcap, size):
     monkeypatch.setattr(chunked, "TILE_CPU", size)
@@ -81,6 +83,7 @@ def test_blockwise_values_and_gradients_with_a_softcap_and_larger_tiles(monkeypa
     check(run, LAYOUTS["causal_encoder"], softcap, size, seed=1)
 
 
+@pytest.mark.long
 def test_a_query_tile_visits_only_the_key_tiles_in_its_ranges():
     ranges = LAYOUTS["causal_encoder"].at[:, :64, 1].set(200)  # empty, and not at 0
     found = chunked.tile_visits(ranges, SLOTS, 64)
@@ -94,6 +97,7 @@ def test_a_query_tile_visits_only_the_key_tiles_in_its_ranges():
     assert found.count.sum() < 25
 
 
+@pytest.mark.long
 def test_blockwise_attention_with_fewer_queries_than_keys():
     q, k, v, _ = arrays(2, b=1)
     ranges = LAYOUTS["block_causal"][:1, 40:]

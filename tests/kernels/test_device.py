@@ -84,6 +84,7 @@ def test_only_forms_that_passed_are_used(kept):
     assert COPIED not in pages() and "mosaic_gpu" in pages() and "mosaic_gpu" not in attention()
 
 
+@pytest.mark.long
 def test_attention_with_a_gradient_is_a_form_of_its_own(kept):
     kept({"attention-128-bfloat16": {"passed": True}})
     assert "mosaic_gpu" not in training()
@@ -113,6 +114,7 @@ def test_without_its_form_the_gradient_uses_a_loop_with_the_same_result(kept):
     assert np.abs(np.asarray(dx, np.float32) - want).max() < 1e-2 * np.abs(want).max()
 
 
+@pytest.mark.long
 def test_the_environment_variable_overrides_the_file(kept, monkeypatch):
     kept({"attention-128-bfloat16": {"passed": True}})
     monkeypatch.setenv(kernel_device.SWITCH, "0")

@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_each_row_is_multiplied_by_its_own_experts_matrix(name, device):
@@ -93,6 +94,7 @@ def test_nan_in_unused_rows_does_not_spread(device):
     assert np.isnan(wide(y)[theirs]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("small", [None, jnp.int8])
 def test_gradients_equal_those_of_the_plain_product(small, device):
     sizes = (13, 0, 20)
@@ -159,6 +161,7 @@ GATED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GATED)
 def test_the_gate_is_applied_to_the_products(name, device):
     small, act = GATED[name]

@@ -154,6 +154,7 @@ def kernel_of(*args, device=None):
     return names[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows, heads", [(4, 4), (3, 4), (4, 3)])
 def test_on_a_mesh_the_kernels_run_on_the_rows_and_heads_of_each_device(rows, heads):
     """XLA's partitioner would gather all rows for a kernel on every device."""

@@ -62,6 +62,7 @@ def read_others(cluster, names):
     return x, np.asarray(jax.jit(call)(x))
 
 
+@pytest.mark.long
 def test_programs_read_the_memory_of_the_program_that_they_name():
     x, out = read_others((PROGRAMS,), ("program",))
     np.testing.assert_array_equal(out[:, :, 0], np.roll(x[:, :, 1], -1, axis=1))

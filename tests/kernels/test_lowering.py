@@ -54,6 +54,7 @@ def test_attention_lowers_to_the_kernel_or_to_plain_xla(shape, backend):
             jax.eval_shape(lambda *xs: attend(*xs, backend=backend, device=device), *args)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rows, kind, tile", [(33, BF16, None), (1, jnp.int8, 24), (100, jnp.float8_e4m3fn, None)]
 )

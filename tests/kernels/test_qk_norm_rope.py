@@ -73,6 +73,7 @@ def test_the_kernel_equals_the_plain_computation(width, heads, groups, tokens, o
         np.testing.assert_array_equal(changed, written)
 
 
+@pytest.mark.long
 def test_a_token_with_nan_changes_no_other():
     x, *rest = drawn(256, 2, 1, 4)
     broken = x._replace(q=x.q.at[0, 2].set(jnp.nan), k=x.k.at[0, 2].set(jnp.nan))

@@ -31,6 +31,7 @@ def drawn(width, case, dtype=jnp.float32):
     return x, residual, [factor(), factor(), factor()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["a sum", "a norm", "two branches", "outputs of experts", "two scales"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_equals_the_plain_computation(case, dtype):
@@ -59,6 +60,7 @@ def test_the_outputs_of_experts_are_summed_as_the_plain_sum_is():
     np.testing.assert_array_equal(np.isnan(total).any(-1), [[False, False, True], [True, False, False]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["two branches", "outputs of experts"])
 def test_its_gradient_is_that_of_the_plain_computation(case):
     x, residual, factors = drawn(256, case)

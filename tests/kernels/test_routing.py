@@ -10,6 +10,7 @@ from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.kernels.routing import kernel_route, refuses, route
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experts, active", [(128, 8), (256, 3)])
 def test_the_kernel_chooses_the_most_probable_experts(experts, active):
     rng = np.random.default_rng(experts)

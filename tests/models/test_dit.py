@@ -56,6 +56,7 @@ def whole(model, tokens):
     return at, ranges_of((0 * at, end))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "timed", "key"),
     [

@@ -105,6 +105,7 @@ def test_a_gemma_pass_without_a_cache_equals_passes_with_one(text, carry):
     np.testing.assert_allclose(hidden[:, 3 + 8 : 3 + 12], encoded[0], atol=1e-12)
 
 
+@pytest.mark.long
 def test_rows_that_encode_and_rows_that_denoise_share_a_pass(full, text, carry, encoded):
     mixed, _ = full.forward(text[:, 12:], encoded[1], [12] * 2, [4] * 2, [0, 1], carry)
     for row, encoding in enumerate([0, 1]):

@@ -55,6 +55,7 @@ def test_wide_heads_have_the_levels_of_a_normal_variable():
     np.testing.assert_allclose(positive, [0.2451, 0.7560, 1.3439, 2.1520], atol=2e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_error_of_a_round_trip_is_that_of_the_paper_for_all_vectors(bits, width):
@@ -131,6 +132,7 @@ def test_a_dropped_token_is_not_written():
     np.testing.assert_array_equal(kv.k.norm[0, :, 0], jnp.asarray([0, 8**0.5, 0], jnp.bfloat16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3", "dream", "mdlm", "gemma4_moe", "gemma4_ple"])
 def test_every_architecture_takes_a_quantised_cache(name):
     model = open_checkpoint(GOLDENS / name / "config.json", mask=5).model

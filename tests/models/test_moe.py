@@ -47,6 +47,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_values_and_gradients_equal_those_of_the_plain_sum(name):
     ids = ROUTINGS[name](np.random.default_rng(1)).astype(np.int32)

@@ -110,6 +110,7 @@ def text_of(chunks):
     return "".join(part.get("content", "") + part.get("text", "") for part in parts)
 
 
+@pytest.mark.long
 def test_a_question_is_answered(client, nano):
     body = post(client, PAYLOAD)
     assert body["choices"][0]["message"]["content"] == "932" == text_of(stream(client, PAYLOAD))
@@ -123,6 +124,7 @@ def test_the_last_diffusing_chunk_is_the_answer(client):
     assert shown[-1] == post(client, {**PAYLOAD, "max_tokens": 40})["choices"][0]["message"]["content"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "effort, most",
     [("instant", None), ("instant", 6), ("low", 40), ("medium", None), ("high", 40), (None, 40), (None, 6)],

@@ -62,6 +62,7 @@ def offences(source, path="x.py"):
     return found
 
 
+@pytest.mark.long
 def test_12_13_14_no_file_unpickles_evaluates_or_builds_a_template():
     package = ROOT / "mercury_jax"
     found = {

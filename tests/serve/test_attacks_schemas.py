@@ -65,6 +65,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BOMBS)
 def test_10_a_schema_bomb_takes_bounded_time(scripted_app, name):
     """Each is refused or compiled in time. The scripted answer does not obey the ones that compile: a 500."""

@@ -73,6 +73,7 @@ def schema_of(model):
     return schema | {"properties": schema["properties"] | refused_properties(model)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_is_accepted_exactly_where_its_schema_is_valid(name):
     model, minimal = MODELS[name], MINIMAL[name]

@@ -101,6 +101,7 @@ def test_an_epoch_holds_every_number_once_but_for_less_than_a_block_at_a_change(
     assert sum(LENGTHS) - len(seen | ids) <= sum(block - 1 for _, block in BLOCKS[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_state_goes_on_exactly_across_every_change(start, prefetch):
     whole = take(start(), 16)

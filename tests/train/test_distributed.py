@@ -124,6 +124,7 @@ def test_without_other_processes_distributed_is_refused_in_words(monkeypatch):
         pass
 
 
+@pytest.mark.long
 def test_no_activation_is_copied_to_all_devices_on_a_mesh_of_data_and_fsdp(tmp_path, capfd, request):
     def use_cache(on):
         jax.config.update("jax_enable_compilation_cache", on)

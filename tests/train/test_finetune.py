@@ -186,6 +186,7 @@ def test_chats_are_rendered_by_the_checkpoints_template_and_end_as_it_ends_an_an
         assert ids == question + answer and prompt == len(question)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields, words",
     [
@@ -272,6 +273,7 @@ def told(monkeypatch, caplog):
     return run
 
 
+@pytest.mark.long
 def test_a_model_that_no_family_can_hold_is_said_before_the_first_step(base, tmp_path, told):
     folder, lines = base("Qwen3")
     config = recipe("Qwen3", folder, lines, tmp_path)

@@ -79,6 +79,7 @@ def test_the_noise_and_the_start_follow_the_seed(whole, tmp_path):
     assert rows(tmp_path / "b")[0]["loss"] != rows(whole.out)[0]["loss"] and other.step == 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [13, 20])
 def test_a_resumed_run_ends_equal_bit_for_bit(whole, tmp_path, number):
     with pytest.raises(Killed):
@@ -109,6 +110,7 @@ def test_resuming_a_finished_run_changes_nothing(whole):
     chex.assert_trees_all_equal(found.params, whole.params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on_later(whole, tmp_path, sign, capsys):
     stopped = run(tmp_path, tiny.Data(at(14, lambda: os.kill(os.getpid(), sign))))
@@ -322,6 +324,7 @@ def test_a_trace_holds_the_chosen_steps_and_changes_nothing(whole, tmp_path):
             tiny.config(tmp_path, profile=wrong)
 
 
+@pytest.mark.long
 def test_rows_of_a_resumed_run_do_not_depend_on_where_it_was_stopped(tmp_path):
     """The checkpoint of step 5 lies between the rows of steps 4 and 8."""
     fields = {"steps": 10, "log_every": 4, "save_every": 5}

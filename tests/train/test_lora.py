@@ -120,6 +120,7 @@ def trained(config, model, frozen_spec, sizes, rate=1e-2):
     return setup, state, frozen, report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config, freeze", [(LoraConfig(rank=2, targets="hidden"), ""), (LoraConfig(), "embed|norm")]
 )

@@ -105,6 +105,7 @@ def estimate(model, params, corruption, objective, chunks=8) -> tuple[float, flo
     return float(nats.mean()), float(nats.std(ddof=1) / np.sqrt(len(nats)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "block"),
     slow_except([("bidirectional", 4), ("causal_encoder", 3), ("block_causal", 1)], ("causal_encoder", 3)),
@@ -184,6 +185,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BOUNDS)
 def test_with_an_exact_denoiser_what_is_logged_as_nats_per_token_is_the_entropy(name):
     objective, alpha = BOUNDS[name]

@@ -64,6 +64,7 @@ def test_with_an_exact_denoiser_the_bound_is_the_entropy_within_one_percent(name
     assert abs(mean / markov.entropy() - 1.0) < 0.01 and 3 * se < 0.01 * markov.entropy()
 
 
+@pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["masked", "score entropy", "uniform", "hybrid"])
 def test_with_a_wrong_denoiser_the_bound_is_above_the_entropy(name):

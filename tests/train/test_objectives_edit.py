@@ -86,6 +86,7 @@ def test_targets_are_the_next_tokens_of_the_same_document(predicts_next):
     assert not found.known[0, at:].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pattern", "block"), [("causal_encoder", 4), ("block_causal", 1)])
 def test_the_causal_part_is_the_likelihood_of_encoding_token_by_token(pattern, block):
     model, params = tiny(True, pattern, block)
@@ -113,6 +114,7 @@ def test_the_causal_part_is_the_likelihood_of_encoding_token_by_token(pattern, b
     assert float(found[0]) == pytest.approx(total, rel=1e-4)
 
 
+@pytest.mark.long
 def test_without_edits_and_the_causal_part_it_is_the_masked_bound():
     model, params = tiny()
     for clip in (None, 4.0):

@@ -57,6 +57,7 @@ def test_the_mean_is_over_the_batch_not_over_its_parts():
     near(run(1), run(4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}])
 def test_four_devices_train_as_one(sizes):
     one = trained(accumulate=2)[0]

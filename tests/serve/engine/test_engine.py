@@ -69,6 +69,7 @@ def compilations():
     return found
 
 
+@pytest.mark.long
 def test_no_request_compiles_anything(engine):
     """Runs first, so that nothing was compiled for an earlier request."""
     compiled = compilations()
@@ -256,6 +257,7 @@ def test_draining_finishes_running_requests_and_rejects_new_ones():
     engine.stop()
 
 
+@pytest.mark.long
 def test_draining_waits_for_a_request_between_queue_and_slot(engine_of_one_rule, monkeypatch):
     engine = engine_of_one_rule
     reached, go_on, start = threading.Event(), threading.Event(), engine._start_request
@@ -349,6 +351,7 @@ def test_rows_move_between_buckets_while_they_decode():
     engine.stop()
 
 
+@pytest.mark.long
 def test_the_engine_serves_on_after_a_failure(engine, monkeypatch):
     broken = lambda *_: (_ for _ in ()).throw(RuntimeError("no device"))
     with monkeypatch.context() as patch:

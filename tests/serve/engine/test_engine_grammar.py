@@ -45,6 +45,7 @@ def value(snapshot):
     return json.loads(tiny().tokenizer.decode(snapshot.tokens.tolist()))
 
 
+@pytest.mark.long
 def test_every_answer_is_valid_within_max_tokens(engine, compiled):
     asked = [
         request(compiled, i, more, temperature=t) for i, more in enumerate((0, 1, 4, 20)) for t in (0.0, 1.0)

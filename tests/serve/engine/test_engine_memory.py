@@ -64,6 +64,7 @@ def test_the_fitted_config_is_the_largest_that_fits():
         assert memory.engine_memory(lm, longer).total > limit
 
 
+@pytest.mark.long
 def test_slots_or_context_given_by_the_user_are_kept_or_refused():
     lm = long()
     assert memory.fit_config(lm, config(0.5, slots=2), slots=False, context=True).slots == 2

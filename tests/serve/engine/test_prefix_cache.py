@@ -23,6 +23,7 @@ def finals(lm, asked):
     return found
 
 
+@pytest.mark.long
 def test_a_row_that_began_with_an_old_prefix_stores_no_keys_that_it_does_not_have():
     """The second prompt begins with chunks that have no keys of sliding layers, and the third one needs these keys."""
     prompt = tuple(prompts(LONG)[0])
