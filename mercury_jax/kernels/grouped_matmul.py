@@ -173,8 +173,9 @@ def refuses(
             return f"matrices are {one.dtype}, which {kind} cannot convert"
         if (one.dtype in QUANTISED) != (scale is not None):
             return "8-bit matrices have a scale, and no others have"
-        if one.shape[1] % 64 or one.shape[2] % outputs:
-            return f"a matrix is {one.shape[1]} by {one.shape[2]}, not in multiples of 64 by {outputs}"
+        inputs, width = one.shape[1:] if scale is None else one.shape[:0:-1]
+        if inputs % 64 or width % outputs:
+            return f"a matrix is {inputs} by {width}, not in multiples of 64 by {outputs}"
         if x.shape[0] == 0 or one.shape[0] == 0:
             return f"there are {x.shape[0]} rows and {one.shape[0]} experts"
         why = kernel_device.why_off(grouped_form(one.dtype, gated=act is not None), device)
@@ -201,8 +202,8 @@ def grouped_matmul(
 
     Args:
         x: Rows sorted by expert, bfloat16.
-        w: Matrices [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale. With `act` gate and up, two arrays
-            [E, I, O] or one [E, I, 2 O] with the gate first.
+        w: Matrices [E, I, O] in bfloat16, or [E, O, I] in int8 or float8_e4m3fn with a scale. With `act` gate and up,
+            two arrays or one of 2 O outputs with the gate first.
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; offsets[E] <= M. Results and gradients of
             rows from offsets[E] on are undefined. Numbers after the first E + 1 are not read.
         scale: Scale of each output of 8-bit matrices, of the structure of w; None for bfloat16.
@@ -243,7 +244,7 @@ def few_rows_refuses(
 
     Args:
         x: Rows [M, I].
-        w: Matrix [I, O]; with `act` gate and up.
+        w: Matrix [I, O], quantised [O, I]; with `act` gate and up.
         scale: Scale of each output [O], of the structure of w; None: the matrix is not quantised.
         act: As in `few_rows_matmul`.
         device: Device to compile for.
@@ -275,7 +276,7 @@ def few_rows_matmul(
 
     Args:
         x: Rows, at most `FEW_ROWS`.
-        w: Matrix [I, O], bfloat16, int8 or float8_e4m3fn; with `act` gate and up.
+        w: Matrix [I, O] in bfloat16, or [O, I] in int8 or float8_e4m3fn; with `act` gate and up.
         scale: Scale of each output [O], of the structure of w; None for bfloat16.
         act: The result is act(x gate) * (x up); None: a plain product.
         dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
@@ -287,7 +288,8 @@ def few_rows_matmul(
     one = functools.partial(jax.tree.map, lambda a: a[None])
     offsets = jnp.asarray([0, len(x)], jnp.int32)
     matrices = jax.tree.leaves(w)
-    tile = few_rows_tile(len(x), matrices[0].shape[1], sum(a.dtype.itemsize for a in matrices))
+    outputs = matrices[0].shape[1 if scale is None else 0]
+    tile = few_rows_tile(len(x), outputs, sum(a.dtype.itemsize for a in matrices))
     return grouped_matmul(x, one(w), offsets, one(scale), act=act, dtype=dtype, tile=tile, device=device)
 
 
@@ -303,7 +305,8 @@ class _Static(NamedTuple):
 def _forward(
     static: _Static, x: Array, matrices: tuple[Array, ...], offsets: Array, scales: tuple[Array, ...]
 ) -> tuple[Array, Any]:
-    return _kernel_product(static, x, matrices, offsets, scales), (x, matrices, offsets, scales)
+    y = _kernel_product(static, x, matrices, offsets, scales, transposed=bool(scales))
+    return y, (x, matrices, offsets, scales)
 
 
 def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
@@ -323,9 +326,10 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
             dy = dy.astype(x.dtype)
             dws.append(outer_products(x, dy, offsets))
         if on:
-            dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=True)
+            dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=not scales)
         else:
-            dx += _loop_product(dy, w, offsets, x.dtype, static.tile)
+            back = w if scales else w.swapaxes(1, 2)
+            dx += _loop_product(dy, back, offsets, x.dtype, static.tile)
     return dx, tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
 
 
@@ -336,7 +340,7 @@ def _gate_gradients(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tup
     act, plain = static.act, static._replace(dtype=x.dtype, act=None)
     each = scales or [None] * len(matrices)
     projected = [
-        _kernel_product(plain, x, (w,), offsets, () if s is None else (s,))
+        _kernel_product(plain, x, (w,), offsets, () if s is None else (s,), transposed=s is not None)
         for w, s in zip(matrices, each, strict=True)
     ]
     joined = len(projected) == 1
@@ -385,7 +389,7 @@ def _kernel_product(
 
 
 def _loop_product(dy: Array, w: Array, offsets: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:
-    """Computes dy_m w_e^T in plain jnp, in a loop over tiles.
+    """Computes dy_m w_e, of matrices [E, O, I], in plain jnp, in a loop over tiles.
 
     A tile may write wrong results to rows of the next expert, which the tiles of that expert overwrite.
     """
@@ -393,10 +397,10 @@ def _loop_product(dy: Array, w: Array, offsets: Array, dtype: Any, tile: int) ->
 
     def step(i: Array, out: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, tiles.start[i], tile)
-        y = jnp.matmul(rows, w[tiles.expert[i]].astype(dy.dtype).T, preferred_element_type=jnp.float32)
+        y = jnp.matmul(rows, w[tiles.expert[i]].astype(dy.dtype), preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, y.astype(dtype), tiles.start[i], 0)
 
-    start = jnp.zeros((len(padded), w.shape[1]), dtype)
+    start = jnp.zeros((len(padded), w.shape[2]), dtype)
     return jax.lax.fori_loop(0, tiles.count, step, start)[: len(dy)]
 
 

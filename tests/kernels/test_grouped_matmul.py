@@ -34,13 +34,13 @@ def drawn(sizes, inputs, outputs, small=None):
             jnp.asarray(rng.normal(size=(len(sizes), inputs, outputs)) * inputs**-0.5, jnp.bfloat16),
             None,
         )
-    w = jnp.asarray(rng.integers(-127, 128, size=(len(sizes), inputs, outputs)), small)
+    w = jnp.asarray(rng.integers(-127, 128, size=(len(sizes), outputs, inputs)), small)
     return x, w, jnp.asarray(rng.uniform(0.5, 2.0, (len(sizes), outputs)) / 100, jnp.float32)
 
 
 def plain(x, w, sizes, scale=None):
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    full = wide(w) if scale is None else wide(w) * wide(scale)[:, None]
+    full = wide(w) if scale is None else wide(w).swapaxes(1, 2) * wide(scale)[:, None]
     return np.einsum("mi,mio->mo", wide(x), full[owner]), full[owner], owner
 
 
@@ -205,9 +205,11 @@ def test_gradients_of_a_gated_product_equal_those_of_the_plain_one(small, device
 def test_a_dense_product_of_few_rows_is_one_of_one_expert(rows, gated, kind):
     x, w, scale = drawn((rows,), 128, 128, kind)
     y = plain(x, w, (rows,), scale)[0]
-    halves = lambda a: None if a is None else tuple(jnp.split(a[0], 2, axis=-1)) if gated else a[0]
-    act = jax.nn.gelu if gated else None
-    ours = jax.jit(lambda x: few_rows_matmul(x, halves(w), halves(scale), act=act, device=interpreted()))(x)
+    halves = lambda a, axis: None if a is None else tuple(jnp.split(a[0], 2, axis)) if gated else a[0]
+    act, outputs = jax.nn.gelu if gated else None, 1 if kind is None else 0
+    ours = jax.jit(
+        lambda x: few_rows_matmul(x, halves(w, outputs), halves(scale, 0), act=act, device=interpreted())
+    )(x)
     close(ours, jax.nn.gelu(y[:, :64]) * y[:, 64:] if gated else y)
 
 
