@@ -216,7 +216,9 @@ class QuantisedTensors(NamedTuple):
 
         return found
 
-    def parameter(self, path: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> QuantisedWeight:
+    def parameter(
+        self, path: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray]
+    ) -> QuantisedWeight:
         """Reads a parameter that stays quantised.
 
         Args:

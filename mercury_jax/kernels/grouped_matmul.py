@@ -28,7 +28,7 @@ ALIGN = 8  # rows of the groups in which the kernel loads
 MAX_TILE = 128
 FEW_ROWS = 384  # rows up to which a product waits for its matrix rather than for arithmetic
 PROCESSORS = 132  # of an H100 and an H200
-BLOCK = 64  # outputs of a program of a product of few rows
+BLOCK = 64  # outputs of one matrix that a warpgroup multiplies by
 ACTIVATIONS = (jax.nn.silu, jax.nn.gelu)  # those that the kernel computes; gelu is the approximation by tanh
 
 Activation = Callable[[Array], Array]
@@ -55,25 +55,26 @@ def tile_rows(rows: int, count: int) -> int:
     return min(max(-(-quarter_more // 8) * 8, 16), 128)
 
 
-def few_rows_tile(rows: int, outputs: int, itemsize: int) -> int:
+def few_rows_tile(rows: int, outputs: int, itemsize: int, gated: bool = False) -> int:
     """Chooses the rows per tile of a product of few rows, so that all processors have work.
 
-    A program reads its tile of the rows and its block of the matrix; the time is that of the processor that reads most.
-    256 rows by 2,816 outputs are 88 programs of 128 rows, but 132 programs of 88 rows, each of which reads less.
+    A piece of work reads a tile of the rows and a block of the matrix; the time is that of the processor that reads
+    most. 256 rows by 2,816 outputs are 44 pieces of 128 rows, but 132 pieces of 48 rows, each of which reads less.
 
     Args:
         rows: Number of rows.
         outputs: Outputs of the matrix.
-        itemsize: Bytes of a number of the matrix, or of both the gate and the up projection.
+        itemsize: Bytes of a number of the matrix.
+        gated: Whether a piece reads `BLOCK` outputs of a gate and of an up projection; else twice as many of one.
 
     Returns:
         A multiple of 8 in 8..128.
     """
     tile = lambda count: -(-rows // (count * ALIGN)) * ALIGN
+    blocks = outputs // (BLOCK if gated or outputs % (2 * BLOCK) else 2 * BLOCK)
 
     def bytes_read(count: int) -> int:
-        programs = count * (outputs // BLOCK)
-        return -(-programs // PROCESSORS) * (2 * tile(count) + BLOCK * itemsize)
+        return -(-count * blocks // PROCESSORS) * (2 * tile(count) + 2 * BLOCK * itemsize)
 
     return tile(min(range(-(-rows // MAX_TILE), -(-rows // ALIGN) + 1), key=bytes_read))
 
@@ -289,7 +290,7 @@ def few_rows_matmul(
     offsets = jnp.asarray([0, len(x)], jnp.int32)
     matrices = jax.tree.leaves(w)
     outputs = matrices[0].shape[1 if scale is None else 0]
-    tile = few_rows_tile(len(x), outputs, sum(a.dtype.itemsize for a in matrices))
+    tile = few_rows_tile(len(x), outputs, matrices[0].dtype.itemsize, act is not None)
     return grouped_matmul(x, one(w), offsets, one(scale), act=act, dtype=dtype, tile=tile, device=device)
 
 
@@ -317,7 +318,8 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
     dys = (dy,) if static.act is None else _gate_gradients(static, saved, dy)
     dx, dws = jnp.zeros((), x.dtype), []
     for i, (w, dy) in enumerate(zip(matrices, dys, strict=True)):
-        on = kernel_device.why_off(grouped_form(w.dtype, gradient=True), static.device) is None
+        # Tensor cores read 8-bit matrices in one order of their axes only, which is that of the product.
+        on = not scales and kernel_device.why_off(grouped_form(w.dtype, gradient=True), static.device) is None
         plain = static._replace(dtype=x.dtype, act=None)
         if scales:
             dy = _scaled(dy, scales[i], offsets, x.dtype)
@@ -326,7 +328,7 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
             dy = dy.astype(x.dtype)
             dws.append(outer_products(x, dy, offsets))
         if on:
-            dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=not scales)
+            dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=True)
         else:
             back = w if scales else w.swapaxes(1, 2)
             dx += _loop_product(dy, back, offsets, x.dtype, static.tile)

@@ -206,7 +206,9 @@ def _few_rows(
         """The matrices [I, O] in the dtype of x; or [O, I] in 8 bits, and their scales [O]."""
         if isinstance(first, QuantisedWeight):
             values, scales = ([getattr(w, field) for w in matrices] for field in ("values", "scale"))
-            return unpacked([v.reshape(-1, inputs) for v in values]), unpacked([s.reshape(-1) for s in scales])
+            return unpacked([v.reshape(-1, inputs) for v in values]), unpacked(
+                [s.reshape(-1) for s in scales]
+            )
         return unpacked([w.astype(x.dtype).reshape(inputs, -1) for w in matrices]), None
 
     shapes = jax.eval_shape(operands, *matrices)
