@@ -594,7 +594,9 @@ def _grouped(device: Device) -> Iterator[KernelForm]:
     kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
     for rows, (inputs, outputs), kind in itertools.product((2048, 16384), ((2816, 1408), (704, 2816)), kinds):
         x = jax.ShapeDtypeStruct((rows, inputs), FP16 if kind == FP16 else BF16)
-        w = jax.ShapeDtypeStruct((128, inputs, outputs), kind)
+        w = jax.ShapeDtypeStruct(
+            (128, outputs, inputs) if kind.itemsize == 1 else (128, inputs, outputs), kind
+        )
         scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
         args = (x, w, offsets, scale) if kind.itemsize == 1 else (x, w, offsets)
         shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
@@ -602,13 +604,16 @@ def _grouped(device: Device) -> Iterator[KernelForm]:
         yield KernelForm("grouped", shape, product, args)
         if outputs == 1408:
             yield KernelForm("grouped", f"gated, {shape}", functools.partial(product, act=jax.nn.gelu), args)
-        gradient = functools.partial(_row_gradient, product)
-        yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
+        if kind.itemsize == 2:
+            gradient = functools.partial(_row_gradient, product)
+            yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
     # One matrix: dense products of a canvas.
     for (inputs, outputs), kind in itertools.product(((4096, 2816), (2816, 2112)), (BF16, jnp.dtype("int8"))):
-        x, w = jax.ShapeDtypeStruct((256, inputs), BF16), jax.ShapeDtypeStruct((inputs, outputs), kind)
+        quantised = kind.itemsize == 1
+        x = jax.ShapeDtypeStruct((256, inputs), BF16)
+        w = jax.ShapeDtypeStruct((outputs, inputs) if quantised else (inputs, outputs), kind)
         gated = outputs == 2112
-        scale = jax.ShapeDtypeStruct((outputs,), jnp.float32) if kind.itemsize == 1 else None
+        scale = jax.ShapeDtypeStruct((outputs,), jnp.float32) if quantised else None
         run = functools.partial(few_rows_matmul, act=jax.nn.gelu if gated else None, device=device)
         shape = f"{'gated, ' * gated}256 x {inputs} by {inputs} x {outputs} of {_short(kind)}"
         scales = (scale, scale) if gated and scale is not None else scale

@@ -193,7 +193,6 @@ def _bench(words: list[str]) -> int:
       mercury bench decode --rules threshold entropy_bound --limit 128
       mercury bench decode --rules all --recommend --plot rules.png
       mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
-      mercury bench compile plan --out plan.jsonl
       mercury bench gpu check --out h200.jsonl
 
     `mercury bench WHAT --help` lists the options.

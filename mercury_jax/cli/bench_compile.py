@@ -6,14 +6,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, OptionalFloat, OptionalInt, Positional, option
+from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, option
 from mercury_jax.config import refuse
-
-if TYPE_CHECKING:
-    from mercury_jax.bench.plan import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +25,6 @@ class BenchCompile:
       mercury bench compile llada-8b --for h200x8 --what train --remat full
       mercury bench compile runs/mine/model --for v5e:4x4 --what prefill --json
       mercury bench compile kernels --for h200
-      mercury bench compile plan --out plan.jsonl     a table of models and chips
 
     MODEL is a folder of a saved model, a recipe, a config.json, or a name:
     diffusiongemma-26b-a4b, llada-8b, dream-7b, sdar-30b-a3b, llada2-mini,
@@ -37,8 +33,7 @@ class BenchCompile:
     compiles it in a process of its own. That needs the chip's plugin, which the
     extra `deviceless` installs, and no chip. `kernels` instead of a MODEL
     compiles every form of our Pallas kernels for one GPU, and prints what ptxas
-    reports of each, or what runs instead of it. `plan` compiles several models
-    for several chips; `mercury bench compile plan --help` has its options.
+    reports of each, or what runs instead of it.
 
     --json prints
       bytes_per_device  arguments + temporaries + outputs - what outputs share
@@ -96,69 +91,12 @@ class BenchCompile:
     """Print the record as one JSON object."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchCompilePlan:
-    """Compile models for chips, and say which machine runs which model, and how fast.
-
-    examples:
-      mercury bench compile plan --out plan.jsonl
-      mercury bench compile plan llada-8b dream-7b --for l4 h200 \\
-          --quantise none int8 --context 4k 32k --out plan.jsonl
-      mercury bench compile plan runs/mine/model --for v5e-1,v6e-1 --json
-
-    Every cell of the table is the program that sample() runs, compiled for one
-    chip in a process of its own, as by `mercury bench compile MODEL --for CHIP`.
-    The cell names the memory that a device needs and the tokens per second that
-    the bytes, FLOP and launches of a pass imply at the datasheet's rates, with
-    17 passes a block; on a TPU that is the roofline. It was not timed. A cell
-    that does not run says why: its weights do not fit (nothing is compiled
-    then), the program needs more memory, a check or the compiler refuses it,
-    or the compiling process failed. Lists take commas or spaces.
-
-    A plan takes a minute or two a cell. With --out each record is written when
-    it is made, and the same command continues a plan that was stopped: a cell in
-    the file is compiled again only if it failed, or if the sources, the
-    compilers or the model have changed.
-
-    --json prints
-      request, status   the cell; compiled, too large, refused or failed
-      reason            why it was not compiled or does not fit
-      wall_seconds, build
-                        seconds; what the record holds for
-    and what `mercury bench compile --json` prints, without the lists of arrays,
-    calls, kernels and collectives.
-    """
-
-    models: Annotated[Positional[tuple[str, ...]], option("[MODEL ...]")] = ()
-    """As of `mercury bench compile`. Default: the six models of docs/performance.md."""
-    targets: Annotated[tuple[str, ...], option("CHIP [CHIP ...]", name="for")] = ()
-    """As of `mercury bench compile`. Default: t4 l4 a100 rtx5090 h100 h200 b200 v5e-1 v6e-1."""
-    quantise: Annotated[tuple[str, ...], option("KIND [KIND ...]")] = ("int8",)
-    """none, int8 or fp8: how weight matrices are kept."""
-    context: Annotated[tuple[str, ...], option("N [N ...]")] = ("4k",)
-    """Positions of a row; 4k is 4096."""
-    batch: OptionalInt = None
-    """Rows. Default: one for each part of the mesh axis `data`."""
-    dtype: Annotated[str | None, option("NAME")] = None
-    """Type of parameters and arithmetic. Default: the model's."""
-    limit: OptionalFloat = None
-    """Minutes after which a cell is given up. Default: never."""
-    out: Annotated[str | None, option("FILE.jsonl")] = None
-    """Append the records, and continue from those that are there."""
-    markdown: Flag = False
-    """Print the tables as Markdown."""
-    json: Flag = False
-    """Print one JSON object for each cell."""
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
         ValueError: A bad option, before a process is started.
     """
-    if argv[:1] == ["plan"]:
-        return _plan(arguments.read(BenchCompilePlan, argv[1:], "mercury bench compile plan"))
     args = arguments.read(BenchCompile, argv, "mercury bench compile")
     show.check_writable("--out", args.out)
     from mercury_jax.bench import compile as bench_compile
@@ -189,71 +127,6 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _plan(args: BenchCompilePlan) -> int:
-    """Compiles the cells of a plan and prints them as tables, or one by one as JSON."""
-    if args.json and args.markdown:
-        raise refuse("--markdown", True, "without --json, which prints records")
-    if args.limit is not None and not args.limit > 0:
-        raise refuse("--limit", args.limit, "above 0 minutes")
-    show.check_writable("--out", args.out)
-    from mercury_jax.bench import plan
-
-    split = lambda words: [word for given in words for word in given.split(",") if word]
-    requests = plan.grid(
-        split(args.models or plan.MODELS), split(args.targets or plan.CHIPS), split(args.quantise),
-        [_positions(word) for word in split(args.context)], batch=args.batch, dtype=args.dtype,
-    )  # fmt: skip
-    limit = None if args.limit is None else 60 * args.limit
-    quiet = args.json or show.terminal(sys.stderr)
-    records = []
-    with show.progress("count", total=len(requests), quiet=args.json) as update:
-        stage = lambda text: update(description=text)
-        for record in plan.plan(requests, args.out, stage, limit):
-            records.append(record)
-            update(advance=1)
-            if args.json:
-                show.emit(record)
-            if not quiet:
-                cell = ", ".join(filter(None, plan.cell_text(record)))
-                name = record["request"]["model"]
-                show.say(f"{len(records)} of {len(requests)}: {name} for {record['for']}: {cell}")
-    for table in () if args.json else plan.tables(records):
-        print(plan.markdown(table)) if args.markdown else _print_table(table)
-    return 0
-
-
-def _positions(word: str) -> int:
-    """A number of positions, such as "4k" or "4096"."""
-    number = word.lower().removesuffix("k")
-    if not number.isdecimal():
-        raise refuse("--context", word, "a whole number, or one of 1024 such as 4k")
-    return int(number) * (1024 if number != word.lower() else 1)
-
-
-def _print_table(table: Table) -> None:
-    """A table of the plan with the reasons below it; as wide as it needs where no terminal limits it."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table as Grid
-
-    from mercury_jax.bench import chips, plan
-
-    grid = Grid()
-    grid.add_column("model", overflow="fold")
-    for target in table.targets:
-        grid.add_column(f"{target}\n{chips.target(target).chip.memory / 1e9:.0f} GB", justify="right")
-    for model in table.models:
-        cells = [plan.cell_text(table.cells.get((model, target))) for target in table.targets]
-        grid.add_row(escape(model), *("\n".join(filter(None, cell)) for cell in cells))
-    console = Console(width=None if show.terminal() else WIDE, highlight=False)
-    console.print(table.title, markup=False, soft_wrap=True)
-    console.print(grid)
-    for note in plan.notes(table):
-        console.print(note, markup=False, soft_wrap=True)
-    console.print()
-
-
-WIDE = 200  # columns of a table that is written to a file
 LINE = "{:10} {:72} {:>9} {:>8} {:>13}"
 
 

@@ -25,8 +25,6 @@ from mercury_jax.config import refuse
 from mercury_jax.models.weight_quant import (
     FORMATS,
     WEIGHT_KINDS,
-    AnyQuantised,
-    GroupedWeight,
     QuantisedWeight,
     WeightFormat,
     stored_bytes,
@@ -177,7 +175,7 @@ def to_theirs(source: TensorSource, ours: np.ndarray) -> dict[str, np.ndarray]:
 
 def load_params(
     model: Model,
-    read: Callable[[str], np.ndarray | AnyQuantised],
+    read: Callable[[str], np.ndarray | QuantisedWeight],
     *,
     dtype: DTypeLike | None = None,
     quantise: str | None = None,
@@ -196,14 +194,14 @@ def load_params(
         progress: Called after each parameter with its number of bytes.
 
     Returns:
-        The tree of parameters; quantised matrices are `QuantisedWeight` or `GroupedWeight`.
+        The tree of parameters; quantised matrices are `QuantisedWeight`.
     """
     params: dict[str, Any] = {}
     for path in shapes_of(model):
         host, matrix = read(path), quantised_axes(path)
-        if quantise is not None and matrix is not None and not isinstance(host, AnyQuantised):
+        if quantise is not None and matrix is not None and not isinstance(host, QuantisedWeight):
             host = WEIGHT_KINDS[quantise](host, *matrix)
-        if isinstance(host, AnyQuantised):
+        if isinstance(host, QuantisedWeight):
             value: Any = _placed_quantised(host, path, model, mesh)
         else:
             value = _placed(host if dtype is None else host.astype(dtype, copy=False), path, model, mesh)
@@ -222,7 +220,7 @@ def _placed(host: np.ndarray | jax.Array, path: str, model: Model, mesh: Mesh | 
 
 
 def quantised_specs(
-    like: AnyQuantised, shape: tuple[int, ...], path: str, model: Model, mesh: Mesh | AbstractMesh
+    like: QuantisedWeight, shape: tuple[int, ...], path: str, model: Model, mesh: Mesh | AbstractMesh
 ) -> list[PartitionSpec | None]:
     """Chooses the PartitionSpec of each array of a quantised matrix.
 
@@ -240,8 +238,6 @@ def quantised_specs(
         A spec for each array; None for an array that the matrix does not have.
     """
     spec = partition_spec(path, shape, model.shardings, mesh)
-    if isinstance(like, QuantisedWeight):
-        return [spec, PartitionSpec()]
     lead, inputs, outputs = _split_spec(spec, path, len(shape))
     grouped = PartitionSpec(*lead, *outputs, None if like.group is not None else inputs[0])
     values = PartitionSpec(*lead, *outputs, *inputs)
@@ -275,7 +271,7 @@ def input_shards(shape: tuple[int, ...], path: str, model: Model, mesh: Mesh | A
     return math.prod(mesh.shape[axis] for axis in jax.tree.leaves(inputs[0]))
 
 
-def _placed_quantised(host: AnyQuantised, path: str, model: Model, mesh: Mesh | None) -> AnyQuantised:
+def _placed_quantised(host: QuantisedWeight, path: str, model: Model, mesh: Mesh | None) -> QuantisedWeight:
     """Copies a quantised matrix to the devices."""
     if mesh is None:
         return jax.tree.map(jnp.array, host)
@@ -285,7 +281,7 @@ def _placed_quantised(host: AnyQuantised, path: str, model: Model, mesh: Mesh | 
         None if x is None or one is None else _on_mesh(x, NamedSharding(mesh, one))
         for x, one in zip(host, quantised_specs(host, shape, path, model, mesh), strict=True)
     )
-    return (QuantisedWeight if isinstance(host, QuantisedWeight) else GroupedWeight)(*found)
+    return QuantisedWeight(*found)
 
 
 def _on_mesh(host: np.ndarray | jax.Array, where: NamedSharding) -> jax.Array:

@@ -30,8 +30,6 @@ from mercury_jax.hub.quantised import (
     unpack_matrix,
 )
 from mercury_jax.models.weight_quant import (
-    AnyQuantised,
-    GroupedWeight,
     QuantisedWeight,
     WeightFormat,
     stored_bytes,
@@ -82,7 +80,7 @@ def quantised_to_ours(
     batch: int,
     kind: WeightFormat,
     read: Callable[[str], UnpackedMatrix],
-) -> AnyQuantised:
+) -> QuantisedWeight:
     """Converts matrices of a checkpoint to one of our parameters, the counterpart of `params.to_ours`.
 
     Args:
@@ -105,7 +103,7 @@ def quantised_to_ours(
 def _assembled(
     source: TensorSource, shape: tuple[int, ...], inputs: int, batch: int, kind: WeightFormat,
     read: Callable[[str], UnpackedMatrix],
-) -> AnyQuantised:  # fmt: skip
+) -> QuantisedWeight:  # fmt: skip
     """Fills every array of the format; see `quantised_to_ours`."""
     likes = kind.shapes(shape, inputs, batch)
     empty: Any = (None if x is None else np.empty(x.shape, x.dtype) for x in likes)
@@ -133,12 +131,8 @@ def _assembled(
     parts = [_conformed(part, kind) for part in parts]
     joined = lambda field, axis: np.concatenate([getattr(p, field) for p in parts], axis=axis)
     values = joined("values", -2)  # [..., out, in]
-    if not kind.grouped:
-        values = np.swapaxes(values, -1, -2)
     found.values[...] = values.reshape(found.values.shape)
     found.scale[...] = joined("scale", -1).reshape(found.scale.shape)
-    if not kind.grouped:
-        return found
     for field in ("group_scale", "zero"):
         if (into := getattr(found, field)) is not None:
             into[...] = joined(field, -2).reshape(into.shape)
@@ -168,9 +162,9 @@ def _conformed(m: UnpackedMatrix, kind: WeightFormat) -> UnpackedMatrix:
     return m._replace(group_scale=more(scale).astype(kind.group_scale), zero=more(zero), group=group)
 
 
-def _without_defaults(w: AnyQuantised) -> AnyQuantised:
+def _without_defaults(w: QuantisedWeight) -> QuantisedWeight:
     """Leaves out zero points that are all 0, an order that is contiguous, and groups that have all inputs."""
-    if isinstance(w, QuantisedWeight) or w.group_scale is None:
+    if w.group_scale is None:
         return w
     groups, scales = w.group_scale.shape[-1], np.asarray(w.group_scale)
     if w.zero is not None and not np.any(np.asarray(w.zero).astype(np.float32)):
@@ -181,7 +175,7 @@ def _without_defaults(w: AnyQuantised) -> AnyQuantised:
             w = w._replace(group=None)
     if groups == 1 and w.zero is None:
         factor: Any = scales[..., 0].astype(np.float32)
-        w = GroupedWeight(w.values, w.scale * factor)
+        w = QuantisedWeight(w.values, w.scale * factor)
     return w
 
 
@@ -222,7 +216,9 @@ class QuantisedTensors(NamedTuple):
 
         return found
 
-    def parameter(self, path: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> AnyQuantised:
+    def parameter(
+        self, path: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray]
+    ) -> QuantisedWeight:
         """Reads a parameter that stays quantised.
 
         Args:

@@ -266,7 +266,7 @@ def _find_words(f: _Finder, module: str, layout: str, offset: int) -> StoredMatr
 
 
 class UnpackedMatrix(NamedTuple):
-    """A matrix [..., out, in] in numpy, with the fields of a `GroupedWeight`.
+    """A matrix [..., out, in] in numpy, with the fields of a `QuantisedWeight`.
 
     Attributes:
         values: [..., out, in].

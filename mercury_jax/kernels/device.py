@@ -122,7 +122,7 @@ def grouped_form(dtype: DTypeLike, gradient: bool = False, gated: bool = False) 
         gated: Whether the kernel also computes the gate of a gated feed-forward.
 
     Returns:
-        For example "grouped-int8", "grouped-int8-gated" or "grouped-int8-gradient".
+        For example "grouped-int8", "grouped-int8-gated" or "grouped-bfloat16-gradient".
     """
     return f"grouped-{jnp.dtype(dtype)}" + "-gated" * gated + "-gradient" * gradient
 

@@ -28,7 +28,7 @@ ALIGN = 8  # rows of the groups in which the kernel loads
 MAX_TILE = 128
 FEW_ROWS = 384  # rows up to which a product waits for its matrix rather than for arithmetic
 PROCESSORS = 132  # of an H100 and an H200
-BLOCK = 64  # outputs of a program of a product of few rows
+BLOCK = 64  # outputs of one matrix that a warpgroup multiplies by
 ACTIVATIONS = (jax.nn.silu, jax.nn.gelu)  # those that the kernel computes; gelu is the approximation by tanh
 
 Activation = Callable[[Array], Array]
@@ -55,25 +55,26 @@ def tile_rows(rows: int, count: int) -> int:
     return min(max(-(-quarter_more // 8) * 8, 16), 128)
 
 
-def few_rows_tile(rows: int, outputs: int, itemsize: int) -> int:
+def few_rows_tile(rows: int, outputs: int, itemsize: int, gated: bool = False) -> int:
     """Chooses the rows per tile of a product of few rows, so that all processors have work.
 
-    A program reads its tile of the rows and its block of the matrix; the time is that of the processor that reads most.
-    256 rows by 2,816 outputs are 88 programs of 128 rows, but 132 programs of 88 rows, each of which reads less.
+    A piece of work reads a tile of the rows and a block of the matrix; the time is that of the processor that reads
+    most. 256 rows by 2,816 outputs are 44 pieces of 128 rows, but 132 pieces of 48 rows, each of which reads less.
 
     Args:
         rows: Number of rows.
         outputs: Outputs of the matrix.
-        itemsize: Bytes of a number of the matrix, or of both the gate and the up projection.
+        itemsize: Bytes of a number of the matrix.
+        gated: Whether a piece reads `BLOCK` outputs of a gate and of an up projection; else twice as many of one.
 
     Returns:
         A multiple of 8 in 8..128.
     """
     tile = lambda count: -(-rows // (count * ALIGN)) * ALIGN
+    blocks = outputs // (BLOCK if gated or outputs % (2 * BLOCK) else 2 * BLOCK)
 
     def bytes_read(count: int) -> int:
-        programs = count * (outputs // BLOCK)
-        return -(-programs // PROCESSORS) * (2 * tile(count) + BLOCK * itemsize)
+        return -(-count * blocks // PROCESSORS) * (2 * tile(count) + 2 * BLOCK * itemsize)
 
     return tile(min(range(-(-rows // MAX_TILE), -(-rows // ALIGN) + 1), key=bytes_read))
 
@@ -173,8 +174,9 @@ def refuses(
             return f"matrices are {one.dtype}, which {kind} cannot convert"
         if (one.dtype in QUANTISED) != (scale is not None):
             return "8-bit matrices have a scale, and no others have"
-        if one.shape[1] % 64 or one.shape[2] % outputs:
-            return f"a matrix is {one.shape[1]} by {one.shape[2]}, not in multiples of 64 by {outputs}"
+        inputs, width = one.shape[1:] if scale is None else one.shape[:0:-1]
+        if inputs % 64 or width % outputs:
+            return f"a matrix is {inputs} by {width}, not in multiples of 64 by {outputs}"
         if x.shape[0] == 0 or one.shape[0] == 0:
             return f"there are {x.shape[0]} rows and {one.shape[0]} experts"
         why = kernel_device.why_off(grouped_form(one.dtype, gated=act is not None), device)
@@ -201,8 +203,8 @@ def grouped_matmul(
 
     Args:
         x: Rows sorted by expert, bfloat16.
-        w: Matrices [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale. With `act` gate and up, two arrays
-            [E, I, O] or one [E, I, 2 O] with the gate first.
+        w: Matrices [E, I, O] in bfloat16, or [E, O, I] in int8 or float8_e4m3fn with a scale. With `act` gate and up,
+            two arrays or one of 2 O outputs with the gate first.
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; offsets[E] <= M. Results and gradients of
             rows from offsets[E] on are undefined. Numbers after the first E + 1 are not read.
         scale: Scale of each output of 8-bit matrices, of the structure of w; None for bfloat16.
@@ -243,7 +245,7 @@ def few_rows_refuses(
 
     Args:
         x: Rows [M, I].
-        w: Matrix [I, O]; with `act` gate and up.
+        w: Matrix [I, O], quantised [O, I]; with `act` gate and up.
         scale: Scale of each output [O], of the structure of w; None: the matrix is not quantised.
         act: As in `few_rows_matmul`.
         device: Device to compile for.
@@ -275,7 +277,7 @@ def few_rows_matmul(
 
     Args:
         x: Rows, at most `FEW_ROWS`.
-        w: Matrix [I, O], bfloat16, int8 or float8_e4m3fn; with `act` gate and up.
+        w: Matrix [I, O] in bfloat16, or [O, I] in int8 or float8_e4m3fn; with `act` gate and up.
         scale: Scale of each output [O], of the structure of w; None for bfloat16.
         act: The result is act(x gate) * (x up); None: a plain product.
         dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
@@ -287,7 +289,8 @@ def few_rows_matmul(
     one = functools.partial(jax.tree.map, lambda a: a[None])
     offsets = jnp.asarray([0, len(x)], jnp.int32)
     matrices = jax.tree.leaves(w)
-    tile = few_rows_tile(len(x), matrices[0].shape[1], sum(a.dtype.itemsize for a in matrices))
+    outputs = matrices[0].shape[1 if scale is None else 0]
+    tile = few_rows_tile(len(x), outputs, matrices[0].dtype.itemsize, act is not None)
     return grouped_matmul(x, one(w), offsets, one(scale), act=act, dtype=dtype, tile=tile, device=device)
 
 
@@ -303,7 +306,8 @@ class _Static(NamedTuple):
 def _forward(
     static: _Static, x: Array, matrices: tuple[Array, ...], offsets: Array, scales: tuple[Array, ...]
 ) -> tuple[Array, Any]:
-    return _kernel_product(static, x, matrices, offsets, scales), (x, matrices, offsets, scales)
+    y = _kernel_product(static, x, matrices, offsets, scales, transposed=bool(scales))
+    return y, (x, matrices, offsets, scales)
 
 
 def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
@@ -314,7 +318,8 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
     dys = (dy,) if static.act is None else _gate_gradients(static, saved, dy)
     dx, dws = jnp.zeros((), x.dtype), []
     for i, (w, dy) in enumerate(zip(matrices, dys, strict=True)):
-        on = kernel_device.why_off(grouped_form(w.dtype, gradient=True), static.device) is None
+        # Tensor cores read 8-bit matrices in one order of their axes only, which is that of the product.
+        on = not scales and kernel_device.why_off(grouped_form(w.dtype, gradient=True), static.device) is None
         plain = static._replace(dtype=x.dtype, act=None)
         if scales:
             dy = _scaled(dy, scales[i], offsets, x.dtype)
@@ -325,7 +330,8 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
         if on:
             dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=True)
         else:
-            dx += _loop_product(dy, w, offsets, x.dtype, static.tile)
+            back = w if scales else w.swapaxes(1, 2)
+            dx += _loop_product(dy, back, offsets, x.dtype, static.tile)
     return dx, tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
 
 
@@ -336,7 +342,7 @@ def _gate_gradients(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tup
     act, plain = static.act, static._replace(dtype=x.dtype, act=None)
     each = scales or [None] * len(matrices)
     projected = [
-        _kernel_product(plain, x, (w,), offsets, () if s is None else (s,))
+        _kernel_product(plain, x, (w,), offsets, () if s is None else (s,), transposed=s is not None)
         for w, s in zip(matrices, each, strict=True)
     ]
     joined = len(projected) == 1
@@ -385,7 +391,7 @@ def _kernel_product(
 
 
 def _loop_product(dy: Array, w: Array, offsets: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:
-    """Computes dy_m w_e^T in plain jnp, in a loop over tiles.
+    """Computes dy_m w_e, of matrices [E, O, I], in plain jnp, in a loop over tiles.
 
     A tile may write wrong results to rows of the next expert, which the tiles of that expert overwrite.
     """
@@ -393,10 +399,10 @@ def _loop_product(dy: Array, w: Array, offsets: Array, dtype: Any, tile: int) ->
 
     def step(i: Array, out: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, tiles.start[i], tile)
-        y = jnp.matmul(rows, w[tiles.expert[i]].astype(dy.dtype).T, preferred_element_type=jnp.float32)
+        y = jnp.matmul(rows, w[tiles.expert[i]].astype(dy.dtype), preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, y.astype(dtype), tiles.start[i], 0)
 
-    start = jnp.zeros((len(padded), w.shape[1]), dtype)
+    start = jnp.zeros((len(padded), w.shape[2]), dtype)
     return jax.lax.fori_loop(0, tiles.count, step, start)[: len(dy)]
 
 

@@ -20,7 +20,7 @@ from mercury_jax.config import RopeScaling
 from mercury_jax.kernels.qk_norm_rope import Table, rotate
 from mercury_jax.kernels.residual_norm import rms_normalise
 from mercury_jax.models.ops import Activation, Ops, Term, Weight
-from mercury_jax.models.weight_quant import AnyQuantised
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LoraWeight, accumulation_dtype
 
 Init = nn.initializers.Initializer
@@ -58,7 +58,7 @@ def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> 
     """
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
-        if isinstance(found, AnyQuantised | LoraWeight):
+        if isinstance(found, QuantisedWeight | LoraWeight):
             return found
     return module.param(name, init, shape)
 

@@ -33,11 +33,11 @@ from mercury_jax.kernels.grouped_matmul import (
     tile_rows,
     tiles_of,
 )
-from mercury_jax.models.weight_quant import AnyQuantised, GroupedWeight, QuantisedWeight, multiply
+from mercury_jax.models.weight_quant import QuantisedWeight, multiply
 from mercury_jax.types import Device, LoraWeight
 
 Activation = Callable[[Array], Array]
-Stack = Array | AnyQuantised | LoraWeight  # [E, in, out], one matrix per expert
+Stack = Array | QuantisedWeight | LoraWeight  # [E, in, out], quantised [E, out, in]: one matrix per expert
 
 
 def route(
@@ -242,12 +242,10 @@ def refuses(
     for w, own in ((gate_up, act), (down, None)):
         if isinstance(w, LoraWeight):
             return "experts with a low-rank addition: its inner axis is narrower than a tile of the kernel"
-        if isinstance(w, GroupedWeight):
-            return (
-                f"experts in {w.values.dtype} with scales per group of inputs, which the kernel does not read"
-            )
-        x = jax.ShapeDtypeStruct((rows.shape[0], w.shape[1]), rows.dtype)
         quantised = isinstance(w, QuantisedWeight)
+        if quantised and not w.plain:
+            return f"experts in {w.values.dtype} or with scales per group of inputs, which the kernel does not read"
+        x = jax.ShapeDtypeStruct((rows.shape[0], w.shape[2 if quantised else 1]), rows.dtype)
         values, scale = (
             (w.values, w.scale) if quantised else (jax.ShapeDtypeStruct(w.shape, rows.dtype), None)
         )
@@ -320,7 +318,7 @@ def tiled(
 
 
 def _quantised(w: Stack) -> bool:
-    return isinstance(w.base if isinstance(w, LoraWeight) else w, AnyQuantised)
+    return isinstance(w.base if isinstance(w, LoraWeight) else w, QuantisedWeight)
 
 
 def _of_expert(w: Stack, e: Array) -> Any:
@@ -334,7 +332,7 @@ def _one_expert(act: Activation, x: Float[Array, "t D"], gate_up: Any, down: Any
     def product(x: Array, w: Any) -> Array:
         if isinstance(w, LoraWeight):
             return product(x, w.base) + jnp.asarray(w.scale, x.dtype) * product(product(x, w.a), w.b)
-        if isinstance(w, AnyQuantised):
+        if isinstance(w, QuantisedWeight):
             return multiply(x, w, 1)
         return x @ w.astype(x.dtype)
 

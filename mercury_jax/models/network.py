@@ -158,8 +158,10 @@ def lm_head(
     Returns:
         Logits [B, T, size]. Products are in the dtype of `hidden`, sums in at least fp32.
     """
-    name, axis, equation = ("head", 1, "btd,dv->btv") if "head" in params else ("embed", 0, "btd,vd->btv")
-    w, scale = _slice(params[name], first, size, axis)
+    w = params["head" if "head" in params else "embed"]
+    by_id = "head" not in params or isinstance(w, QuantisedWeight)  # a quantised head is [V, D] too
+    axis, equation = (0, "btd,vd->btv") if by_id else (1, "btd,dv->btv")
+    w, scale = _slice(w, first, size, axis)
     dtype = accumulation_dtype(hidden.dtype)
     out = jnp.einsum(equation, hidden, w.astype(hidden.dtype), preferred_element_type=dtype)
     out = out if scale is None else out * scale.astype(dtype)
@@ -201,7 +203,7 @@ def _slice(
     Returns:
         The values, and one scale per id; None if the table is not quantised.
     """
-    values, scale = table if isinstance(table, QuantisedWeight) else (table, None)
+    values, scale = table[:2] if isinstance(table, QuantisedWeight) else (table, None)
     if size is None or size == values.shape[axis]:
         return values, scale
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)

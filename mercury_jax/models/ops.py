@@ -22,12 +22,12 @@ from mercury_jax.kernels import qk_norm_rope, residual_norm, routing
 from mercury_jax.kernels.dispatch import ExpertOutputs
 from mercury_jax.kernels.grouped_matmul import few_rows_matmul, few_rows_refuses
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
-from mercury_jax.models.weight_quant import AnyQuantised, QuantisedWeight, lookup, multiply, unscaled
+from mercury_jax.models.weight_quant import QuantisedWeight, lookup, multiply, unscaled
 from mercury_jax.sharding import constrain_rows
 from mercury_jax.types import Device, LoraWeight, accumulation_dtype
 
 Activation = Callable[[Array], Array]
-Weight = Array | AnyQuantised | LoraWeight
+Weight = Array | QuantisedWeight | LoraWeight
 
 
 class Term(NamedTuple):
@@ -67,7 +67,7 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
         low_rank = dot(dot(x, w.a, count, mesh), w.b, 1, mesh)
         return dot(x, w.base, count, mesh) + jnp.asarray(w.scale, x.dtype) * low_rank
     x = x if mesh is None else constrain_rows(x, mesh)
-    if isinstance(w, AnyQuantised):
+    if isinstance(w, QuantisedWeight):
         y = multiply(x, w, count)
     else:
         axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
@@ -195,18 +195,21 @@ def _few_rows(
     device: Device | None,
 ) -> Array | None:
     """Computes a product with the kernel for few rows on a GPU, with `default` elsewhere; None if it refuses."""
-    if not all(isinstance(w, (jax.Array, QuantisedWeight)) for w in matrices):
+    if not all(w.plain if isinstance(w, QuantisedWeight) else isinstance(w, jax.Array) for w in matrices):
         return None  # low-rank additions, and matrices with a scale for each group of inputs
     rows, inputs = math.prod(x.shape[: x.ndim - count]), math.prod(x.shape[x.ndim - count :])
-    outputs = matrices[0].shape[count:]
+    first = matrices[0]
+    outputs = first.scale.shape if isinstance(first, QuantisedWeight) else first.shape[count:]
     unpacked = lambda f: f if act is not None else f[0]  # one matrix or a pair
 
     def operands(*matrices: Array | QuantisedWeight) -> tuple[Any, Any]:
-        """The matrices [I, O] and their scales [O], which matrices in the dtype of x do not have."""
-        parts = [w if isinstance(w, QuantisedWeight) else (w.astype(x.dtype), None) for w in matrices]
-        values = tuple(values.reshape(inputs, -1) for values, _ in parts)
-        scales = tuple(None if scale is None else scale.reshape(-1) for _, scale in parts)
-        return unpacked(values), None if None in scales else unpacked(scales)
+        """The matrices [I, O] in the dtype of x; or [O, I] in 8 bits, and their scales [O]."""
+        if isinstance(first, QuantisedWeight):
+            values, scales = ([getattr(w, field) for w in matrices] for field in ("values", "scale"))
+            return unpacked([v.reshape(-1, inputs) for v in values]), unpacked(
+                [s.reshape(-1) for s in scales]
+            )
+        return unpacked([w.astype(x.dtype).reshape(inputs, -1) for w in matrices]), None
 
     shapes = jax.eval_shape(operands, *matrices)
     flat = jax.ShapeDtypeStruct((rows, inputs), x.dtype)
@@ -313,7 +316,7 @@ def project_heads(x: Float[Array, "B T D"], matrices: Sequence[Weight | None]) -
         The products.
     """
     given = [w for w in matrices if w is not None]
-    quantised = [w for w in given if isinstance(w, AnyQuantised)]
+    quantised = [w for w in given if isinstance(w, QuantisedWeight)]
     if len(quantised) < len(given) or x.dtype == jnp.float16:  # whose unscaled products are fp32
         heads, scales = [dot(x, w, 1) for w in given], ()
     else:

@@ -25,7 +25,7 @@ from mercury_jax import kernels
 from mercury_jax.kernels.attention_inputs import KVArray
 from mercury_jax.models import cache as kv_cache, kv_quant, moe, ops
 from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, local_dot
-from mercury_jax.models.weight_quant import GroupedWeight, QuantisedWeight, lookup
+from mercury_jax.models.weight_quant import QuantisedWeight, lookup
 from mercury_jax.sharding import ROWS, constrain_rows, dividing_axes
 from mercury_jax.types import Device, LoraWeight
 
@@ -120,17 +120,14 @@ def _weight_spec(w: Weight, axes: tuple[str, ...], count: int | None = None) -> 
     spec, scale = P(axes or None), P() if count is not None else P(axes or None)
     if isinstance(w, LoraWeight):
         return dataclasses.replace(w, base=_weight_spec(w.base, axes, count), a=spec, b=scale)
-    if isinstance(w, QuantisedWeight):
-        specs: Any = (spec, scale)
-        return QuantisedWeight(*specs)
-    if not isinstance(w, GroupedWeight):
+    if not isinstance(w, QuantisedWeight):
         return spec
     inputs = spec if count is None else P(*[None] * (w.values.ndim - count), axes or None)
     groups = inputs if w.group is None else scale
     found: Any = (
         None if x is None else one for x, one in zip(w, (inputs, scale, groups, groups, spec), strict=True)
     )
-    return GroupedWeight(*found)
+    return QuantisedWeight(*found)
 
 
 def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:

@@ -5,10 +5,9 @@ while it loads a checkpoint (one scale per output), or reads a published quantis
 (`hub.quantised`). `ops.dot` and `moe` multiply by quantised matrices with `multiply`, `network` by a
 quantised embedding table or head.
 
-A matrix with 8 bits and a scale per output is a `QuantisedWeight`; one with 4 bits, or with scales per group of inputs,
-is a `GroupedWeight`. Values of 4 bits are arrays of `int4` or `float4_e2m1fn`, which XLA packs into half a byte on GPUs
-and TPUs and converts in the kernel that reads them; on CPUs a value takes a byte. Packing them ourselves into uint8
-would take as much memory there, and would need shifts and an interleaving reshape in every product.
+Values of 4 bits are arrays of `int4` or `float4_e2m1fn`, which XLA packs into half a byte on GPUs and TPUs and converts
+in the kernel that reads them; on CPUs a value takes a byte. Packing them ourselves into uint8 would take as much memory
+there, and would need shifts and an interleaving reshape in every product.
 """
 
 from __future__ import annotations
@@ -30,31 +29,14 @@ FP4 = jnp.float4_e2m1fn  # 2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5, 2,
 
 
 class QuantisedWeight(NamedTuple):
-    """A matrix w = values * scale, with the scale broadcast over the input axes.
+    """A matrix w = (values - zero) * group_scale * scale; group_scale and zero only if groups of inputs have their own.
+
+    The inputs are the last axes, as in checkpoints: tensor cores multiply 8-bit numbers in this order only, and XLA for
+    GPUs, which reads values of 4 bits in no other, would keep a second, transposed copy of every matrix. The inputs,
+    flattened to I, form G groups. Input i is in group i * G // I, or in `group[i]` if that is given.
 
     Attributes:
-        values: int8 or float8_e4m3fn, [batch..., inputs..., outputs...]; the batch axes are the experts, if any.
-        scale: fp32, [batch..., outputs...].
-    """
-
-    values: Int[Array, "*inputs *outputs"] | Float[Array, "*inputs *outputs"]
-    scale: Float[Array, "*outputs"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-        return self.values.shape
-
-
-class GroupedWeight(NamedTuple):
-    """A matrix w = (values - zero) * group_scale * scale whose groups of inputs have a scale each.
-
-    The inputs are the last axes, as in the checkpoints, because XLA for GPUs reads values of 4 bits only in this order:
-    it would keep a second, transposed copy of every matrix in the other. The inputs, flattened to I, form G groups.
-    Input i is in group i * G // I, or in `group[i]` if that is given.
-
-    Attributes:
-        values: int4, float4_e2m1fn, int8 or float8_e4m3fn, [batch..., outputs..., inputs...]; the batch axes are the
+        values: int8, float8_e4m3fn, int4 or float4_e2m1fn, [batch..., outputs..., inputs...]; the batch axes are the
             experts, if any.
         scale: fp32, [batch..., outputs...].
         group_scale: Scales of the groups [batch..., outputs..., G], in the dtype of the checkpoint; None: no groups.
@@ -73,12 +55,14 @@ class GroupedWeight(NamedTuple):
         """Shape of `values`."""
         return self.values.shape
 
-
-AnyQuantised = QuantisedWeight | GroupedWeight
+    @property
+    def plain(self) -> bool:
+        """Whether the values have 8 bits, and only their outputs have scales."""
+        return self.group_scale is None and self.values.dtype in (jnp.int8, FP8)
 
 
 class WeightFormat(NamedTuple):
-    """How a matrix is stored: the dtypes and sizes of a `QuantisedWeight` or `GroupedWeight`.
+    """How a matrix is stored: the dtypes and sizes of a `QuantisedWeight`.
 
     Attributes:
         values: Dtype of the values.
@@ -94,18 +78,13 @@ class WeightFormat(NamedTuple):
     zeros: bool = False
     permuted: bool = False
 
-    @property
-    def grouped(self) -> bool:
-        """Whether the matrix is a `GroupedWeight`."""
-        return bool(self.groups) or jnp.dtype(self.values) in (jnp.int4, FP4)
-
     def divisible(self, parts: int) -> WeightFormat:
         """Returns the format with equal parts of its groups, so that `parts` divides their number."""
         if not self.groups or self.permuted:
             return self
         return self._replace(groups=math.lcm(self.groups, parts))
 
-    def shapes(self, shape: tuple[int, ...], inputs: int, batch: int) -> AnyQuantised:
+    def shapes(self, shape: tuple[int, ...], inputs: int, batch: int) -> QuantisedWeight:
         """Computes the arrays of a matrix in this format.
 
         Args:
@@ -114,17 +93,14 @@ class WeightFormat(NamedTuple):
             batch: Number of axes before the contracted axes.
 
         Returns:
-            A `QuantisedWeight` or `GroupedWeight` of `jax.ShapeDtypeStruct`.
+            A `QuantisedWeight` of `jax.ShapeDtypeStruct`.
         """
         like: Any = jax.ShapeDtypeStruct
         lead, contracted, outputs = shape[:batch], shape[batch : batch + inputs], shape[batch + inputs :]
-        scale = like((*lead, *outputs), np.float32)
-        if not self.grouped:
-            return QuantisedWeight(like(shape, self.values), scale)
         each = (*lead, *outputs, self.groups)
-        return GroupedWeight(
+        return QuantisedWeight(
             like((*lead, *outputs, *contracted), self.values),
-            scale,
+            like((*lead, *outputs), np.float32),
             like(each, self.group_scale) if self.groups else None,
             like(each, self.values) if self.zeros else None,
             like((*lead, math.prod(contracted)), np.int32) if self.permuted else None,
@@ -190,7 +166,8 @@ def _quantise(
     w = np.asarray(w, np.float32)
     axes = tuple(range(batch, batch + inputs))
     scale = np.maximum(np.abs(w).max(axis=axes), 1e-12) / max_value
-    found: Any = (cast(w / np.expand_dims(scale, axes)), scale.astype(np.float32))
+    values = cast(np.moveaxis(w / np.expand_dims(scale, axes), axes, range(-inputs, 0)))
+    found: Any = (np.ascontiguousarray(values), scale.astype(np.float32))
     return QuantisedWeight(*found)
 
 
@@ -219,11 +196,11 @@ def check_not_quantised(params: Params) -> None:
     Raises:
         ValueError: If a leaf is quantised or a `LoraWeight`.
     """
-    for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, AnyQuantised | LoraWeight)):
+    for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedWeight | LoraWeight)):
         if isinstance(x, LoraWeight):
             allowed = "merged parameters: save the adapter, and load(base, adapter=FOLDER) merges it"
             raise refuse("params", "base and adapter", allowed)
-        if isinstance(x, AnyQuantised):
+        if isinstance(x, QuantisedWeight):
             allowed = "floating parameters: load the model without quantise, from an unquantised checkpoint"
             kind = "fp8" if x.values.dtype == FP8 else jnp.dtype(x.values.dtype).name
             raise refuse("params", kind, allowed)
@@ -232,7 +209,7 @@ def check_not_quantised(params: Params) -> None:
 # --- products
 
 
-def multiply(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array, "*o"]:
+def multiply(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     """Contracts the last `count` axes of x with the inputs of a quantised matrix without batch axes.
 
     Without groups, the values are converted inside of the product and the scales multiply its result: nothing of the
@@ -251,7 +228,7 @@ def multiply(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array,
     return (unscaled(x, w, count).astype(exact) * w.scale.astype(exact)).astype(x.dtype)
 
 
-def unscaled(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array, "*o"]:
+def unscaled(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     """Computes what `multiply` multiplies by the scale of each output.
 
     Args:
@@ -263,10 +240,7 @@ def unscaled(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array,
         The product, in the dtype of x or, of fp16, in fp32.
     """
     last = tuple(range(x.ndim - count, x.ndim))
-    if isinstance(w, QuantisedWeight):
-        values, inputs = w.values, tuple(range(count))
-    else:
-        values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
+    values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
     # Unscaled values of up to 448 could exceed the range of fp16.
     total = accumulation_dtype(x.dtype) if x.dtype == jnp.float16 else x.dtype
     return jax.lax.dot_general(
@@ -274,7 +248,7 @@ def unscaled(x: Float[Array, "*s"], w: AnyQuantised, count: int) -> Float[Array,
     )
 
 
-def ungrouped(w: GroupedWeight) -> Array:
+def ungrouped(w: QuantisedWeight) -> Array:
     """Computes (values - zero) * group_scale in fp32, which is w without the scale of each output.
 
     Args:
@@ -298,7 +272,7 @@ def ungrouped(w: GroupedWeight) -> Array:
     return (values * each(w.group_scale)).reshape(shape)
 
 
-def with_divisible_groups(w: AnyQuantised, parts: int) -> AnyQuantised:
+def with_divisible_groups(w: QuantisedWeight, parts: int) -> QuantisedWeight:
     """Splits groups into equal ones until `parts` divides their number, so that inputs can be sharded with them.
 
     Args:
@@ -308,7 +282,7 @@ def with_divisible_groups(w: AnyQuantised, parts: int) -> AnyQuantised:
     Returns:
         The same matrix. Groups that are not contiguous stay as they are.
     """
-    if isinstance(w, QuantisedWeight) or w.group_scale is None or w.group is not None:
+    if w.group_scale is None or w.group is not None:
         return w
     groups = w.group_scale.shape[-1]
     times = math.lcm(groups, parts) // groups
@@ -316,7 +290,7 @@ def with_divisible_groups(w: AnyQuantised, parts: int) -> AnyQuantised:
     return w if times == 1 else w._replace(group_scale=repeat(w.group_scale), zero=repeat(w.zero))
 
 
-def dequantise(w: Array | AnyQuantised, batch: int = 0) -> Array:
+def dequantise(w: Array | QuantisedWeight, batch: int = 0) -> Array:
     """Computes the fp32 matrix that a quantised one represents; returns other arrays unchanged.
 
     Args:
@@ -326,11 +300,8 @@ def dequantise(w: Array | AnyQuantised, batch: int = 0) -> Array:
     Returns:
         The matrix [batch..., inputs..., outputs...].
     """
-    if not isinstance(w, AnyQuantised):
+    if not isinstance(w, QuantisedWeight):
         return w
     inputs = w.values.ndim - w.scale.ndim
-    axes = tuple(range(batch, batch + inputs))
-    if isinstance(w, QuantisedWeight):
-        return w.values.astype(jnp.float32) * jnp.expand_dims(w.scale, axes)
-    last = tuple(range(-inputs, 0))
+    axes, last = tuple(range(batch, batch + inputs)), tuple(range(-inputs, 0))
     return jnp.moveaxis(ungrouped(w).astype(jnp.float32) * jnp.expand_dims(w.scale, last), last, axes)

@@ -15,7 +15,7 @@ from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.quant_config import Quantisation, Scheme
 from mercury_jax.hub.quantised import dequantised, stored_matrix, unpack_matrix
-from mercury_jax.models.weight_quant import AnyQuantised
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.train.recipe import load_recipe
 from tests.hub import quant_writer as writer
@@ -106,8 +106,8 @@ def linear(write):
 
 
 def matrices(lm):
-    leaves = jax.tree.leaves(lm.params, is_leaf=lambda x: isinstance(x, AnyQuantised))
-    return [x for x in leaves if isinstance(x, AnyQuantised)]
+    leaves = jax.tree.leaves(lm.params, is_leaf=lambda x: isinstance(x, QuantisedWeight))
+    return [x for x in leaves if isinstance(x, QuantisedWeight)]
 
 
 def logits(folder, **how):

@@ -19,7 +19,7 @@ from mercury_jax.decode.session import advance
 from mercury_jax.hub import params as hub_params
 from mercury_jax.models import tensor_parallel
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.models.weight_quant import GroupedWeight
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.sharding import cache_shardings, matrix_axes, mesh, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM, Pass
 from tests.marks import slow_except
@@ -91,7 +91,7 @@ def in_groups(path, w, ordered):
     rng = np.random.default_rng(width)
     group = np.sort(rng.integers(0, groups, (*lead[:batch], width)), axis=-1) if ordered else None
     small = lambda *shape: rng.integers(-8, 8, shape).astype(jnp.int4)
-    return GroupedWeight(
+    return QuantisedWeight(
         small(*last.shape), np.full(lead, 0.02, np.float32), 1 + rng.random((*lead, groups), np.float32),
         small(*lead, groups), None if group is None else group.astype(np.int32),
     )  # fmt: skip

@@ -35,7 +35,7 @@ def test_fp8_is_within_a_sixteenth_of_each_number_down_to_its_smallest():
     assert np.isfinite(error).all()
     smallest = small.scale[:, None] * 2.0**-10  # half of the smallest number that is not 0
     assert np.all(error <= np.maximum(np.abs(W) / 16, smallest) * (1 + 1e-5))
-    np.testing.assert_allclose(np.abs(np.asarray(small.values, np.float32)).max(1), 448.0)
+    np.testing.assert_allclose(np.abs(np.asarray(small.values, np.float32)).max(-1), 448.0)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)

@@ -378,6 +378,7 @@ class GroupedShape(NamedTuple):
         else:
             w = (jax.random.normal(keys[1], shape, jnp.bfloat16) * self.inputs**-0.5).astype(kind)
         if kind.itemsize == 1:
+            w = w.swapaxes(1, 2)
             scale = jax.random.uniform(keys[2], (self.experts, self.outputs), minval=0.005, maxval=0.02)
             scale = jnp.where(sizes[:, None] > 0, scale, jnp.nan)
         else:
@@ -401,7 +402,7 @@ class GroupedShape(NamedTuple):
             left = (dy if self.gradient else x).astype(jnp.float32)
 
             def one(e: Any, out: Any) -> Any:
-                y = w[e].astype(jnp.float32) * (1.0 if scale is None else scale[e])
+                y = w[e].astype(jnp.float32) if scale is None else w[e].astype(jnp.float32).T * scale[e]
                 y = left @ (y.T if self.gradient else y)
                 return jnp.where((owner == e)[:, None], y, out)
 

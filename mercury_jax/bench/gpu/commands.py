@@ -310,12 +310,13 @@ def _training_cases() -> Iterator[GpuCase]:
 
 
 def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
-    """The cases of the grouped product, of its gated form, or of the gradient of its rows, for each dtype."""
+    """The cases of the grouped product, of its gated form, or of the gradient of its rows (in bf16), for each dtype."""
     # The last has one matrix and the rows of one canvas, the dense products of a quantised model.
     sizes = (
         (200, 10, (128, 128)), (2048, 128, EXPERTS["down"]), (2048, 128, EXPERTS["up"]), (256, 1, (2816, 4224))
     )  # fmt: skip
-    for dtype, (rows, experts, (inputs, outputs)) in itertools.product((BF16, INT8, FP8), sizes):
+    kinds = (BF16,) if kind.get("gradient") else (BF16, INT8, FP8)
+    for dtype, (rows, experts, (inputs, outputs)) in itertools.product(kinds, sizes):
         shape = dict(dtype=dtype, rows=rows, experts=experts, inputs=inputs, outputs=outputs)
         yield _check_case("grouped", shape | kind, limit=30.0)
 

@@ -125,14 +125,15 @@ def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
         keys = jax.random.split(key, 3)
         x, matrices = jax.random.normal(keys[0], (rows, width), jnp.bfloat16), []
         for key, (inputs, outputs) in zip(keys[1:], ((width, 2 * inner), (inner, width))):
-            shape = (experts, inputs, outputs)
             if int8:
-                values = jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
+                bits = jax.random.bits(key, (experts, outputs, inputs), jnp.uint8)
+                values = jax.lax.bitcast_convert_type(bits, jnp.int8)
                 # 74 is the standard deviation of uniform bytes.
                 scale = jnp.full((experts, outputs), inputs**-0.5 / 74, jnp.float32)
                 matrices.append(QuantisedWeight(values, scale))
             else:
-                matrices.append(jax.random.normal(key, shape, jnp.bfloat16) * inputs**-0.5)
+                normal = jax.random.normal(key, (experts, inputs, outputs), jnp.bfloat16)
+                matrices.append(normal * inputs**-0.5)
         return x, *matrices
 
     x, up, down = drawn(jax.random.key(0))

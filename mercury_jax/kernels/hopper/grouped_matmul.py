@@ -2,9 +2,10 @@
 
 wgmma multiplies 64 rows of its first operand with as few as 8 columns of the second. An expert's matrix has thousands
 of outputs and about 16 tokens, so the matrix is the first operand and the tokens are the second, y^T = w^T x^T, and
-no tile has to be padded to 64 tokens. A program waits mostly for the matrix, which streams through shared memory once
-per tile of tokens. The scales of 8-bit matrices and the gate of a gated feed-forward are applied to the sums while
-they are in registers, so that nothing but the result is written.
+no tile has to be padded to 64 tokens. The time is that of reading the matrices, so nothing may interrupt it: each
+processor runs one program for the whole call, in which one warpgroup only loads, some steps ahead of the ones that
+multiply, and goes on into the next piece of work while the last results are stored. 8-bit matrices become 16-bit ones
+in the registers from which wgmma reads them. Scales and the gate are applied to the sums before they are stored.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels.grouped_matmul import PROCESSORS
+from mercury_jax.kernels.grouped_matmul import BLOCK, PROCESSORS
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
-DEPTH = 64  # inputs of a step: 128 bytes of bf16, one swizzled line
-STAGES = 4  # loads in flight, if two or more programs share a processor
-MOST_STAGES = 8  # for a program that has a processor to itself
-SMEM_BYTES = 220 * 1024  # shared memory of a program, without barriers and alignment
 ALIGN = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
+SMEM_BYTES = 220 * 1024  # shared memory of a program, without barriers and alignment
+MOST_STAGES = (
+    8  # steps that the loads are ahead: 39 KB in flight hide the latency of a processor's share of HBM
+)
 PER_OUTPUT = plgpu.Layout.WGMMA.reduce(1)  # the layout of one number for each output of a block
 
 Ref = Any  # a reference to global or shared memory inside a kernel
@@ -39,26 +40,44 @@ Value = Any  # an array or index in registers
 class GroupedConfig(NamedTuple):
     """What a program is compiled for."""
 
-    tile: int  # rows of x
-    lanes: int  # programs that share the tiles of an expert
-    block: int  # outputs of one program, of each of its matrices
+    tile: int  # rows of x that are multiplied at a time
+    workers: int  # computing warpgroups, each with `BLOCK` outputs; with a gate two, for gate and up
+    blocks: int  # pieces of work of a tile, each with other outputs
+    depth: int  # inputs of a step
     stages: int  # loads in flight
-    blocks: int  # programs that share the outputs of a tile
-    shift: int  # blocks before the first one of the up projection
-    transposed: bool  # matrices are [out, in]: the gradient of rows
-    quantised: bool  # matrices have 8 bits, and are widened in shared memory
+    programs: int
+    transposed: bool  # matrices are [out, in]
     act: Callable[[Array], Array] | None  # activation of the gate; None: one matrix and no gate
     interpreted: bool
 
     @property
-    def w_shape(self) -> tuple[int, int]:
-        """The part of a matrix that one step reads."""
-        return (self.block, DEPTH) if self.transposed else (DEPTH, self.block)
+    def part(self) -> tuple[int, int]:
+        """The part of a matrix that one warpgroup reads in a step."""
+        return (BLOCK, self.depth) if self.transposed else (self.depth, BLOCK)
 
-    @property
-    def matrices(self) -> int:
-        """Matrices that a program multiplies by: the gate and the up projection, or one."""
-        return 1 if self.act is None else 2
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    x: Ref  # rows of each stage [stages, tile, depth]
+    w: Ref  # parts of matrices of each stage, one for each worker
+    out: Ref  # results of each worker [tile, outputs]
+    full: Ref  # a stage is loaded
+    free: Ref  # a stage is not read any more
+    up: Ref | None = None  # sums of the up projection, for the worker of the gate
+    given: Ref | None = None  # they are written
+    read: Ref | None = None  # they are not read any more
+    widened: Ref | None = None  # 16-bit parts of each worker, for the interpreter
+
+
+class Work(NamedTuple):
+    """One tile of rows of an expert, and one block of its outputs."""
+
+    expert: Value
+    block: Value
+    first: Value  # row at which the tile is loaded
+    low: Value  # rows low .. high - 1 are the expert's
+    high: Value
 
 
 @traced_once
@@ -85,8 +104,8 @@ def run(
 
     Args:
         x: Rows; M is a multiple of 8 and at least `tile`.
-        matrices: [E, I, O], or [E, O, I] if `transposed`: one; with `act` two, gate and up, of the same shape. The two
-            may be one array [E, I, 2 O], given once: the gate is its first half.
+        matrices: [E, I, O], or [E, O, I] if `transposed`, which 8-bit ones are: one; with `act` two, gate and up, of
+            the same shape. The two may be one array of 2 O outputs, given once: the gate is its first half.
         scales: fp32 [E, O] of each matrix, or () for matrices that are not quantised.
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; at most `rows` in all. Numbers after the
             first E + 1 are not read.
@@ -101,16 +120,29 @@ def run(
         [rows, O]; rows of no expert hold anything.
     """
     c = _config(x, matrices, rows, tile, dtype, transposed, act, device)
-    experts, outputs = matrices[0].shape[0], c.block * c.blocks
+    given = len(matrices) * (1 + bool(scales))
 
-    def grouped(*refs: Ref) -> None:  # the kernel's name in a profile
-        _program(c, *refs)
+    def grouped(offsets: Ref, x: Ref, *refs: Ref) -> None:  # the kernel's name in a profile
+        operands, out, scratch = refs[:given], refs[given], Scratch(**refs[given + 1])
+        _program(
+            c,
+            matrices[0].shape[0],
+            offsets,
+            x,
+            operands[: len(matrices)],
+            operands[len(matrices) :],
+            out,
+            scratch,
+        )
 
     call = plgpu.kernel(
         grouped,
-        out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
-        grid=(experts * c.lanes * c.blocks,),
+        out_type=jax.ShapeDtypeStruct((rows, BLOCK * c.blocks * (c.workers if act is None else 1)), dtype),
+        scratch_types=[_scratch(c, x.dtype, matrices[0].dtype, dtype)],
+        grid=(c.programs,),
         grid_names=("program",),
+        num_threads=c.workers + 1,  # the one that loads
+        thread_name="warpgroup",
         interpret=None if device is None else device.interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
@@ -122,131 +154,219 @@ def _config(
     act: Callable[[Array], Array] | None, device: Device | None,
 ) -> GroupedConfig:  # fmt: skip
     """Chooses the blocks of outputs and the stages of a call."""
-    w, joined = matrices[0], act is not None and len(matrices) == 1
-    outputs = w.shape[1 if transposed else 2] // (2 if joined else 1)
-    streams, itemsize, quantised = 1 if act is None else 2, w.dtype.itemsize, w.dtype.itemsize == 1
-    lanes = -(-rows // (w.shape[0] * tile))  # so that a product with one matrix has its tiles side by side
-    # `refuses` checked that 64 divides the outputs. Two sums of 64 outputs take as many registers as one of 128, and
-    # few programs leave processors without work.
-    few = w.shape[0] * lanes * (outputs // 128) < PROCESSORS
-    block = 64 if act is not None or outputs % 128 or few else 128
-    part = DEPTH * block * streams  # numbers of the matrices in a step
-    free = SMEM_BYTES - tile * (block + 8) * jnp.dtype(dtype).itemsize - (4 * part if quantised else 0)
-    room = free // (part * itemsize + 2 * DEPTH * tile)
-    alone = w.shape[0] * lanes * (outputs // block) < 2 * PROCESSORS
-    stages = min(MOST_STAGES if alone else STAGES, room, x.shape[1] // DEPTH + 1)
+    experts, outputs, inputs = matrices[0].shape if transposed else matrices[0].swapaxes(1, 2).shape
+    itemsize = matrices[0].dtype.itemsize
+    if act is not None:  # each block has 64 outputs of the gate and 64 of the up projection
+        workers, blocks = 2, outputs // BLOCK // (3 - len(matrices))
+    else:
+        workers = 2 if outputs % (2 * BLOCK) == 0 else 1
+        blocks = outputs // BLOCK // workers
+    depth = (
+        128 // itemsize if inputs % (128 // itemsize) == 0 else 64
+    )  # a swizzled line has at most 128 bytes
+    staging = workers * tile * (BLOCK + 8) * jnp.dtype(dtype).itemsize + (act is not None) * 4 * BLOCK * tile
+    stage = depth * (workers * BLOCK * itemsize + tile * x.dtype.itemsize)
+    stages = min(MOST_STAGES, (SMEM_BYTES - staging) // stage)
+    programs = min(PROCESSORS, (rows // tile + experts) * blocks)
     interpreted = device is not None and device.interpret is not None
-    blocks = outputs // block
-    shift = blocks if joined else 0
-    return GroupedConfig(tile, lanes, block, stages, blocks, shift, transposed, quantised, act, interpreted)
+    return GroupedConfig(tile, workers, blocks, depth, stages, programs, transposed, act, interpreted)
 
 
-def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
-    """The layout of shared memory that wgmma reads without bank conflicts: swizzled lines of at most 128 bytes."""
+def _scratch(c: GroupedConfig, x: DTypeLike, w: DTypeLike, out: DTypeLike) -> dict[str, Any]:
+    """The types of `Scratch`."""
+    stage = lambda *shape: (c.stages, *shape)
+    found = dict(
+        x=_swizzled(stage(c.tile, c.depth), x),
+        w=_swizzled(stage(c.workers, *c.part), w),
+        # Lines are 8 numbers longer than a block: otherwise all threads of a column would write to the same banks.
+        out=plgpu.SMEM((c.workers, c.tile, BLOCK + 8), out),
+        full=plgpu.Barrier(num_arrivals=c.workers + 1, num_barriers=c.stages),
+        free=plgpu.Barrier(num_arrivals=c.workers, num_barriers=c.stages),
+    )
+    if c.act is not None:
+        found |= dict(up=_swizzled((BLOCK, c.tile), jnp.float32), given=plgpu.Barrier(), read=plgpu.Barrier())
+    if c.interpreted and w != x:
+        found |= dict(widened=_swizzled((c.workers, *c.part), x))
+    return found
+
+
+def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory that wgmma reads without bank conflicts: swizzled lines of at most 128 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
-    line = min(shape[-1], 128 // itemsize)
-    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line * itemsize)
+    line = 128 // itemsize
+    while shape[-1] % line:
+        line //= 2
+    transforms = plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line * itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _program(c: GroupedConfig, offsets: Ref, x: Ref, *refs: Ref) -> None:
-    """One block of outputs of every `lanes`-th tile of an expert; adjacent programs read the same rows of w."""
-    *operands, out = refs
-    given = 1 if c.shift else c.matrices  # gate and up may be halves of one array
-    matrices, scales = (part * (c.matrices // given) for part in (operands[:given], operands[given:]))
-    program = jax.lax.axis_index("program")
-    n, lane = jax.lax.rem(program, jnp.int32(c.blocks)), jax.lax.div(program, jnp.int32(c.blocks))
-    expert, lane = jax.lax.div(lane, jnp.int32(c.lanes)), jax.lax.rem(lane, jnp.int32(c.lanes))
-    start, end = offsets[expert], offsets[expert + 1]
-    base = start - jax.lax.rem(start, jnp.int32(ALIGN))
-    tiles = jnp.where(end > start, jax.lax.div(end - base + (c.tile - 1), jnp.int32(c.tile)), 0)
-    multiply = functools.partial(_multiply, c, n, [w.at[expert] for w in matrices])
-    scales = [scale.at[expert] for scale in scales]
-
-    def each_tile(i: Value, _: None, buffers: Any, staging: Ref) -> None:
-        first = base + i * c.tile
-        low, high = jnp.maximum(first, start), jnp.minimum(first + c.tile, end)
-        first = jnp.minimum(first, x.shape[0] - c.tile)  # no load reaches past the last row
-        sums = multiply(x.at[pl.ds(first, c.tile)], buffers)
-        y = _epilogue(c, n, sums, scales)
-        _store(y, out, n * c.block, first, low, high, staging)
-
-    def all_tiles(staging: Ref, buffers: Any = None) -> None:
-        body = functools.partial(each_tile, buffers=buffers, staging=staging)
-        count = jax.lax.div(tiles - lane + (c.lanes - 1), jnp.int32(c.lanes))
-        jax.lax.fori_loop(0, count, lambda i, none: body(lane + i * c.lanes, none), None)
-
-    # Lines are 8 numbers longer than a block: otherwise all threads of a column would write to the same banks.
-    scratch = [plgpu.SMEM((c.tile, c.block + 8), out.dtype)]
-    if c.quantised:  # two buffers for widened parts: one is filled while wgmma reads the other
-        shape = (2, c.matrices, *c.w_shape)
-        scratch.append(plgpu.SMEM(shape, x.dtype, transforms=_swizzled(shape, x.dtype)))
-    pl.run_scoped(all_tiles, *scratch)
+# --- the program
 
 
-def _multiply(c: GroupedConfig, n: Value, matrices: list[Ref], x: Ref, widened: Ref) -> list[Value]:
-    """[block, tile] = block n of the outputs of each w^T times x^T, with inputs streamed in steps of DEPTH."""
+def _program(
+    c: GroupedConfig, experts: int, offsets: Ref, x: Ref, matrices: tuple[Ref, ...], scales: tuple[Ref, ...], out: Ref,
+    s: Scratch,
+) -> None:  # fmt: skip
+    """One program of the grid: its warpgroups go through the same pieces of work."""
+    worker = jax.lax.axis_index("warpgroup")
+    each = functools.partial(_each_work, c, experts, offsets, x.shape[0])
+    steps = x.shape[1] // c.depth
 
-    def step(accs: tuple[Any, ...], at: Any, *streams: Ref) -> None:
-        """Each acc [block, tile] += w_s^T x_s^T over DEPTH inputs; w_s is [DEPTH, block], x_s is [tile, DEPTH]."""
-        *parts, x_s = streams
-        for i, (acc, w_s) in enumerate(zip(accs, parts, strict=True)):
-            if widened is not None:  # 1. 8-bit numbers become 16-bit ones in shared memory, which wgmma reads
-                slot = widened.at[jax.lax.rem(at[0], jnp.int32(2)), i]
-                # In the first layout each thread reads 8 bits where it will hold 16; the second writes wgmma's tiles.
-                values = plgpu.layout_cast(w_s[...], plgpu.Layout.WGMMA_UPCAST_2X)
-                if values.dtype != jnp.int8:  # Hopper converts fp8 to fp16 only: bf16 needs a step in between
-                    values = values.astype(jnp.float32)
-                slot[...] = plgpu.layout_cast(values.astype(slot.dtype), plgpu.Layout.WGMMA)
-                plgpu.commit_smem()
-                w_s = slot
-            # 2. The product is asynchronous.
-            plgpu.wgmma(acc, w_s if c.transposed else w_s.transpose((1, 0)), x_s.transpose((1, 0)))
-        plgpu.wgmma_wait(len(accs))  # those of the step before are complete
-        plgpu.commit_smem()  # all warps are past the step before this one: what it read may be overwritten
+    @pl.when(worker == c.workers)
+    def _() -> None:
+        if c.workers == 2:  # the others take registers that this one releases
+            plgpu.set_max_registers(40, action="decrease")
+        loaded = each(functools.partial(_load, c, s, steps, x, matrices))
+        for slot in range(c.stages):  # nothing may be in flight at the end
+            pl.when(slot < loaded)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
-    # The pipeline copies blocks of w and x `stages` steps ahead. It reuses a buffer one step late (delay_release),
-    # because the product that reads it is still running when its step ends.
-    def block_of(i: int) -> Callable[[Value], tuple[Value, Value]]:
-        m = n + c.shift * i
-        return lambda k: (m, k) if c.transposed else (k, m)
-
-    blocks = [(c.w_shape, block_of(i), w) for i, w in enumerate(matrices)]
-    blocks.append(((c.tile, DEPTH), lambda k: (0, k), x))
-    streams = [
-        plgpu.BlockSpec(shape, index, transforms=_swizzled(shape, source.dtype), delay_release=1)
-        for shape, index, source in blocks
-    ]
-
-    def all_steps(*accs: Any) -> list[Value]:
-        body, steps = functools.partial(step, accs), (x.shape[1] // DEPTH,)
-        pipeline = plgpu.emit_pipeline(body, grid=steps, in_specs=streams, max_concurrent_steps=c.stages)
-        pipeline(*matrices, x)
-        return [acc[...] for acc in accs]  # waits for the last product
-
-    return pl.run_scoped(all_steps, *[plgpu.WGMMAAccumulatorRef((c.block, c.tile))] * c.matrices)
+    @pl.when(worker < c.workers)
+    def _() -> None:
+        if c.workers == 2:
+            plgpu.set_max_registers(232, action="increase")
+        if c.act is not None:
+            pl.when(worker == 0)(lambda: plgpu.barrier_arrive(s.read))
+        each(functools.partial(_compute, c, s, steps, worker, scales, out))
+        plgpu.wait_smem_to_gmem(0)
+        if c.act is not None:
+            pl.when(worker == 1)(lambda: plgpu.barrier_wait(s.read))
 
 
-def _epilogue(c: GroupedConfig, n: Value, sums: list[Value], scales: list[Ref]) -> Value:
-    """Scales the sums [block, tile], and applies the gate."""
+def _each_work(
+    c: GroupedConfig, experts: int, offsets: Ref, rows: int, body: Callable[[Work, Value], Value]
+) -> Value:
+    """Calls `body` with each piece of work of this program, and with the number of steps before it, which it adds to.
+
+    The pieces of all experts are numbered by expert, tile and block, and dealt to the programs in turn: the blocks of
+    a tile run at the same time, so that its rows are read from HBM once.
+
+    Returns:
+        The number of all steps.
+    """
+    program, i32 = jax.lax.axis_index("program"), jnp.int32
+
+    def of_expert(e: Value, carry: tuple[Value, Value]) -> tuple[Value, Value]:
+        before, step = carry  # pieces of the experts before
+        start, end = offsets[e], offsets[e + 1]
+        base = start - jax.lax.rem(start, i32(ALIGN))
+        tiles = jnp.where(end > start, jax.lax.div(end - base + (c.tile - 1), i32(c.tile)), 0)
+        mine = jax.lax.rem(program - jax.lax.rem(before, i32(c.programs)) + c.programs, i32(c.programs))
+        count = jax.lax.div(tiles * c.blocks - mine + (c.programs - 1), i32(c.programs))
+
+        def piece(i: Value, step: Value) -> Value:
+            index = mine + i * c.programs
+            at = base + jax.lax.div(index, i32(c.blocks)) * c.tile
+            block = jax.lax.rem(index, i32(c.blocks))
+            first = pl.multiple_of(jnp.minimum(at, rows - c.tile), ALIGN)  # no load reaches past the last row
+            return body(Work(e, block, first, jnp.maximum(at, start), jnp.minimum(at + c.tile, end)), step)
+
+        return before + tiles * c.blocks, jax.lax.fori_loop(0, count, piece, step)
+
+    return jax.lax.fori_loop(0, experts, of_expert, (i32(0), i32(0)))[1]
+
+
+def _column(c: GroupedConfig, matrices: int, worker: int, block: Value) -> tuple[int, Value]:
+    """The matrix, and the first of its outputs, that a worker multiplies by."""
+    if c.act is None:
+        return 0, (block * c.workers + worker) * BLOCK
+    return (worker, block * BLOCK) if matrices == 2 else (0, (block + worker * c.blocks) * BLOCK)
+
+
+def _load(
+    c: GroupedConfig, s: Scratch, steps: int, x: Ref, matrices: tuple[Ref, ...], work: Work, step: Value
+) -> Value:
+    """Copies the rows and the parts of the matrices of all steps, each as soon as its stage is free."""
+
+    def one(k: Value, step: Value) -> Value:
+        slot = jax.lax.rem(step, jnp.int32(c.stages))
+        pl.when(step >= c.stages)(lambda: plgpu.barrier_wait(s.free.at[slot]))
+        inputs = pl.ds(k * c.depth, c.depth)
+        for worker in range(c.workers):
+            i, column = _column(c, len(matrices), worker, work.block)
+            at = (pl.ds(column, BLOCK), inputs) if c.transposed else (inputs, pl.ds(column, BLOCK))
+            plgpu.copy_gmem_to_smem(matrices[i].at[work.expert, *at], s.w.at[slot, worker], s.full.at[slot])
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(work.first, c.tile), inputs], s.x.at[slot], s.full.at[slot])
+        return step + 1
+
+    return jax.lax.fori_loop(0, steps, one, step)
+
+
+def _compute(
+    c: GroupedConfig,
+    s: Scratch,
+    steps: int,
+    worker: Value,
+    scales: tuple[Ref, ...],
+    out: Ref,
+    work: Work,
+    step: Value,
+) -> Value:
+    """Multiplies, and stores the results of the expert's own rows."""
+
+    def all_steps(acc: Ref) -> tuple[Value, Value]:
+        end = jax.lax.fori_loop(0, steps, functools.partial(_step, c, s, worker, acc), step)
+        return acc[...], end
+
+    y, step = pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef((BLOCK, c.tile)))
     if scales:
-        found = []
-        for i, (y, scale) in enumerate(zip(sums, scales, strict=True)):
-            own = scale.at[pl.ds((n + c.shift * i) * c.block, c.block)]
-            factors = registers.load(own, PER_OUTPUT, c.interpreted)
-            found.append(y * jax.lax.broadcast_in_dim(factors, y.shape, (0,)))
-        sums = found
-    return sums[0] if c.act is None else c.act(sums[0]) * sums[1]
+        factors = []
+        for each in range(c.workers):
+            i, column = _column(c, len(scales), each, work.block)
+            own = scales[i].at[work.expert, pl.ds(column, BLOCK)]
+            factors.append(registers.load(own, PER_OUTPUT, c.interpreted))
+        factor = factors[0] if c.workers == 1 else jnp.where(worker == 0, factors[0], factors[1])
+        y = y * jax.lax.broadcast_in_dim(factor, y.shape, (0,))
+    if c.act is None:
+        _store(s.out.at[worker], y, out, work, (work.block * c.workers + worker) * BLOCK)
+        return step
+
+    @pl.when(worker == 1)
+    def _() -> None:
+        plgpu.barrier_wait(s.read)
+        s.up[...] = y
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s.given)
+
+    @pl.when(worker == 0)
+    def _() -> None:
+        plgpu.barrier_wait(s.given)
+        up = plgpu.layout_cast(s.up[...], plgpu.Layout.WGMMA)
+        plgpu.barrier_arrive(s.read)
+        _store(s.out.at[0], c.act(y) * up, out, work, work.block * BLOCK)
+
+    return step
 
 
-def _store(y: Value, out: Ref, column: Value, start: Value, low: Value, high: Value, rows: Ref) -> None:
-    """Transposes y through shared memory, then copies the rows [low, high) of the tile at `start`, one by one."""
-    transposed = plgpu.layout_cast(y.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    rows = rows.at[:, pl.ds(0, y.shape[0])]
-    rows.transpose((1, 0))[...] = transposed
+def _step(c: GroupedConfig, s: Scratch, worker: Value, acc: Ref, _: Value, step: Value) -> Value:
+    """acc [outputs, tile] += w^T x^T over the inputs of one stage."""
+    slot = jax.lax.rem(step, jnp.int32(c.stages))
+    plgpu.barrier_wait(s.full.at[slot])
+    w = s.w.at[slot, worker]
+    if w.dtype != s.x.dtype:
+        # In the first layout each thread reads 8 bits where it will hold 16; the second is what wgmma reads.
+        values = plgpu.layout_cast(w[...], plgpu.Layout.WGMMA_UPCAST_2X)
+        if values.dtype != jnp.int8:  # Hopper converts fp8 to fp16 only: bf16 needs a step in between
+            values = values.astype(jnp.float32)
+        w = plgpu.layout_cast(values.astype(s.x.dtype), plgpu.Layout.WGMMA)
+        if s.widened is not None:  # the interpreter has no wgmma with an operand in registers
+            s.widened.at[worker][...] = w
+            w = s.widened.at[worker]
+    elif not c.transposed:
+        w = w.transpose((1, 0))
+    plgpu.wgmma(acc, w, s.x.at[slot].transpose((1, 0)))
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(s.free.at[slot])
+    return step + 1
+
+
+def _store(lines: Ref, y: Value, out: Ref, work: Work, column: Value) -> None:
+    """Transposes y through shared memory, then copies the rows of the expert, one by one."""
+    plgpu.wait_smem_to_gmem(0)  # the copies of the piece before have read it
+    lines = lines.at[:, pl.ds(0, BLOCK)]
+    lines.transpose((1, 0))[...] = plgpu.layout_cast(y.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
 
     def copy_row(row: Value, _: None) -> None:
-        plgpu.copy_smem_to_gmem(rows.at[row - start], out.at[row, pl.ds(column, y.shape[0])])
+        plgpu.copy_smem_to_gmem(lines.at[row - work.first], out.at[row, pl.ds(column, BLOCK)])
 
-    jax.lax.fori_loop(low, high, copy_row, None)
-    plgpu.wait_smem_to_gmem(0)
+    jax.lax.fori_loop(work.low, work.high, copy_row, None)

@@ -1,5 +1,6 @@
-"""`mercury bench compile plan` without the compilers: its cells, refusals by arithmetic, plans that were stopped."""
+"""`python -m benchmarks.plan` without the compilers: its cells, refusals by arithmetic, plans that were stopped."""
 
+import functools
 import itertools
 import json
 import subprocess
@@ -9,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import plan
 from mercury_jax import sharding
-from mercury_jax.bench import abstract_params, chips, compile as compiling, plan
-from mercury_jax.cli import main
+from mercury_jax.bench import abstract_params, chips, compile as compiling
+from mercury_jax.cli import app
+
+main = functools.partial(app.execute, plan.run)
 
 BIG = "diffusiongemma-26b-a4b"
 SOON = 0.01  # seconds in which no process gets anywhere
@@ -40,13 +44,13 @@ def test_a_plan_is_the_product_of_its_lists_without_duplicates():
 )  # fmt: skip
 def test_a_bad_plan_is_refused_before_a_process_is_started(words, told, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
-    assert main(["bench", "compile", "plan", *words.split()]) == 2
+    assert main(words.split()) == 2
     assert told in capsys.readouterr().err
 
 
 def test_a_plan_of_chips_without_any_compiler_is_refused_as_a_whole(capsys, monkeypatch):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "compile", "plan", "nano", "--for", "v5e-1,h200"]) == 2
+    assert main(["nano", "--for", "v5e-1,h200"]) == 2
     assert "[deviceless]'" in capsys.readouterr().err
 
 
@@ -175,7 +179,7 @@ def test_a_file_that_is_no_plan_is_refused_and_stays_as_it_is(text, tmp_path, ca
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     file = tmp_path / "other.jsonl"
     file.write_text(text)
-    assert main(["bench", "compile", "plan", "nano", "--for", "h200", "--out", str(file)]) == 2
+    assert main(["nano", "--for", "h200", "--out", str(file)]) == 2
     assert "line 1 is not a record of a plan" in capsys.readouterr().err and file.read_text() == text
 
 
@@ -222,7 +226,7 @@ def test_a_table_is_one_precision_and_context_and_lists_every_reason_below():
 
 @pytest.mark.slow
 def test_the_command_prints_tables_markdown_or_records(processes, tmp_path, capsys):
-    words = ["bench", "compile", "plan", BIG, "--for", "t4,l4", "--out", str(tmp_path / "plan.jsonl")]
+    words = [BIG, "--for", "t4,l4", "--out", str(tmp_path / "plan.jsonl")]
     assert main([*words, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["for"], r["status"], r["memory"]) for r in rows] == [

@@ -1,4 +1,4 @@
-"""`mercury bench compile plan`: model x chip x precision x context, which machine runs which model and how fast.
+"""`python -m benchmarks.plan`: model x chip x precision x context, which machine runs which model and how fast.
 
 `grid` makes the requests of a plan, and `plan` compiles them one after the other, each in a process of its own
 (`compile.compile_for`). Every cell becomes a record, whatever happens to it: compiled, too large, refused or failed.
@@ -12,23 +12,33 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+
+import mercury_jax
 from mercury_jax.bench import abstract_params, chips, compile as compiling
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.compile import CompileRequest
+from mercury_jax.cli import app, arguments, show
+from mercury_jax.cli.arguments import Flag, OptionalFloat, OptionalInt, Positional, option
 from mercury_jax.config import at_least, refuse
 from mercury_jax.models.weight_quant import WEIGHT_KINDS
 
 MODELS = ("diffusiongemma-26b-a4b", "llada-8b", "dream-7b", "sdar-30b-a3b", "llada2-mini", "mercury-1b")
 CHIPS = ("t4", "l4", "a100", "rtx5090", "h100", "h200", "b200", "v5e-1", "v6e-1")
 QUANTISE, CONTEXT = "int8", 4096
+WIDE = 200  # columns of a table that is written to a file
 NONE = "none"  # matrices as the model stores them
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(mercury_jax.__file__).parent
 # Folders whose files change no compiled program of `sample()`.
 UNUSED = {"assets", "cli", "evaluate", "rl", "serve", "tasks", "train"}
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12")
@@ -39,6 +49,61 @@ KEPT = (
     "bytes_read_per_pass", "kernels_per_pass", "small_kernels_per_pass", "experts_per_pass", "open_loops_per_pass",
     "implied", "compile_seconds",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBenchmark:
+    """Compile models for chips, and say which machine runs which model, and how fast.
+
+    examples:
+      python -m benchmarks.plan --out plan.jsonl
+      python -m benchmarks.plan llada-8b dream-7b --for l4 h200 \\
+          --quantise none int8 --context 4k 32k --out plan.jsonl
+      python -m benchmarks.plan runs/mine/model --for v5e-1,v6e-1 --json
+
+    Every cell of the table is the program that sample() runs, compiled for one
+    chip in a process of its own, as by `mercury bench compile MODEL --for CHIP`.
+    The cell names the memory that a device needs and the tokens per second that
+    the bytes, FLOP and launches of a pass imply at the datasheet's rates, with
+    17 passes a block; on a TPU that is the roofline. It was not timed. A cell
+    that does not run says why: its weights do not fit (nothing is compiled
+    then), the program needs more memory, a check or the compiler refuses it,
+    or the compiling process failed. Lists take commas or spaces.
+
+    A plan takes a minute or two a cell. With --out each record is written when
+    it is made, and the same command continues a plan that was stopped: a cell in
+    the file is compiled again only if it failed, or if the sources, the
+    compilers or the model have changed.
+
+    --json prints
+      request, status   the cell; compiled, too large, refused or failed
+      reason            why it was not compiled or does not fit
+      wall_seconds, build
+                        seconds; what the record holds for
+    and what `mercury bench compile --json` prints, without the lists of arrays,
+    calls, kernels and collectives.
+    """
+
+    models: Annotated[Positional[tuple[str, ...]], option("[MODEL ...]")] = ()
+    """As of `mercury bench compile`. Default: the six models of docs/performance.md."""
+    targets: Annotated[tuple[str, ...], option("CHIP [CHIP ...]", name="for")] = ()
+    """As of `mercury bench compile`. Default: t4 l4 a100 rtx5090 h100 h200 b200 v5e-1 v6e-1."""
+    quantise: Annotated[tuple[str, ...], option("KIND [KIND ...]")] = ("int8",)
+    """none, int8 or fp8: how weight matrices are kept."""
+    context: Annotated[tuple[str, ...], option("N [N ...]")] = ("4k",)
+    """Positions of a row; 4k is 4096."""
+    batch: OptionalInt = None
+    """Rows. Default: one for each part of the mesh axis `data`."""
+    dtype: Annotated[str | None, option("NAME")] = None
+    """Type of parameters and arithmetic. Default: the model's."""
+    limit: OptionalFloat = None
+    """Minutes after which a cell is given up. Default: never."""
+    out: Annotated[str | None, option("FILE.jsonl")] = None
+    """Append the records, and continue from those that are there."""
+    markdown: Flag = False
+    """Print the tables as Markdown."""
+    json: Flag = False
+    """Print one JSON object for each cell."""
 
 
 def grid(
@@ -372,3 +437,71 @@ def markdown(table: Table) -> str:
 
 def _gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e9:.2f} GB"
+
+
+# --- the command
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compiles the cells of a plan and prints them as tables, or one by one as JSON; returns the exit code.
+
+    Raises:
+        ValueError: A bad option, before a process is started.
+    """
+    args = arguments.read(PlanBenchmark, argv, "python -m benchmarks.plan")
+    if args.json and args.markdown:
+        raise refuse("--markdown", True, "without --json, which prints records")
+    if args.limit is not None and not args.limit > 0:
+        raise refuse("--limit", args.limit, "above 0 minutes")
+    show.check_writable("--out", args.out)
+    split = lambda words: [word for given in words for word in given.split(",") if word]
+    requests = grid(
+        split(args.models or MODELS), split(args.targets or CHIPS), split(args.quantise),
+        [_positions(word) for word in split(args.context)], batch=args.batch, dtype=args.dtype,
+    )  # fmt: skip
+    limit = None if args.limit is None else 60 * args.limit
+    quiet = args.json or show.terminal(sys.stderr)
+    records = []
+    with show.progress("count", total=len(requests), quiet=args.json) as update:
+        stage = lambda text: update(description=text)
+        for record in plan(requests, args.out, stage, limit):
+            records.append(record)
+            update(advance=1)
+            if args.json:
+                show.emit(record)
+            if not quiet:
+                cell = ", ".join(filter(None, cell_text(record)))
+                name = record["request"]["model"]
+                show.say(f"{len(records)} of {len(requests)}: {name} for {record['for']}: {cell}")
+    for table in () if args.json else tables(records):
+        print(markdown(table)) if args.markdown else _print_table(table)
+    return 0
+
+
+def _positions(word: str) -> int:
+    """A number of positions, such as "4k" or "4096"."""
+    number = word.lower().removesuffix("k")
+    if not number.isdecimal():
+        raise refuse("--context", word, "a whole number, or one of 1024 such as 4k")
+    return int(number) * (1024 if number != word.lower() else 1)
+
+
+def _print_table(table: Table) -> None:
+    """A table of the plan with the reasons below it; as wide as it needs where no terminal limits it."""
+    grid = Grid()
+    grid.add_column("model", overflow="fold")
+    for target in table.targets:
+        grid.add_column(f"{target}\n{chips.target(target).chip.memory / 1e9:.0f} GB", justify="right")
+    for model in table.models:
+        cells = [cell_text(table.cells.get((model, target))) for target in table.targets]
+        grid.add_row(escape(model), *("\n".join(filter(None, cell)) for cell in cells))
+    console = Console(width=None if show.terminal() else WIDE, highlight=False)
+    console.print(table.title, markup=False, soft_wrap=True)
+    console.print(grid)
+    for note in notes(table):
+        console.print(note, markup=False, soft_wrap=True)
+    console.print()
+
+
+if __name__ == "__main__":
+    sys.exit(app.run_script(run))
