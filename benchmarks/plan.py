@@ -30,7 +30,7 @@ from mercury_jax.bench.compile import CompileRequest
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, OptionalFloat, OptionalInt, Positional, option
 from mercury_jax.config import at_least, refuse
-from mercury_jax.models.weight_quant import WEIGHT_KINDS
+from mercury_jax.models.weight_quant import FORMATS
 
 MODELS = ("diffusiongemma-26b-a4b", "llada-8b", "dream-7b", "sdar-30b-a3b", "llada2-mini", "mercury-1b")
 CHIPS = ("t4", "l4", "a100", "rtx5090", "h100", "h200", "b200", "v5e-1", "v6e-1")
@@ -135,8 +135,8 @@ def grid(
         if not values:
             raise refuse(name, values, "one value or more")
     for kind in quantise:
-        if kind not in (NONE, *WEIGHT_KINDS):
-            raise refuse("--quantise", kind, ", ".join((NONE, *WEIGHT_KINDS)))
+        if kind not in (NONE, *FORMATS):
+            raise refuse("--quantise", kind, ", ".join((NONE, *FORMATS)))
     for context in contexts:
         at_least(1, **{"--context": context})
     if batch is not None:

@@ -34,7 +34,8 @@ from mercury_jax.types import LM, LaidOutDocument
 TEXT = "held-out code"
 # (weights, KV cache); None for the model's dtype. All others are compared with the first.
 PAIRS = (
-    (None, None), ("int8", None), ("fp8", None), (None, "int8"), (None, "4bit"), (None, "3bit"), ("int8", "4bit"),
+    (None, None), ("int8", None), ("fp8", None), ("int8_dynamic", None), ("fp8_dynamic", None),
+    (None, "int8"), (None, "4bit"), (None, "3bit"), ("int8", "4bit"),
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ class QuantiseBenchmark:
       python -m benchmarks.quantise
       python -m benchmarks.quantise runs/mine/model --tasks sudoku4 --limit 128
 
-    Weights in full, as int8 and as fp8; the KV cache in full, as int8, and in 4
+    Weights in full, as int8 and as fp8, also with the rows that they multiply; the KV cache in full, as int8, and in 4
     and 3 bits. `points` and `more` compare question by question, and piece by
     piece of held-out code under the same masks, with the model in full; their
     95% intervals are those of the differences.

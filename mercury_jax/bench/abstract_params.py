@@ -39,7 +39,7 @@ from mercury_jax.hub.params import (
 )
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.models.weight_quant import WEIGHT_KINDS
+from mercury_jax.models.weight_quant import FORMATS
 from mercury_jax.sharding import AXES, partition_spec, quantised_axes
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 from mercury_jax.types import LM, Model
@@ -278,8 +278,8 @@ def weight_bytes(found: ModelSource, sizes: Mapping[str, int], quantise: str | N
 
 
 def _check_quantise(quantise: str | None) -> None:
-    if quantise is not None and quantise not in WEIGHT_KINDS:
-        raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
+    if quantise is not None and quantise not in FORMATS:
+        raise refuse("--quantise", quantise, ", ".join(FORMATS))
 
 
 def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | Formats | None = None) -> Any:

@@ -371,7 +371,8 @@ class CheckpointOptions(ConfigOptions):
     dtype: Annotated[str | None, option("NAME")] = None
     """Type of parameters and arithmetic. Default: the checkpoint's."""
     quantise: Annotated[str | None, option("KIND")] = None
-    """Weight matrices as int8 or fp8, with a scale for each output."""
+    """Weight matrices as int8 or fp8, with a scale for each output; int8_dynamic or fp8_dynamic also rounds what they
+    multiply."""
     kv: Annotated[str | None, option("KIND")] = None
     """KV cache as int8 or fp8 (a quarter of fp32), 4bit or 3bit (an eighth, a tenth)."""
     adapter: Annotated[str | None, option("FOLDER")] = None

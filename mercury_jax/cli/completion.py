@@ -126,14 +126,14 @@ def _values() -> dict[str, list[str]]:
     from mercury_jax.decode.defaults import EFFORTS
     from mercury_jax.hub.load import FLOATS
     from mercury_jax.models.cache import KV_KINDS
-    from mercury_jax.models.weight_quant import WEIGHT_KINDS
+    from mercury_jax.models.weight_quant import FORMATS
 
     return {
         "--rule": list(rules.ALL),
         "--rules": ["all", *rules.ALL],
         "--effort": list(EFFORTS),
         "--dtype": list(FLOATS),
-        "--quantise": list(WEIGHT_KINDS),
+        "--quantise": list(FORMATS),
         "--kv": list(KV_KINDS),
     }
 

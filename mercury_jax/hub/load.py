@@ -56,7 +56,7 @@ from mercury_jax.hub.quant_params import ACTIVATIONS, QuantisedTensors, find_qua
 from mercury_jax.hub.tokenizer import HFTokenizer, IdTokenizer, unpack
 from mercury_jax.hub.tokenizer_files import read_files
 from mercury_jax.models import cache
-from mercury_jax.models.weight_quant import WEIGHT_KINDS
+from mercury_jax.models.weight_quant import FORMATS
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.types import LM, Model
 
@@ -89,8 +89,8 @@ def load(
             "org/name@revision", which is downloaded.
         dtype: Dtype of the computation: "float32", "bfloat16", "float16", or "float64" under x64. In Hugging Face's
             layout, parameters are converted to it. Default: the dtype of the checkpoint.
-        quantise: Format in which weight matrices are stored, "int8" or "fp8", with one scale per output. Default: not
-            quantised.
+        quantise: Format in which weight matrices are stored, "int8" or "fp8", with one scale per output. With
+            "int8_dynamic" or "fp8_dynamic" the rows that they multiply are rounded, too. Default: not quantised.
         kv: Format in which the KV cache is stored: "int8", "fp8", "4bit" or "3bit". Default: the dtype of the
             computation.
         mask: The mask id of a masked diffusion model, for a checkpoint that does not name it or names a wrong one.
@@ -125,8 +125,8 @@ def load(
         raise refuse("progress", progress, "a function of a number of bytes")
     if kv is not None:
         cache.check_kv_kind(kv)
-    if quantise is not None and quantise not in WEIGHT_KINDS:
-        raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
+    if quantise is not None and quantise not in FORMATS:
+        raise refuse("quantise", quantise, f"{', '.join(map(repr, FORMATS))}, or None")
     opened = open_checkpoint(
         NANO if source is None else source,
         dtype=dtype,

@@ -24,13 +24,13 @@ from numpy.typing import DTypeLike
 from mercury_jax.config import refuse
 from mercury_jax.models.weight_quant import (
     FORMATS,
-    WEIGHT_KINDS,
     QuantisedWeight,
     WeightFormat,
+    quantise as quantise_matrix,
     stored_bytes,
     with_divisible_groups,
 )
-from mercury_jax.sharding import AXES, partition_spec, quantised_axes
+from mercury_jax.sharding import AXES, matrix_axes, partition_spec, quantised_axes
 from mercury_jax.types import Model, Params
 
 
@@ -200,7 +200,7 @@ def load_params(
     for path in shapes_of(model):
         host, matrix = read(path), quantised_axes(path)
         if quantise is not None and matrix is not None and not isinstance(host, QuantisedWeight):
-            host = WEIGHT_KINDS[quantise](host, *matrix)
+            host = quantise_matrix(host, _format_of(path, quantise), *matrix)
         if isinstance(host, QuantisedWeight):
             value: Any = _placed_quantised(host, path, model, mesh)
         else:
@@ -281,7 +281,7 @@ def _placed_quantised(host: QuantisedWeight, path: str, model: Model, mesh: Mesh
         None if x is None or one is None else _on_mesh(x, NamedSharding(mesh, one))
         for x, one in zip(host, quantised_specs(host, shape, path, model, mesh), strict=True)
     )
-    return QuantisedWeight(*found)
+    return type(host)(*found)
 
 
 def _on_mesh(host: np.ndarray | jax.Array, where: NamedSharding) -> jax.Array:
@@ -306,7 +306,12 @@ def formats_of(model: Model, quantise: str | Formats | None) -> Formats:
     """
     if not isinstance(quantise, str):
         return quantise or {}
-    return {path: FORMATS[quantise] for path in shapes_of(model) if quantised_axes(path) is not None}
+    return {path: _format_of(path, quantise) for path in shapes_of(model) if quantised_axes(path) is not None}
+
+
+def _format_of(path: str, quantise: str) -> WeightFormat:
+    """The format of a matrix; rows of an embedding table and of the head's input are never rounded."""
+    return FORMATS[quantise]._replace(rows=FORMATS[quantise].rows and matrix_axes(path) is not None)
 
 
 class MemoryNeed(NamedTuple):

@@ -155,15 +155,15 @@ def refuses(
     kind = kernel_device.present(device)
     if kind not in (HOPPER, *TRITON):
         return f"the kernels are for {HOPPER}, {', '.join(TRITON)}, not for {kind or 'this machine'}"
-    if x.dtype != jnp.bfloat16:
-        return f"rows are {x.dtype}, not bfloat16"
+    matrices = w if isinstance(w, tuple) else (w,)
+    if x.dtype != jnp.bfloat16 and (x.dtype not in QUANTISED or x.dtype != matrices[0].dtype):
+        return f"rows are {x.dtype}, neither bfloat16 nor like matrices of 8 bits"
     if dtype is not None and dtype not in (jnp.bfloat16, jnp.float32):
         return f"out is {dtype}, neither bfloat16 nor float32"
     if tile is not None and (tile % ALIGN or not 0 < tile <= MAX_TILE):
         return f"a tile has {tile} rows, no multiple of {ALIGN} up to {MAX_TILE}"
     if act is not None and act not in ACTIVATIONS:
         return f"the activation is {getattr(act, '__name__', act)}, not jax.nn.silu or jax.nn.gelu"
-    matrices = w if isinstance(w, tuple) else (w,)
     outputs = (
         128 if act is not None and len(matrices) == 1 else 64
     )  # of gate and up side by side twice as many
@@ -191,6 +191,7 @@ def grouped_matmul(
     offsets: Int[Array, "offsets"],
     scale: Array | tuple[Array, Array] | None = None,
     *,
+    row_scale: Float[Array, "M"] | None = None,
     act: Activation | None = None,
     dtype: DTypeLike | None = None,
     total: int | None = None,
@@ -202,14 +203,15 @@ def grouped_matmul(
     Differentiable in x and w; 8-bit matrices and their scales are constants. If M is not a multiple of 8, x is copied.
 
     Args:
-        x: Rows sorted by expert, bfloat16.
+        x: Rows sorted by expert, bfloat16; or with `row_scale` in the dtype of 8-bit matrices, without a gradient.
         w: Matrices [E, I, O] in bfloat16, or [E, O, I] in int8 or float8_e4m3fn with a scale. With `act` gate and up,
             two arrays or one of 2 O outputs with the gate first.
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; offsets[E] <= M. Results and gradients of
             rows from offsets[E] on are undefined. Numbers after the first E + 1 are not read.
         scale: Scale of each output of 8-bit matrices, of the structure of w; None for bfloat16.
+        row_scale: Scale of each row of 8 bits; None for bfloat16.
         act: Activation of the gate, one of `ACTIVATIONS`; None: a plain product.
-        dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
+        dtype: Dtype of the result, bfloat16 or float32; None: bfloat16.
         total: Number of experts that the M rows are for, of which E are here; None: E.
         tile: Rows of a tile, a multiple of 8 up to 128; None: chosen from M and `total`.
         device: Device to compile for; None: the device of this machine.
@@ -229,8 +231,12 @@ def grouped_matmul(
     # The first tile of an expert may begin with up to 7 rows of the expert before it.
     count = total or matrices[0].shape[0]
     tile = tile or tile_rows(len(x) + (ALIGN - 1) * count, count)
-    static = _Static(jnp.dtype(dtype or x.dtype), tile, act, device)
-    return _grouped(static, x, matrices, offsets.astype(jnp.int32), scales)
+    if x.dtype == jnp.int8 and tile > 32:  # integer products of wgmma have no other widths
+        tile = -(-tile // 16) * 16
+    static = _Static(jnp.dtype(dtype or jnp.bfloat16), tile, act, device)
+    return _grouped(
+        static, x, () if row_scale is None else (row_scale,), matrices, offsets.astype(jnp.int32), scales
+    )
 
 
 def few_rows_refuses(
@@ -266,6 +272,7 @@ def few_rows_matmul(
     w: Array | tuple[Array, Array],
     scale: Array | tuple[Array, Array] | None,
     *,
+    row_scale: Float[Array, "M"] | None = None,
     act: Activation | None = None,
     dtype: DTypeLike | None = None,
     device: Device | None = None,
@@ -279,8 +286,9 @@ def few_rows_matmul(
         x: Rows, at most `FEW_ROWS`.
         w: Matrix [I, O] in bfloat16, or [O, I] in int8 or float8_e4m3fn; with `act` gate and up.
         scale: Scale of each output [O], of the structure of w; None for bfloat16.
+        row_scale: As in `grouped_matmul`.
         act: The result is act(x gate) * (x up); None: a plain product.
-        dtype: Dtype of the result, bfloat16 or float32; None: the dtype of x.
+        dtype: Dtype of the result, bfloat16 or float32; None: bfloat16.
         device: Device to compile for; None: the device of this machine.
 
     Returns:
@@ -291,7 +299,8 @@ def few_rows_matmul(
     matrices = jax.tree.leaves(w)
     outputs = matrices[0].shape[1 if scale is None else 0]
     tile = few_rows_tile(len(x), outputs, matrices[0].dtype.itemsize, act is not None)
-    return grouped_matmul(x, one(w), offsets, one(scale), act=act, dtype=dtype, tile=tile, device=device)
+    how: Any = dict(row_scale=row_scale, act=act, dtype=dtype, tile=tile, device=device)
+    return grouped_matmul(x, one(w), offsets, one(scale), **how)
 
 
 class _Static(NamedTuple):
@@ -304,15 +313,20 @@ class _Static(NamedTuple):
 
 
 def _forward(
-    static: _Static, x: Array, matrices: tuple[Array, ...], offsets: Array, scales: tuple[Array, ...]
-) -> tuple[Array, Any]:
-    y = _kernel_product(static, x, matrices, offsets, scales, transposed=bool(scales))
-    return y, (x, matrices, offsets, scales)
+    static: _Static, x: Array, row_scale: tuple[Array, ...], matrices: tuple[Array, ...], offsets: Array,
+    scales: tuple[Array, ...],
+) -> tuple[Array, Any]:  # fmt: skip
+    y = _kernel_product(static, x, matrices, offsets, scales, row_scale, transposed=bool(scales))
+    return y, (x, row_scale, matrices, offsets, scales)
 
 
 def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
     """Computes dx = dy w^T with the same kernel, or with a loop if this form is off; and dw by `outer_products`."""
-    x, matrices, offsets, scales = saved
+    x, row_scale, matrices, offsets, scales = saved
+    if row_scale:
+        raise refuse(
+            "quantise", "int8_dynamic or fp8_dynamic", "int8, fp8 or None, under which rows have a gradient"
+        )
     no_gradient = np.zeros(offsets.shape, jax.dtypes.float0)
     offsets = offsets[: matrices[0].shape[0] + 1]
     dys = (dy,) if static.act is None else _gate_gradients(static, saved, dy)
@@ -332,12 +346,12 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
         else:
             back = w if scales else w.swapaxes(1, 2)
             dx += _loop_product(dy, back, offsets, x.dtype, static.tile)
-    return dx, tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
+    return dx, (), tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
 
 
 def _gate_gradients(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Array, ...]:
     """Computes the cotangents of the projections of a gated product, which are computed again."""
-    x, matrices, offsets, scales = saved
+    x, _, matrices, offsets, scales = saved
     assert static.act is not None
     act, plain = static.act, static._replace(dtype=x.dtype, act=None)
     each = scales or [None] * len(matrices)
@@ -370,12 +384,15 @@ def _kernel_product(
     matrices: Sequence[Array],
     offsets: Array,
     scales: Sequence[Array],
+    row_scale: Sequence[Array] = (),
     transposed: bool = False,
 ) -> Float[Array, "M O"]:
     # Imported here, because importing Mosaic takes time.
     if kernel_device.present(static.device) in TRITON:
         from mercury_jax.kernels import triton
 
+        if row_scale:
+            x = (x.astype(jnp.float32) * row_scale[0][:, None]).astype(jnp.bfloat16)
         return triton.run(
             x, tuple(matrices), tuple(scales), offsets, len(x), static.tile, static.dtype,
             transposed=transposed, act=static.act, device=static.device,
@@ -383,10 +400,10 @@ def _kernel_product(
     from mercury_jax.kernels.hopper import grouped_matmul as kernel
 
     readable = max(len(x) + -len(x) % ALIGN, static.tile)
-    padded = jnp.pad(x, ((0, readable - len(x)), (0, 0)))
+    more = (0, readable - len(x))
     return kernel.run(
-        padded, tuple(matrices), tuple(scales), offsets, len(x), static.tile, static.dtype,
-        transposed=transposed, act=static.act, device=static.device,
+        jnp.pad(x, (more, (0, 0))), tuple(jnp.pad(a, more) for a in row_scale), tuple(matrices), tuple(scales), offsets,
+        len(x), static.tile, static.dtype, transposed=transposed, act=static.act, device=static.device,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from mercury_jax.kernels.grouped_matmul import (
     tile_rows,
     tiles_of,
 )
-from mercury_jax.models.weight_quant import QuantisedWeight, multiply
+from mercury_jax.models.weight_quant import QuantisedWeight, RowQuantisedWeight, multiply, quantise_rows
 from mercury_jax.types import Device, LoraWeight
 
 Activation = Callable[[Array], Array]
@@ -211,9 +211,13 @@ def grouped_or_tiled(
         return tiled(act, rows, offsets, gate_up, down, total)
 
     def product(x: Array, w: Any, act: Activation | None = None) -> Array:
-        quantised = isinstance(w, QuantisedWeight)
-        values, scale = (w.values, w.scale) if quantised else (w.astype(x.dtype), None)
-        return grouped_matmul(x, values, offsets, scale, act=act, total=total, device=device)
+        how: Any = dict(act=act, dtype=x.dtype, total=total, device=device)
+        if not isinstance(w, QuantisedWeight):
+            return grouped_matmul(x, w.astype(x.dtype), offsets, **how)
+        if not isinstance(w, RowQuantisedWeight):
+            return grouped_matmul(x, w.values, offsets, w.scale, **how)
+        x8, row_scale = quantise_rows(x, w.values.dtype)
+        return grouped_matmul(x8, w.values, offsets, w.scale, row_scale=row_scale, **how)
 
     fused = refuses(rows, gate_up, down, device, act) is None
     hidden = product(rows, gate_up, act) if fused else gated(act, product(rows, gate_up))

@@ -22,7 +22,14 @@ from mercury_jax.kernels import qk_norm_rope, residual_norm, routing
 from mercury_jax.kernels.dispatch import ExpertOutputs
 from mercury_jax.kernels.grouped_matmul import few_rows_matmul, few_rows_refuses
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
-from mercury_jax.models.weight_quant import QuantisedWeight, lookup, multiply, unscaled
+from mercury_jax.models.weight_quant import (
+    QuantisedWeight,
+    RowQuantisedWeight,
+    lookup,
+    multiply,
+    quantise_rows,
+    unscaled,
+)
 from mercury_jax.sharding import constrain_rows
 from mercury_jax.types import Device, LoraWeight, accumulation_dtype
 
@@ -197,19 +204,20 @@ def _few_rows(
     """Computes a product with the kernel for few rows on a GPU, with `default` elsewhere; None if it refuses."""
     if not all(w.plain if isinstance(w, QuantisedWeight) else isinstance(w, jax.Array) for w in matrices):
         return None  # low-rank additions, and matrices with a scale for each group of inputs
-    rows, inputs = math.prod(x.shape[: x.ndim - count]), math.prod(x.shape[x.ndim - count :])
+    if len({type(w) if isinstance(w, QuantisedWeight) else None for w in matrices}) > 1:
+        return None
+    lead, inputs = x.shape[: x.ndim - count], math.prod(x.shape[x.ndim - count :])
+    rows = math.prod(lead)
     first = matrices[0]
     outputs = first.scale.shape if isinstance(first, QuantisedWeight) else first.shape[count:]
     unpacked = lambda f: f if act is not None else f[0]  # one matrix or a pair
 
-    def operands(*matrices: Array | QuantisedWeight) -> tuple[Any, Any]:
+    def operands(*matrices: Any) -> tuple[Any, Any]:
         """The matrices [I, O] in the dtype of x; or [O, I] in 8 bits, and their scales [O]."""
-        if isinstance(first, QuantisedWeight):
-            values, scales = ([getattr(w, field) for w in matrices] for field in ("values", "scale"))
-            return unpacked([v.reshape(-1, inputs) for v in values]), unpacked(
-                [s.reshape(-1) for s in scales]
-            )
-        return unpacked([w.astype(x.dtype).reshape(inputs, -1) for w in matrices]), None
+        if not isinstance(first, QuantisedWeight):
+            return unpacked(tuple(w.astype(x.dtype).reshape(inputs, -1) for w in matrices)), None
+        values = tuple(w.values.reshape(-1, inputs) for w in matrices)
+        return unpacked(values), unpacked(tuple(w.scale.reshape(-1) for w in matrices))
 
     shapes = jax.eval_shape(operands, *matrices)
     flat = jax.ShapeDtypeStruct((rows, inputs), x.dtype)
@@ -217,8 +225,12 @@ def _few_rows(
         return None
 
     def kernel(x: Array, *matrices: Array | QuantisedWeight) -> Array:
-        y = few_rows_matmul(x.reshape(rows, inputs), *operands(*matrices), act=act, device=device)
-        return y.reshape(*x.shape[: x.ndim - count], *outputs)
+        how: Any = dict(act=act, dtype=x.dtype, device=device)
+        x = x.reshape(rows, inputs)
+        if isinstance(first, RowQuantisedWeight):
+            x, how["row_scale"] = quantise_rows(x, first.values.dtype)
+        y = few_rows_matmul(x, *operands(*matrices), **how)
+        return y.reshape(*lead, *outputs)
 
     return jax.lax.platform_dependent(x, *matrices, cuda=kernel, default=default)
 

@@ -127,7 +127,7 @@ def _weight_spec(w: Weight, axes: tuple[str, ...], count: int | None = None) -> 
     found: Any = (
         None if x is None else one for x, one in zip(w, (inputs, scale, groups, groups, spec), strict=True)
     )
-    return QuantisedWeight(*found)
+    return type(w)(*found)
 
 
 def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:

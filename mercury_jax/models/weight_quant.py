@@ -12,8 +12,8 @@ there, and would need shifts and an interleaving reshape in every product.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +61,16 @@ class QuantisedWeight(NamedTuple):
         return self.group_scale is None and self.values.dtype in (jnp.int8, FP8)
 
 
+class RowQuantisedWeight(QuantisedWeight):
+    """A matrix whose products also round the rows that it multiplies: to its own dtype, with a scale for each row.
+
+    Tensor cores multiply such numbers twice as fast as those of 16 bits, and read half as much. A row is what is
+    contracted, for example the hidden state of a token; its scale is max |x| / 448 in fp8 and / 127 in int8.
+    """
+
+    __slots__ = ()
+
+
 class WeightFormat(NamedTuple):
     """How a matrix is stored: the dtypes and sizes of a `QuantisedWeight`.
 
@@ -70,6 +80,7 @@ class WeightFormat(NamedTuple):
         group_scale: Dtype of the scales of the groups.
         zeros: Whether the groups have zero points.
         permuted: Whether the groups are not contiguous.
+        rows: Whether products round their rows too; see `RowQuantisedWeight`.
     """
 
     values: Any
@@ -77,6 +88,7 @@ class WeightFormat(NamedTuple):
     group_scale: Any = np.dtype(np.float32)
     zeros: bool = False
     permuted: bool = False
+    rows: bool = False
 
     def divisible(self, parts: int) -> WeightFormat:
         """Returns the format with equal parts of its groups, so that `parts` divides their number."""
@@ -98,7 +110,7 @@ class WeightFormat(NamedTuple):
         like: Any = jax.ShapeDtypeStruct
         lead, contracted, outputs = shape[:batch], shape[batch : batch + inputs], shape[batch + inputs :]
         each = (*lead, *outputs, self.groups)
-        return QuantisedWeight(
+        return (RowQuantisedWeight if self.rows else QuantisedWeight)(
             like((*lead, *outputs, *contracted), self.values),
             like((*lead, *outputs), np.float32),
             like(each, self.group_scale) if self.groups else None,
@@ -124,51 +136,43 @@ def stored_bytes(like: Any, packed: bool = True) -> int:
     return math.ceil(math.prod(like.shape) * bits / 8)
 
 
-def quantise_int8(w: Any, inputs: int, batch: int = 0) -> QuantisedWeight:
-    """Rounds a matrix to int8: 255 evenly spaced levels per output.
-
-    Args:
-        w: Matrix [batch..., inputs..., outputs...], a numpy array or a JAX array on the host.
-        inputs: Number of axes that are contracted.
-        batch: Number of axes before the contracted axes (1 for stacked experts).
-
-    Returns:
-        The values and scales in numpy; a scale is max |w| / 127 of its output.
-    """
-    return _quantise(w, inputs, batch, 127.0, lambda x: np.rint(x).astype(np.int8))
+FORMATS = {  # values of `quantise=`
+    "int8": WeightFormat(jnp.int8),
+    "fp8": WeightFormat(FP8),
+    "int8_dynamic": WeightFormat(jnp.int8, rows=True),
+    "fp8_dynamic": WeightFormat(FP8, rows=True),
+}
 
 
-def quantise_fp8(w: Any, inputs: int, batch: int = 0) -> QuantisedWeight:
-    """Rounds a matrix to float8_e4m3fn, scaled so that max |w| of each output becomes 448, the largest fp8 number.
+def quantise(w: Any, kind: WeightFormat, inputs: int, batch: int = 0) -> QuantisedWeight:
+    """Rounds a matrix to 8 bits, with a scale for each output.
 
-    The relative error of a number is at most 1/16, except for very small numbers. Compared with int8, small numbers are
+    int8 has 255 evenly spaced levels; float8_e4m3fn is scaled so that max |w| of each output becomes 448, its largest
+    number, and its relative error is at most 1/16, except for very small numbers. Compared with int8, small numbers are
     more precise and large numbers less precise. fp8 is therefore better for outputs whose weights differ much in
     magnitude, and int8 for outputs whose weights have similar magnitudes.
 
     Args:
         w: Matrix [batch..., inputs..., outputs...], a numpy array or a JAX array on the host.
+        kind: One of `FORMATS`.
         inputs: Number of axes that are contracted.
         batch: Number of axes before the contracted axes (1 for stacked experts).
 
     Returns:
-        The values and scales in numpy; a scale is max |w| / 448 of its output.
+        The values and scales in numpy; a scale is max |w| / 127 of its output in int8, and / 448 in fp8.
     """
-    return _quantise(w, inputs, batch, float(jnp.finfo(FP8).max), lambda x: x.astype(FP8))
-
-
-WEIGHT_KINDS = {"int8": quantise_int8, "fp8": quantise_fp8}  # values of `quantise=`
-FORMATS = {"int8": WeightFormat(jnp.int8), "fp8": WeightFormat(FP8)}  # of the same names
-
-
-def _quantise(
-    w: Any, inputs: int, batch: int, max_value: float, cast: Callable[[np.ndarray], np.ndarray]
-) -> QuantisedWeight:
     w = np.asarray(w, np.float32)
-    axes = tuple(range(batch, batch + inputs))
-    scale = np.maximum(np.abs(w).max(axis=axes), 1e-12) / max_value
-    values = cast(np.moveaxis(w / np.expand_dims(scale, axes), axes, range(-inputs, 0)))
+    axes, most = tuple(range(batch, batch + inputs)), largest(kind.values)
+    scale = np.maximum(np.abs(w).max(axis=axes), 1e-12) / most
+    values = np.moveaxis(w / np.expand_dims(scale, axes), axes, range(-inputs, 0))
+    values = (np.rint(values) if kind.values == jnp.int8 else values).astype(kind.values)
     found: Any = (np.ascontiguousarray(values), scale.astype(np.float32))
-    return QuantisedWeight(*found)
+    return (RowQuantisedWeight if kind.rows else QuantisedWeight)(*found)
+
+
+def largest(dtype: Any) -> float:
+    """The largest number of int8 or float8_e4m3fn that is used; int8 is symmetric."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
 def lookup(table: Array | QuantisedWeight, ids: Int[Array, "*s"]) -> Float[Array, "*s *w"]:
@@ -241,11 +245,58 @@ def unscaled(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Arr
     """
     last = tuple(range(x.ndim - count, x.ndim))
     values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
+    if isinstance(w, RowQuantisedWeight):
+        x = _rounded(x, w.values.dtype, count)
     # Unscaled values of up to 448 could exceed the range of fp16.
     total = accumulation_dtype(x.dtype) if x.dtype == jnp.float16 else x.dtype
     return jax.lax.dot_general(
         x, values.astype(x.dtype), ((last, inputs), ((), ())), preferred_element_type=total
     )
+
+
+class QuantisedRows(NamedTuple):
+    """Rows x = values * scale.
+
+    Attributes:
+        values: int8 or float8_e4m3fn, of the shape of x.
+        scale: fp32, without the axes that are contracted.
+    """
+
+    values: Array
+    scale: Array
+
+
+def quantise_rows(x: Float[Array, "*s"], dtype: Any, count: int = 1) -> QuantisedRows:
+    """Rounds rows to 8 bits, with a scale for each.
+
+    Args:
+        x: Rows.
+        dtype: int8 or float8_e4m3fn.
+        count: Number of axes of a row, the last ones.
+
+    Returns:
+        The rows; a scale is the largest magnitude over the largest number of the dtype.
+    """
+    exact, last = x.astype(jnp.float32), tuple(range(x.ndim - count, x.ndim))
+    most = largest(dtype)
+    scale = jnp.maximum(jnp.abs(exact).max(axis=last, keepdims=True), 1e-12) / most
+    values = jnp.clip(exact / scale, -most, most)
+    return QuantisedRows(
+        (jnp.rint(values) if dtype == jnp.int8 else values).astype(dtype), scale.squeeze(last)
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _rounded(x: Float[Array, "*s"], dtype: Any, count: int) -> Float[Array, "*s"]:
+    """The rows that `quantise_rows` stands for, in the dtype of x; the gradient passes as if they were not rounded."""
+    values, scale = quantise_rows(x, dtype, count)
+    scale = jnp.expand_dims(scale, tuple(range(x.ndim - count, x.ndim)))
+    return (values.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: Any, count: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _rounded(*primals, dtype, count), tangents[0]
 
 
 def ungrouped(w: QuantisedWeight) -> Array:

@@ -11,6 +11,7 @@ from mercury_jax.kernels import grouped_matmul
 from mercury_jax.kernels.device import target
 from mercury_jax.kernels.grouped_matmul import few_rows_matmul, offsets_of, tiles_of
 from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.models.weight_quant import quantise_rows
 from tests.marks import slow_except
 
 
@@ -239,3 +240,20 @@ def test_a_product_of_few_rows_has_work_for_all_processors():
     assert (tile(256, 2816, 1), tile(256, 2112, 1, gated=True)) == (48, 64)
     assert tile(256, 12288, 1) == 128  # more pieces than processors anyway
     assert tile(5, 64, 1) == 8
+
+
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_8_bits_are_multiplied_as_what_they_stand_for(kind, gated, device):
+    sizes = (13, 0, 20)
+    x, w, scale = drawn(sizes, 192, 128, kind)
+    rows = quantise_rows(x, kind)
+    act = jax.nn.silu if gated else None
+    run = jax.jit(
+        lambda: grouped_matmul.grouped_matmul(
+            rows.values, w, offsets_of(sizes), scale, row_scale=rows.scale, act=act, dtype=jnp.float32, device=device
+        )
+    )
+    y = plain(wide(rows.values) * wide(rows.scale)[:, None], w, sizes, scale)[0]
+    # Triton's kernel reads them in bf16.
+    close(run(), act(y[:, :64]) * y[:, 64:] if gated else y, 1e-5 if device.kind == "sm_90a" else 1e-2)

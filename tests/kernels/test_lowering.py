@@ -8,6 +8,8 @@ import pytest
 
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
 from mercury_jax.kernels.attention_inputs import quantise_int8
+from mercury_jax.models import ops
+from mercury_jax.models.weight_quant import FORMATS
 
 CHIPS = {  # backend: chip, platform of lowering, what stands in a program that has the kernel
     "hopper": (kernel_device.HOPPER, "cuda", "mosaic_gpu"),
@@ -71,6 +73,18 @@ def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, 
         return back(y)
 
     assert lowered(gradient, (x, w, offsets, scale), "hopper")
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
+def test_the_products_of_a_canvas_lower_to_the_grouped_kernel(kind):
+    array = jax.ShapeDtypeStruct
+    shaped = lambda *shape: array(shape, BF16) if kind is None else FORMATS[kind].shapes(shape, 1, 0)
+
+    def feed_forward(x, gate, up, down, device):
+        return ops.local_dot(ops.local_gated_dot(x, gate, up, jax.nn.gelu, device), down, 1, device)
+
+    args = array((2, 32, 128), BF16), shaped(128, 192), shaped(128, 192), shaped(192, 128)
+    assert lowered(feed_forward, args, "hopper")
 
 
 @pytest.mark.long

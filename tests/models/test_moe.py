@@ -12,7 +12,7 @@ from mercury_jax.kernels.dispatch import kernel_dispatch
 from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import moe
-from mercury_jax.models.weight_quant import dequantise as restored, quantise_int8
+from mercury_jax.models.weight_quant import FORMATS, dequantise as restored, quantise
 
 N, D, E, F, K = 70, 12, 5, 8, 2
 ACT = jax.nn.silu
@@ -69,18 +69,18 @@ def test_experts_on_an_accelerator_equal_those_on_a_cpu():
 def test_int8_experts_equal_their_dequantised_matrices(run):
     x, _, gate_up, down = drawn()
     offsets = offsets_of([20, 0, 33, 1, 16])
-    small = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in (gate_up, down)])
+    small = jax.tree.map(jnp.asarray, [quantise(w, FORMATS["int8"], 1, 1) for w in (gate_up, down)])
     want = run(ACT, x, offsets, *(restored(w, 1) for w in small))
     np.testing.assert_allclose(run(ACT, x, offsets, *small), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("small", [None, "int8", "fp8_dynamic"])
 def test_the_kernels_equal_the_loop_with_its_gradients(small):
     rng = np.random.default_rng(2)
     offsets, shapes = offsets_of([9, 0, 8]), [(17, 64), (3, 64, 128), (3, 64, 64)]
     x, *stacks = (jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.bfloat16) for s in shapes)
     if small:
-        stacks = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in stacks])
+        stacks = jax.tree.map(jnp.asarray, [quantise(w, FORMATS[small], 1, 1) for w in stacks])
 
     def both(run):
         if small:

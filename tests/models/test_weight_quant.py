@@ -8,12 +8,12 @@ import pytest
 from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.models import moe, network, ops
 from mercury_jax.models.weight_quant import (
+    FORMATS,
     FP8,
-    WEIGHT_KINDS,
     dequantise,
     lookup,
-    quantise_fp8,
-    quantise_int8,
+    quantise,
+    quantise_rows,
 )
 from mercury_jax.sharding import quantised_axes
 
@@ -22,14 +22,14 @@ W = RNG.normal(size=(3, 16, 8)).astype(np.float32) * RNG.lognormal(sigma=3.0, si
 
 
 def test_int8_is_within_half_a_step():
-    small = quantise_int8(W, 1, batch=1)
+    small = quantise(W, FORMATS["int8"], 1, batch=1)
     step = np.abs(W).max(axis=1, keepdims=True) / 127
     assert small.values.dtype == np.int8
     assert np.all(np.abs(np.asarray(dequantise(small, 1)) - W) <= step / 2 * (1 + 1e-5))
 
 
 def test_fp8_is_within_a_sixteenth_of_each_number_down_to_its_smallest():
-    small = quantise_fp8(W, 1, batch=1)
+    small = quantise(W, FORMATS["fp8"], 1, batch=1)
     assert small.values.dtype == FP8 and small.scale.shape == (3, 8)
     error = np.abs(np.asarray(dequantise(small, 1)) - W)
     assert np.isfinite(error).all()
@@ -38,16 +38,22 @@ def test_fp8_is_within_a_sixteenth_of_each_number_down_to_its_smallest():
     np.testing.assert_allclose(np.abs(np.asarray(small.values, np.float32)).max(-1), 448.0)
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_column_of_zeros_stays_zeros(kind):
-    np.testing.assert_array_equal(dequantise(WEIGHT_KINDS[kind](np.zeros((4, 2)), 1)), 0.0)
+    np.testing.assert_array_equal(dequantise(quantise(np.zeros((4, 2)), FORMATS[kind], 1)), 0.0)
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_product_equals_that_of_the_dequantised_matrix(kind):
-    w = WEIGHT_KINDS[kind](W.astype(np.float32), 2)
+    w = quantise(W.astype(np.float32), FORMATS[kind], 2)
     x = jnp.asarray(RNG.normal(size=(5, 3, 16)), jnp.float32)
-    want = jnp.einsum("bij,ijk->bk", x, dequantise(w))
+    exact = x
+    if FORMATS[kind].rows:
+        rows = quantise_rows(x, w.values.dtype, 2)
+        exact = rows.values.astype(jnp.float32) * rows.scale[:, None, None]
+        error = jnp.abs(exact - x)
+        assert (error <= (rows.scale[:, None, None] / 2 if "int8" in kind else jnp.abs(x) / 16 + 1e-3)).all()
+    want = jnp.einsum("bij,ijk->bk", exact, dequantise(w))
     np.testing.assert_allclose(ops.dot(x, jax.tree.map(jnp.asarray, w), 2), want, rtol=1e-4, atol=1e-3)
 
 
@@ -56,7 +62,7 @@ def test_fp8_experts_equal_their_dequantised_matrices(run):
     draw = lambda *shape: RNG.normal(size=shape).astype(np.float32)
     x, offsets = jnp.asarray(draw(30, 12)), offsets_of([20, 0, 10])
     small = jax.tree.map(
-        jnp.asarray, [quantise_fp8(draw(3, 12, 16), 1, 1), quantise_fp8(draw(3, 8, 12), 1, 1)]
+        jnp.asarray, [quantise(draw(3, *shape), FORMATS["fp8"], 1, 1) for shape in ((12, 16), (8, 12))]
     )
     want = run(jax.nn.silu, x, offsets, *(dequantise(w, 1) for w in small))
     np.testing.assert_allclose(run(jax.nn.silu, x, offsets, *small), want, rtol=1e-4, atol=1e-3)
@@ -69,14 +75,15 @@ def tables(kind):
     axes = {name: found for name in shapes if (found := quantised_axes(name)) is not None}
     small = {
         name: jax.tree.map(
-            jnp.asarray, WEIGHT_KINDS[kind](rng.normal(size=shape) * rng.lognormal(size=shape), *axes[name])
+            jnp.asarray,
+            quantise(rng.normal(size=shape) * rng.lognormal(size=shape), FORMATS[kind], *axes[name]),
         )
         for name, shape in shapes.items()
     }
     return small, {name: dequantise(x, axes[name].batch) for name, x in small.items()}
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_tables_have_one_scale_per_id_and_equal_what_they_stand_for(kind):
     """Looked up, as a head of their own or tied, and as the expected embedding: all ids, and a part of them."""
     small, full = tables(kind)

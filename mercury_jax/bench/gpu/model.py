@@ -83,7 +83,7 @@ def random_params(like: Any) -> Any:
                 bytes = (_hashed(x.values.shape, seed) >> 24).astype(jnp.uint8)
                 values = jax.lax.bitcast_convert_type(bytes, jnp.int8).astype(x.values.dtype)
                 # 74 is the standard deviation of uniform bytes.
-                made.append(QuantisedWeight(values, jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)))
+                made.append(type(x)(values, jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)))
             elif len(x.shape) < 2:
                 made.append(jnp.ones(x.shape, x.dtype))
             else:

@@ -5,7 +5,8 @@ of outputs and about 16 tokens, so the matrix is the first operand and the token
 no tile has to be padded to 64 tokens. The time is that of reading the matrices, so nothing may interrupt it: each
 processor runs one program for the whole call, in which one warpgroup only loads, some steps ahead of the ones that
 multiply, and goes on into the next piece of work while the last results are stored. 8-bit matrices become 16-bit ones
-in the registers from which wgmma reads them. Scales and the gate are applied to the sums before they are stored.
+in the registers from which wgmma reads them, unless the rows have 8 bits too. Scales and the gate are applied to the
+sums before they are stored.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MOST_STAGES = (
     8  # steps that the loads are ahead: 39 KB in flight hide the latency of a processor's share of HBM
 )
 PER_OUTPUT = plgpu.Layout.WGMMA.reduce(1)  # the layout of one number for each output of a block
+PER_ROW = plgpu.Layout.WGMMA.reduce(0)
 
 Ref = Any  # a reference to global or shared memory inside a kernel
 Value = Any  # an array or index in registers
@@ -48,6 +50,7 @@ class GroupedConfig(NamedTuple):
     programs: int
     transposed: bool  # matrices are [out, in]
     act: Callable[[Array], Array] | None  # activation of the gate; None: one matrix and no gate
+    sums: Any  # dtype of the sums: int32 of int8 rows
     interpreted: bool
 
     @property
@@ -64,10 +67,19 @@ class Scratch(NamedTuple):
     out: Ref  # results of each worker [tile, outputs]
     full: Ref  # a stage is loaded
     free: Ref  # a stage is not read any more
-    up: Ref | None = None  # sums of the up projection, for the worker of the gate
-    given: Ref | None = None  # they are written
-    read: Ref | None = None  # they are not read any more
-    widened: Ref | None = None  # 16-bit parts of each worker, for the interpreter
+    up: Ref = None  # sums of the up projection, for the worker of the gate
+    given: Ref = None  # they are written
+    read: Ref = None  # they are not read any more
+    widened: Ref = None  # 16-bit parts of each worker, for the interpreter
+
+
+class Operands(NamedTuple):
+    """References to the arguments of `run` with these names."""
+
+    x: Ref
+    row_scale: tuple[Ref, ...]
+    matrices: tuple[Ref, ...]
+    scales: tuple[Ref, ...]
 
 
 class Work(NamedTuple):
@@ -83,6 +95,7 @@ class Work(NamedTuple):
 @traced_once
 def run(
     x: Float[Array, "M I"],
+    row_scale: tuple[Array, ...],
     matrices: tuple[Array, ...],
     scales: tuple[Array, ...],
     offsets: Int[Array, "offsets"],
@@ -103,7 +116,8 @@ def run(
     The alternative, padding the rows of every expert to a multiple of 8, would copy all rows twice.
 
     Args:
-        x: Rows; M is a multiple of 8 and at least `tile`.
+        x: Rows, bfloat16 or in the dtype of 8-bit matrices; M is a multiple of 8 and at least `tile`.
+        row_scale: fp32 [M] of rows of 8 bits, or ().
         matrices: [E, I, O], or [E, O, I] if `transposed`, which 8-bit ones are: one; with `act` two, gate and up, of
             the same shape. The two may be one array of 2 O outputs, given once: the gate is its first half.
         scales: fp32 [E, O] of each matrix, or () for matrices that are not quantised.
@@ -120,20 +134,12 @@ def run(
         [rows, O]; rows of no expert hold anything.
     """
     c = _config(x, matrices, rows, tile, dtype, transposed, act, device)
-    given = len(matrices) * (1 + bool(scales))
+    given = jax.tree.structure((x, row_scale, matrices, scales))
 
-    def grouped(offsets: Ref, x: Ref, *refs: Ref) -> None:  # the kernel's name in a profile
-        operands, out, scratch = refs[:given], refs[given], Scratch(**refs[given + 1])
-        _program(
-            c,
-            matrices[0].shape[0],
-            offsets,
-            x,
-            operands[: len(matrices)],
-            operands[len(matrices) :],
-            out,
-            scratch,
-        )
+    def grouped(offsets: Ref, *refs: Ref) -> None:  # the kernel's name in a profile
+        count = given.num_leaves
+        operands = Operands(*jax.tree.unflatten(given, refs[:count]))
+        _program(c, matrices[0].shape[0], offsets, operands, refs[count], Scratch(**refs[count + 1]))
 
     call = plgpu.kernel(
         grouped,
@@ -146,7 +152,7 @@ def run(
         interpret=None if device is None else device.interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return call(offsets, x, *matrices, *scales)
+    return call(offsets, x, *row_scale, *matrices, *scales)
 
 
 def _config(
@@ -169,7 +175,8 @@ def _config(
     stages = min(MOST_STAGES, (SMEM_BYTES - staging) // stage)
     programs = min(PROCESSORS, (rows // tile + experts) * blocks)
     interpreted = device is not None and device.interpret is not None
-    return GroupedConfig(tile, workers, blocks, depth, stages, programs, transposed, act, interpreted)
+    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return GroupedConfig(tile, workers, blocks, depth, stages, programs, transposed, act, sums, interpreted)
 
 
 def _scratch(c: GroupedConfig, x: DTypeLike, w: DTypeLike, out: DTypeLike) -> dict[str, Any]:
@@ -203,20 +210,17 @@ def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 # --- the program
 
 
-def _program(
-    c: GroupedConfig, experts: int, offsets: Ref, x: Ref, matrices: tuple[Ref, ...], scales: tuple[Ref, ...], out: Ref,
-    s: Scratch,
-) -> None:  # fmt: skip
+def _program(c: GroupedConfig, experts: int, offsets: Ref, given: Operands, out: Ref, s: Scratch) -> None:
     """One program of the grid: its warpgroups go through the same pieces of work."""
-    worker = jax.lax.axis_index("warpgroup")
-    each = functools.partial(_each_work, c, experts, offsets, x.shape[0])
-    steps = x.shape[1] // c.depth
+    worker, (rows, inputs) = jax.lax.axis_index("warpgroup"), given.x.shape
+    each = functools.partial(_each_work, c, experts, offsets, rows)
+    steps = inputs // c.depth
 
     @pl.when(worker == c.workers)
     def _() -> None:
         if c.workers == 2:  # the others take registers that this one releases
             plgpu.set_max_registers(40, action="decrease")
-        loaded = each(functools.partial(_load, c, s, steps, x, matrices))
+        loaded = each(functools.partial(_load, c, s, steps, given))
         for slot in range(c.stages):  # nothing may be in flight at the end
             pl.when(slot < loaded)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
@@ -226,7 +230,7 @@ def _program(
             plgpu.set_max_registers(232, action="increase")
         if c.act is not None:
             pl.when(worker == 0)(lambda: plgpu.barrier_arrive(s.read))
-        each(functools.partial(_compute, c, s, steps, worker, scales, out))
+        each(functools.partial(_compute, c, s, steps, worker, given, out))
         plgpu.wait_smem_to_gmem(0)
         if c.act is not None:
             pl.when(worker == 1)(lambda: plgpu.barrier_wait(s.read))
@@ -272,9 +276,7 @@ def _column(c: GroupedConfig, matrices: int, worker: int, block: Value) -> tuple
     return (worker, block * BLOCK) if matrices == 2 else (0, (block + worker * c.blocks) * BLOCK)
 
 
-def _load(
-    c: GroupedConfig, s: Scratch, steps: int, x: Ref, matrices: tuple[Ref, ...], work: Work, step: Value
-) -> Value:
+def _load(c: GroupedConfig, s: Scratch, steps: int, given: Operands, work: Work, step: Value) -> Value:
     """Copies the rows and the parts of the matrices of all steps, each as soon as its stage is free."""
 
     def one(k: Value, step: Value) -> Value:
@@ -282,10 +284,11 @@ def _load(
         pl.when(step >= c.stages)(lambda: plgpu.barrier_wait(s.free.at[slot]))
         inputs = pl.ds(k * c.depth, c.depth)
         for worker in range(c.workers):
-            i, column = _column(c, len(matrices), worker, work.block)
+            i, column = _column(c, len(given.matrices), worker, work.block)
             at = (pl.ds(column, BLOCK), inputs) if c.transposed else (inputs, pl.ds(column, BLOCK))
-            plgpu.copy_gmem_to_smem(matrices[i].at[work.expert, *at], s.w.at[slot, worker], s.full.at[slot])
-        plgpu.copy_gmem_to_smem(x.at[pl.ds(work.first, c.tile), inputs], s.x.at[slot], s.full.at[slot])
+            part = given.matrices[i].at[work.expert, *at]
+            plgpu.copy_gmem_to_smem(part, s.w.at[slot, worker], s.full.at[slot])
+        plgpu.copy_gmem_to_smem(given.x.at[pl.ds(work.first, c.tile), inputs], s.x.at[slot], s.full.at[slot])
         return step + 1
 
     return jax.lax.fori_loop(0, steps, one, step)
@@ -296,7 +299,7 @@ def _compute(
     s: Scratch,
     steps: int,
     worker: Value,
-    scales: tuple[Ref, ...],
+    given: Operands,
     out: Ref,
     work: Work,
     step: Value,
@@ -307,16 +310,21 @@ def _compute(
         end = jax.lax.fori_loop(0, steps, functools.partial(_step, c, s, worker, acc), step)
         return acc[...], end
 
-    y, step = pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef((BLOCK, c.tile)))
-    if scales:
+    y, step = pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef((BLOCK, c.tile), c.sums))
+    y = y.astype(jnp.float32)
+    if given.scales:
         factors = []
         for each in range(c.workers):
-            i, column = _column(c, len(scales), each, work.block)
-            own = scales[i].at[work.expert, pl.ds(column, BLOCK)]
+            i, column = _column(c, len(given.scales), each, work.block)
+            own = given.scales[i].at[work.expert, pl.ds(column, BLOCK)]
             factors.append(registers.load(own, PER_OUTPUT, c.interpreted))
         factor = factors[0] if c.workers == 1 else jnp.where(worker == 0, factors[0], factors[1])
         y = y * jax.lax.broadcast_in_dim(factor, y.shape, (0,))
-    if c.act is None:
+    for scale in given.row_scale:
+        factor = registers.load(scale.at[pl.ds(work.first, c.tile)], PER_ROW, c.interpreted)
+        y = y * jax.lax.broadcast_in_dim(factor, y.shape, (1,))
+    act = c.act
+    if act is None:
         _store(s.out.at[worker], y, out, work, (work.block * c.workers + worker) * BLOCK)
         return step
 
@@ -332,7 +340,7 @@ def _compute(
         plgpu.barrier_wait(s.given)
         up = plgpu.layout_cast(s.up[...], plgpu.Layout.WGMMA)
         plgpu.barrier_arrive(s.read)
-        _store(s.out.at[0], c.act(y) * up, out, work, work.block * BLOCK)
+        _store(s.out.at[0], act(y) * up, out, work, work.block * BLOCK)
 
     return step
 
