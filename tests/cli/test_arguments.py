@@ -164,7 +164,11 @@ def test_a_hub_that_cannot_be_reached_is_told_without_the_client_s_words(capsys,
     [
         ("sample x", "--model nosuch/a/b", "--model is 'nosuch/a/b': a folder of this name does not exist"),
         ("info", "nosuch/a/b", "MODEL is 'nosuch/a/b': a folder of this name does not exist"),
-        ("sample x", "--quantise int4", "--quantise is 'int4'; allowed: int8, fp8\n"),
+        (
+            "sample x",
+            "--quantise int4",
+            "--quantise is 'int4'; allowed: int8, fp8, int8_dynamic, fp8_dynamic\n",
+        ),
         ("sample x", "--kv=5bit", "--kv is '5bit'; allowed: int8, fp8, 4bit, 3bit\n"),
         ("sample x", "--dtype f", "--dtype is 'f'; allowed: float32"),
         ("sample x", "--effort hgh", "--effort is 'hgh'; allowed: instant, low, medium, high\n"),

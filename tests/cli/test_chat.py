@@ -249,7 +249,7 @@ def script(tmp_path_factory):
         ("mercury train --js", ["--json"]),
         ("mercury init twin", ["twin_nano"]),
         ("mercury sample x --dtype b", ["bfloat16"]),
-        ("mercury sample x --quantise ", ["int8", "fp8"]),
+        ("mercury sample x --quantise ", ["int8", "fp8", "int8_dynamic", "fp8_dynamic"]),
         ("mercury chat --kv 4", ["4bit"]),
         ("mercury sample x --model ", ["runs", "two words"]),
         ("mercury sample x --model r", ["runs"]),

@@ -251,7 +251,14 @@ def test_rows_of_8_bits_are_multiplied_as_what_they_stand_for(kind, gated, devic
     act = jax.nn.silu if gated else None
     run = jax.jit(
         lambda: grouped_matmul.grouped_matmul(
-            rows.values, w, offsets_of(sizes), scale, row_scale=rows.scale, act=act, dtype=jnp.float32, device=device
+            rows.values,
+            w,
+            offsets_of(sizes),
+            scale,
+            row_scale=rows.scale,
+            act=act,
+            dtype=jnp.float32,
+            device=device,
         )
     )
     y = plain(wide(rows.values) * wide(rows.scale)[:, None], w, sizes, scale)[0]

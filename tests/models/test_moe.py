@@ -95,7 +95,8 @@ def test_the_kernels_equal_the_loop_with_its_gradients(small):
     ours = jax.jit(lambda: both(functools.partial(moe.grouped_or_tiled, device=device)))()
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want)):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+        # A hidden unit may round to the next number of 3 bits.
+        np.testing.assert_allclose(a, b, atol=(5e-2 if small == "fp8_dynamic" else 2e-2) * np.abs(b).max())
 
 
 def test_experts_that_the_kernel_refuses_use_the_loop():
