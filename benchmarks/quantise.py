@@ -180,7 +180,8 @@ def compare(
     at_least(1, limit=limit, samples=samples, batch=batch)
     at_least(0, pieces=pieces)
     found, made = variants(load), []
-    if pieces and found[0].lm.corruption.mask is None:
+    first = found[0].lm
+    if pieces and first.corruption.mask is None and not first.model.config.autoregressive:
         raise refuse("pieces", pieces, "0: a model with uniform noise has no masks")
     for task in tasks:
         reports = []
@@ -226,7 +227,7 @@ def _text(
 
 
 def masked_texts(lm: LM, count: int, samples: int, seed: int) -> list[MaskedText]:
-    """The third block of chunks of held-out code, behind the first two.
+    """The third block of chunks of held-out code, behind the first two; of an autoregressive model whole chunks.
 
     Args:
         lm: The model.
@@ -240,6 +241,10 @@ def masked_texts(lm: LM, count: int, samples: int, seed: int) -> list[MaskedText
     Raises:
         ValueError: Three blocks do not fit into a chunk.
     """
+    if lm.model.config.autoregressive:
+        found = [np.asarray(laid.tokens) for laid in code.chunks(lm, count, seed)]
+        ones = lambda ids: np.ones((1, len(ids) - 1))
+        return [MaskedText(ids[:1], ids[1:], ones(ids) > 0, ones(ids)) for ids in found]
     rng, block = np.random.default_rng((seed, 3)), lm.model.config.block
     texts = []
     for laid in code.chunks(lm, 2 * count, seed):
@@ -260,7 +265,7 @@ def masked_texts(lm: LM, count: int, samples: int, seed: int) -> list[MaskedText
 
 
 def nats_per_token(lm: LM, piece: MaskedText) -> float:
-    """The bound on -log p for each token of the canvas, in nats: the mean over the samples.
+    """The bound on -log p for each token of the canvas, in nats: the mean over the samples; exact if autoregressive.
 
     Args:
         lm: The model.
@@ -269,6 +274,9 @@ def nats_per_token(lm: LM, piece: MaskedText) -> float:
     Returns:
         Nats for each token.
     """
+    if lm.model.config.autoregressive:
+        [total] = score.next_token_nats(lm, [(piece.before.tolist(), piece.canvas.tolist())])
+        return float(total) / len(piece.canvas)
     assert lm.corruption.mask is not None
     noised = np.where(piece.hidden, lm.corruption.mask, piece.canvas)
     logits = np.array(score.logits(lm, noised, prompt=piece.before.tolist()), np.float64)

@@ -186,7 +186,7 @@ def refuses(
 
 
 def grouped_matmul(
-    x: Float[Array, "M I"],
+    x: Float[Array, "M I"] | Int[Array, "M I"],
     w: Array | tuple[Array, Array],
     offsets: Int[Array, "offsets"],
     scale: Array | tuple[Array, Array] | None = None,
@@ -268,7 +268,7 @@ def few_rows_refuses(
 
 
 def few_rows_matmul(
-    x: Float[Array, "M I"],
+    x: Float[Array, "M I"] | Int[Array, "M I"],
     w: Array | tuple[Array, Array],
     scale: Array | tuple[Array, Array] | None,
     *,

@@ -309,7 +309,7 @@ def ungrouped(w: QuantisedWeight) -> Array:
         An array of the shape of `w.values`; the values themselves if there are no groups.
     """
     if w.group_scale is None:
-        return w.values
+        return jnp.asarray(w.values)
     shape, lead = w.values.shape, w.scale.shape
     exact = lambda a: a.astype(jnp.float32)
     if w.group is None:  # [..., G, I / G] with scales [..., G, 1]

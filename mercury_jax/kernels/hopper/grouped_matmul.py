@@ -94,7 +94,7 @@ class Work(NamedTuple):
 
 @traced_once
 def run(
-    x: Float[Array, "M I"],
+    x: Float[Array, "M I"] | Int[Array, "M I"],
     row_scale: tuple[Array, ...],
     matrices: tuple[Array, ...],
     scales: tuple[Array, ...],
