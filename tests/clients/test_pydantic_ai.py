@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import pydantic
 import pytest
 from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai.capabilities import PrepareOutputTools
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
@@ -51,7 +52,10 @@ def test_an_agent_calls_its_tool_and_ends(model):
     async def then(ctx, definitions):
         return definitions if sums else []
 
-    agent = Agent(model, output_type=ToolOutput(Paint), retries=0, model_settings=SETTINGS)
+    agent = Agent(
+        model, output_type=ToolOutput(Paint), retries=0, model_settings=SETTINGS,
+        capabilities=[PrepareOutputTools(then)],
+    )  # fmt: skip
 
     @agent.tool_plain(prepare=at_first)
     def add(a: Digit, b: Digit) -> int:
