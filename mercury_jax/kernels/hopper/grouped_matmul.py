@@ -160,7 +160,8 @@ def _config(
     act: Callable[[Array], Array] | None, device: Device | None,
 ) -> GroupedConfig:  # fmt: skip
     """Chooses the blocks of outputs and the stages of a call."""
-    experts, outputs, inputs = matrices[0].shape if transposed else matrices[0].swapaxes(1, 2).shape
+    experts, *axes = matrices[0].shape
+    outputs, inputs = axes if transposed else reversed(axes)
     itemsize = matrices[0].dtype.itemsize
     if act is not None:  # each block has 64 outputs of the gate and 64 of the up projection
         workers, blocks = 2, outputs // BLOCK // (3 - len(matrices))
