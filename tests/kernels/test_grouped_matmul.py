@@ -265,3 +265,15 @@ def test_rows_of_8_bits_are_multiplied_as_what_they_stand_for(kind, gated, devic
     # Triton's kernel reads them in bf16.
     want = jax.nn.silu(y[:, :64]) * y[:, 64:] if gated else y
     close(run(), want, 1e-5 if device.kind == "sm_90a" else 1e-2)
+
+
+def test_a_gradient_through_rows_of_8_bits_is_refused_by_name():
+    x, w, scale = drawn((2, 3), 64, 64, jnp.int8)
+    rows = quantise_rows(x, jnp.int8)
+
+    def total(row_scale):
+        how = dict(row_scale=row_scale, device=target("sm_90a"))
+        return grouped_matmul.grouped_matmul(rows.values, w, offsets_of([2, 3]), scale, **how).sum()
+
+    with pytest.raises(ValueError, match="quantise is .*int8_dynamic or fp8_dynamic"):
+        jax.eval_shape(jax.grad(total), rows.scale)
