@@ -706,6 +706,10 @@ class Plan:
         lookahead: Number of drafted future canvases that each pass verifies beside the current one (FreeDave). The
             decoded tokens are the same as without it, in fewer passes. Each pass computes up to 1 + lookahead canvases
             per row and holds as many copies of the row's KV cache; reverse-mode gradients are not supported. 0: none.
+        fuse_commit: Largest batch in which the pass that writes a finished block to the KV cache also takes the first
+            step of the next block, so that a block of n steps takes n passes and not n + 1, for the same tokens. The
+            pass is twice as wide. That costs little where a pass waits for the weights, so None means 1 on a GPU or
+            TPU and 0 on a CPU. With more than 1, the rounding of a row may depend on the other rows. 0: never.
         times: Times of a block's steps, falling from at most 1 to at least 0, one more than there are steps: step i
             goes from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
             them, and models with `timed` get times[i].
@@ -718,12 +722,13 @@ class Plan:
     refresh: Refresh | CachePolicyLike | None = None
     revise: int = 0
     lookahead: int = 0
+    fuse_commit: int | None = None
     times: tuple[float, ...] | None = None
     whole_blocks: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=, times=, whole_blocks=)"
+            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=, fuse_commit=, times=, whole_blocks=)"
             raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 
@@ -733,6 +738,7 @@ class Plan:
             ("steps", 1, ", or None"),
             ("revise", 0, ""),
             ("lookahead", 0, ""),
+            ("fuse_commit", 0, ", or None"),
         )
         for name, least, other in fields:
             value = getattr(self, name)

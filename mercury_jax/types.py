@@ -266,12 +266,12 @@ class Pass(NamedTuple):
         start: Position of each row's first token [B].
         used: Number of tokens that each row uses, of its T [B]; 0 leaves the row and its cache unchanged.
         end: End of the keys that each row attends to [B].
-        encoding: Rows that write committed tokens, with the model's causal pattern [B]; the others denoise, and each of
-            their tokens attends to all of [0, end).
+        encoding: Which rows [B] or tokens [B, T] are committed text, with the model's causal pattern; the other tokens
+            are a canvas, and attend to all of [0, end). In a row that holds both, the canvas comes last.
         self_cond: For models with self-conditioning, the result of `Model.condition` on the logits of the previous
             pass, leaves [B, T, ...]; () for none.
-        time: For models with `config.timed`, the time of each row's noise [B] in 0..1, 0 for clean text; otherwise
-            None.
+        time: For models with `config.timed`, the time of the noise of each row [B] or token [B, T] in 0..1, 0 for clean
+            text; otherwise None.
         leave_one_out: Additional masks; their L hidden states follow the T hidden states of the tokens. None: no such
             masks.
         positions: Absolute positions of the tokens [B, T], rising in each row; only the first `used` are read. None:
@@ -287,9 +287,9 @@ class Pass(NamedTuple):
     start: Int[Array, "B"]
     used: Int[Array, "B"]
     end: Int[Array, "B"]
-    encoding: Bool[Array, "B"]
+    encoding: Bool[Array, "B"] | Bool[Array, "B T"]
     self_cond: SelfCond = ()
-    time: Float[Array, "B"] | None = None
+    time: Float[Array, "B"] | Float[Array, "B T"] | None = None
     leave_one_out: LeaveOneOut | None = None
     positions: Int[Array, "B T"] | None = None
     slots: Int[Array, "B T"] | None = None

@@ -164,16 +164,13 @@ def run_free(
         The state, frames [passes, B, ...], the number of passes made, and the rows that wait for the host.
     """
 
-    def step(config: DecodeConfig, params: Params, before: State) -> tuple[State, Frame]:
-        state, frame = decoder.step(config, params, before)
-        return _commit_free(config, before, state, frame, free), frame
-
-    state, frames, made = decoder.run_limited(config, params, state, passes, limit, step=step)
+    commit = functools.partial(_commit_free, config, free)
+    state, frames, made = decoder.run_limited(config, params, state, passes, limit, after=commit)
     waits = state.done & state.sampling.constrained & (state.committed < state.end) & (state.nan_step < 0)
     return state, frames, made, waits
 
 
-def _commit_free(config: DecodeConfig, before: State, state: State, frame: Frame, free: FreeText) -> State:
+def _commit_free(config: DecodeConfig, free: FreeText, before: State, state: State, frame: Frame) -> State:
     """Commits what one pass adds to free text; a row waits if the host must judge the pass, or begin the answer."""
     at = jnp.arange(frame.answer.shape[1], dtype=jnp.int32)  # [L]
     offset = frame.start - state.cache_length

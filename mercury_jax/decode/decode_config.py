@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs, processors
@@ -47,6 +48,9 @@ class DecodeConfig(NamedTuple):
     trajectory: bool = False  # record when each token was accepted, and the log-probability of its draw
     drafter: DecodeConfig | None = None  # config of a separate drafter (`drafting.py`); implies `speculative`
     drafts: str | None = None  # for a drafter: how its drafts are accepted, "same_seed" or "rejection"
+    fuse_commit: int = (
+        0  # rows up to which a pass commits a block and begins the next one (`fused_commit.py`)
+    )
     vocab_chunk: int = 32768  # ids per chunk, if no part needs all logits (`chunked_vocab.py`)
     logit_bytes: int = 2**29  # up to this size in fp32, one product computes the logits of all chunks
 
@@ -79,6 +83,20 @@ class DecodeConfig(NamedTuple):
         # A row that reuses the keys before its block must fit that token into its widest pass too.
         more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
         return self.width + (self.window if self.leave_one_out else 0) + more
+
+    def encodable(self, committed: Int[Array, "B"]) -> Int[Array, "B"]:
+        """Computes how many tokens of each row's prefix encoding passes write to the cache.
+
+        Args:
+            committed: Length of each row's committed prefix.
+
+        Returns:
+            Length of the prefix to encode; `model.encodable` knows the model's rule, such as whole blocks only.
+        """
+        # With self-speculation the last committed token is left out: the verifying pass feeds it as the first token of
+        # its draft, because the logits at its position verify the token after it.
+        ready = self.model.encodable(committed)
+        return jnp.minimum(ready, committed - 1) if self.speculative else ready
 
 
 def build_config(
@@ -138,6 +156,7 @@ def build_config(
         logprobs=logprobs,
         times=plan.times,
         trajectory=trajectory,
+        fuse_commit=_fused_rows(lm, plan, sampler),
     ), draft)  # fmt: skip
 
 
@@ -154,7 +173,28 @@ def with_rings(config: DecodeConfig, draft: int = 0) -> DecodeConfig:
     model = config.model
     if model.rings is None or isinstance(config.refresh, CachePolicy):
         return config
-    return config._replace(model=model.rings(model, max(PREFILL, config.slots_after, draft + 1)))
+    longest = max(PREFILL, config.slots_after, draft + 1, 2 * config.width * (config.fuse_commit > 0))
+    return config._replace(model=model.rings(model, longest))
+
+
+def _fused_rows(lm: LM, plan: Plan, sampler: Sampler) -> int:
+    """Computes `DecodeConfig.fuse_commit`; raises ValueError where the plan asks for what these parts do not allow."""
+    config, reason = lm.model.config, None
+    if config.pattern == "bidirectional":
+        reason = "this model encodes no blocks"
+    elif config.alignment == "shifted":
+        reason = "this model's logits are shifted: a block needs those of the pass that commits the block before it"
+    elif plan.refresh is not None or plan.lookahead:
+        reason = "passes with plan.refresh or plan.lookahead compute parts or copies of a canvas"
+    elif sampler.speculate is not None or sampler.rule.leave_one_out:
+        reason = "passes that verify drafts or feed leave-one-out masks are wider already"
+    if reason is not None:
+        if plan.fuse_commit:
+            raise refuse("plan.fuse_commit", plan.fuse_commit, f"0 or None: {reason}")
+        return 0
+    if plan.fuse_commit is None:
+        return int(jax.default_backend() != "cpu")
+    return int(plan.fuse_commit)
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:

@@ -10,8 +10,9 @@ The phase of a row is derived from its fields and never stored. The first that a
 Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
 rows denoise.
 
-`step` is one pass; `run_until_done` and `run_limited` repeat it. `Decoder` offers them for use under the user's own
-`jit`, `vmap`, `scan`, `grad` and `shard_map`; `session.py` compiles them for the public calls.
+`step` is one pass, `plain_step` or the wider one of `fused_commit`; `run_until_done` and `run_limited` repeat passes.
+`Decoder` offers them for use under the user's own `jit`, `vmap`, `scan`, `grad` and `shard_map`; `session.py` compiles
+them for the public calls.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from mercury_jax.decode.decode_config import (
     slots_for,
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
-from mercury_jax.decode.denoise import check_parts, denoise
+from mercury_jax.decode.denoise import check_parts, denoise, open_canvases
 from mercury_jax.decode.drafting import count_drafts, draft_block, idle_frame
 from mercury_jax.decode.forward import forward, note_confidence
+from mercury_jax.decode.fused_commit import begins, wide_step
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
 from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
@@ -53,27 +55,20 @@ from mercury_jax.decode.state import (
     Rows,
     State,
     ends_text,
-    first_memory,
     first_state,
     pack_state,
     sampling_params,
-    step_key,
     unpack_state,
-    update_rows,
     window_of,
-    window_offset,
 )
-from mercury_jax.decode.token_stats import slice_at
 from mercury_jax.sharding import in_auto_axes, varying, varying_axes
 from mercury_jax.types import LM, Key, Params, Pass
 
+Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]
+
 
 def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass and advances every row by what that row needs next.
-
-    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
-    canvas), some verify a draft, and finished rows do nothing. All of them share the pass: `used` says how many of
-    the W tokens each row contributes, and 0 freezes it.
+    """Runs one forward pass: `plain_step`, or `fused_commit.wide_step` where a small batch begins a block.
 
     Args:
         config: Static sizes; equal configs share one compilation.
@@ -83,10 +78,31 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     Returns:
         The next state, and a frame that shows each row's window after this pass.
     """
+    if len(state.done) > config.fuse_commit:
+        return plain_step(config, params, state)
+    wide, plain = (functools.partial(run, config, params) for run in (wide_step, plain_step))
+    return jax.lax.cond(begins(config, state), wide, plain, state)
+
+
+def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one forward pass and advances every row by what that row needs next.
+
+    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
+    canvas), some verify a draft, and finished rows do nothing. All of them share the pass: `used` says how many of
+    the W tokens each row contributes, and 0 freezes it.
+
+    Args:
+        config: Static sizes.
+        params: Parameters of the model.
+        state: State of all rows.
+
+    Returns:
+        The next state, and a frame that shows each row's window after this pass.
+    """
     state = open_canvases(config, state)  # rows that finished a block start the next one
     if config.drafter is not None:
-        state = draft_block(step, config, params, state)
-    encodable = encodable_tokens(config, state.committed)
+        state = draft_block(plain_step, config, params, state)
+    encodable = config.encodable(state.committed)
     encoding = (state.cache_length < encodable) & ~state.done  # [B]
     verifying = state.unverified & ~state.done  # [B]
 
@@ -124,67 +140,6 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
 
 
-def encodable_tokens(config: DecodeConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Computes how many tokens of each row's prefix encoding passes write to the cache.
-
-    Args:
-        config: Static sizes; `config.model.encodable` knows the model's rule, such as whole blocks only.
-        committed: Length of each row's committed prefix [B].
-
-    Returns:
-        Length of the prefix to encode [B].
-    """
-    # With self-speculation the last committed token is left out: the verifying pass feeds it as the first token of its
-    # draft, because the logits at its position verify the token after it.
-    ready = config.model.encodable(committed)
-    return jnp.minimum(ready, committed - 1) if config.speculative else ready
-
-
-def open_canvases(config: DecodeConfig, state: State) -> State:
-    """Initializes the canvas of every row that has encoded its committed tokens and has no open canvas.
-
-    Args:
-        config: Static sizes.
-        state: State of all rows.
-
-    Returns:
-        The state with the new canvases. A canvas holds the committed, given and draft tokens at their positions, and
-        noise elsewhere. The memories of the rule and of the stopping criterion start anew.
-    """
-    ready = encodable_tokens(config, state.committed)
-    opening = (state.cache_length >= ready) & ~state.done & (state.step < 0)
-
-    def lay(row: State) -> tuple[Array, Array, Array]:
-        # The canvas covers the W positions after the cache. Positions that are committed, given or drafted start with
-        # their tokens, the others with noise. Of the committed ones, the last `revisable` stay editable.
-        at = row.cache_length + jnp.arange(config.width)  # [W]
-        here = lambda x: jax.lax.dynamic_slice(x, (row.cache_length,), (config.width,))
-        frozen = (at < row.committed - config.revisable) | here(row.given)
-        ones = jnp.ones((config.width,), jnp.float32)
-        noise = config.corruption.prior(step_key(row.key, row.committed, jnp.asarray(-1)), ones)
-        decided = frozen | (at < row.committed) | here(row.draft)
-        canvas = jnp.where(decided, here(row.tokens), noise).astype(jnp.int32)
-        offset = window_offset(config, row.cache_length, row.committed)
-        return canvas, frozen, slice_at(canvas, offset, config.window)
-
-    canvas, frozen, window = jax.vmap(lay)(state.without_cache())
-    used = jnp.minimum(config.width, state.end - state.cache_length)
-    fresh: dict[str, Any] = dict(
-        canvas=canvas,
-        answer=canvas,
-        frozen=frozen,
-        used=used,
-        step=jnp.zeros_like(state.step),
-        self_cond=jax.tree.map(jnp.zeros_like, state.self_cond),
-        memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
-    )
-    # With self-speculation a canvas that holds only the last committed token has nothing to denoise: it is verified
-    # at once. With a separate drafter the canvas already holds that model's draft.
-    if config.speculative:
-        fresh["unverified"] = (used <= 1) | (config.drafter is not None)
-    return update_rows(state, opening, fresh)
-
-
 def prefill(
     config: DecodeConfig,
     params: Params,
@@ -220,7 +175,7 @@ def prefill(
         committed = committed - 1
 
     def pending(state: State) -> Int[Array, "B"]:
-        return (encodable_tokens(config, committed) - state.cache_length) * ~state.done
+        return (config.encodable(committed) - state.cache_length) * ~state.done
 
     def body(state: State) -> State:
         # tokens [B, width]: the next tokens of each row, of which the first used[b] are encoded.
@@ -262,15 +217,43 @@ def run_until_done(
     """
     axes = varying_axes((params, state))
 
-    def body(carry: tuple[Array, PackedState]) -> tuple[Array, PackedState]:
+    def advance(step: Step, carry: tuple[Array, PackedState]) -> tuple[Array, PackedState]:
         made, packed = carry
         state, _ = step(config, params, unpack_state(packed))
         return varying((made + 1, pack_state(state)), axes)
 
     begun, start = state.committed, varying((jnp.asarray(0), pack_state(state)), axes)
     going = lambda carry: unfinished(unpack_state(carry[1]), begun, watch)
-    made, packed = jax.lax.while_loop(going, body, start)
+    made, packed = repeat(config, going, advance, start)
     return unpack_state(packed), made
+
+
+def repeat(
+    config: DecodeConfig, going: Callable[[Any], Array], advance: Callable[[Step, Any], Any], carry: Any
+) -> Any:
+    """Repeats passes on the device.
+
+    Args:
+        config: Static sizes.
+        going: going(carry) -> whether another pass is made, a scalar.
+        advance: advance(step, carry) -> the carry after the pass `step`.
+        carry: What the loop carries; `carry[1]` is the packed state.
+
+    Returns:
+        The last carry.
+    """
+    if carry[1].counters.shape[1] > config.fuse_commit:
+        return jax.lax.while_loop(going, functools.partial(advance, plain_step), carry)
+    # Loops inside the loop and no `cond`: XLA updates the KV cache of a loop in place, but copies that of a `cond`.
+    wide = lambda carry: begins(config, unpack_state(carry[1]))
+
+    def passes(carry: Any) -> Any:
+        first = lambda carry: going(carry) & wide(carry)
+        rest = lambda carry: going(carry) & ~wide(carry)
+        carry = jax.lax.while_loop(first, functools.partial(advance, wide_step), carry)
+        return jax.lax.while_loop(rest, functools.partial(advance, plain_step), carry)
+
+    return jax.lax.while_loop(going, passes, carry)
 
 
 def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
@@ -295,7 +278,7 @@ def run_limited(
     passes: int,
     limit: Int[Array, ""] | None = None,
     watch: Bool[Array, "B"] | None = None,
-    step: Callable[[DecodeConfig, Params, State], tuple[State, Frame]] = step,
+    after: Callable[[State, State, Frame], State] = lambda before, state, frame: state,
 ) -> tuple[State, Frame, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done, but at most `passes` times, and keeps the frames.
 
@@ -306,26 +289,28 @@ def run_limited(
         passes: Maximum number of passes; static, since it is the size of the frame buffer.
         limit: A traced maximum; the smaller of `passes` and `limit` applies. None: `passes`.
         watch: Rows [B] whose commits stop the loop, see `run_until_done`.
-        step: One pass.
+        after: after(state before a pass, state after it, its frame) -> the state of the next pass.
 
     Returns:
         The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.
     """
     axes = varying_axes((params, state))
-    like = jax.eval_shape(lambda s: step(config, params, s)[1], state)
+    like = jax.eval_shape(lambda s: plain_step(config, params, s)[1], state)
     empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
     most = passes if limit is None else jnp.minimum(limit, passes)
 
-    def body(carry: tuple[Array, PackedState, Frame]) -> tuple[Array, PackedState, Frame]:
+    def advance(step: Step, carry: tuple[Array, PackedState, Frame]) -> tuple[Array, PackedState, Frame]:
         i, packed, frames = carry
-        state, frame = step(config, params, unpack_state(packed))
+        before = unpack_state(packed)
+        state, frame = step(config, params, before)
+        state = after(before, state, frame)
         frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
         return varying((i + 1, pack_state(state), frames), axes)
 
     begun = state.committed
     going = lambda carry: (carry[0] < most) & unfinished(unpack_state(carry[1]), begun, watch)
     start = varying((jnp.asarray(0), pack_state(state), empty), axes)
-    made, packed, frames = jax.lax.while_loop(going, body, start)
+    made, packed, frames = repeat(config, going, advance, start)
     return unpack_state(packed), frames, made
 
 

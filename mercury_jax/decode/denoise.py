@@ -1,7 +1,8 @@
 """One denoising step of all rows: token statistics, the rule's decision, the stopping criterion, commit.
 
-`denoise` works on the batch and vmaps `decide`, which works on one row. A step of a row ends in one of two ways: the
-canvas becomes the rule's proposal, or the block is finished and committed to `tokens`, and later passes encode it.
+`open_canvases` makes the canvas on which a row begins a block. `denoise` works on the batch and vmaps `decide`, which
+works on one row. A step of a row ends in one of two ways: the canvas becomes the rule's proposal, or the block is
+finished and committed to `tokens`, and later passes encode it.
 
 `decoder.step` calls `denoise` after the forward pass; `view.py` builds what the rule sees.
 """
@@ -29,7 +30,9 @@ from mercury_jax.decode.state import (
     Window,
     close_thinking,
     ends_text,
+    first_memory,
     first_state,
+    step_key,
     update_rows,
     window_offset,
 )
@@ -48,6 +51,51 @@ from mercury_jax.decode.token_stats import (
 )
 from mercury_jax.decode.view import Observation, draw_uniforms, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
+
+
+def open_canvases(config: DecodeConfig, state: State) -> State:
+    """Initializes the canvas of every row that has encoded its committed tokens and has no open canvas.
+
+    Args:
+        config: Static sizes.
+        state: State of all rows.
+
+    Returns:
+        The state with the new canvases. A canvas holds the committed, given and draft tokens at their positions, and
+        noise elsewhere. The memories of the rule and of the stopping criterion start anew.
+    """
+    ready = config.encodable(state.committed)
+    opening = (state.cache_length >= ready) & ~state.done & (state.step < 0)
+
+    def lay(row: State) -> tuple[Array, Array, Array]:
+        # The canvas covers the W positions after the cache. Positions that are committed, given or drafted start with
+        # their tokens, the others with noise. Of the committed ones, the last `revisable` stay editable.
+        at = row.cache_length + jnp.arange(config.width)  # [W]
+        here = lambda x: jax.lax.dynamic_slice(x, (row.cache_length,), (config.width,))
+        frozen = (at < row.committed - config.revisable) | here(row.given)
+        ones = jnp.ones((config.width,), jnp.float32)
+        noise = config.corruption.prior(step_key(row.key, row.committed, jnp.asarray(-1)), ones)
+        decided = frozen | (at < row.committed) | here(row.draft)
+        canvas = jnp.where(decided, here(row.tokens), noise).astype(jnp.int32)
+        offset = window_offset(config, row.cache_length, row.committed)
+        return canvas, frozen, slice_at(canvas, offset, config.window)
+
+    canvas, frozen, window = jax.vmap(lay)(state.without_cache())
+    used = jnp.minimum(config.width, state.end - state.cache_length)
+    fresh: dict[str, Any] = dict(
+        canvas=canvas,
+        answer=canvas,
+        frozen=frozen,
+        used=used,
+        step=jnp.zeros_like(state.step),
+        self_cond=jax.tree.map(jnp.zeros_like, state.self_cond),
+        memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
+    )
+    # With self-speculation a canvas that holds only the last committed token has nothing to denoise: it is verified
+    # at once. With a separate drafter the canvas already holds that model's draft.
+    if config.speculative:
+        fresh["unverified"] = (used <= 1) | (config.drafter is not None)
+    return update_rows(state, opening, fresh)
 
 
 def denoise(

@@ -292,7 +292,7 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     """Drafts a block for every row that waits for its verifying pass.
 
     Args:
-        step: `decoder.step`, passed in because `decoder.py` imports this module.
+        step: `decoder.plain_step`, passed in because `decoder.py` imports this module.
         config: Config of the verifier, with `config.drafter`.
         params: Parameters of both models.
         state: State of the verifier; each canvas begins with the last committed token.

@@ -260,10 +260,15 @@ def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, G
         masks = masks._replace(columns=jnp.where(masks.columns < 0, -1, columns))
         behind = other.tokens.shape[1] + jnp.arange(columns.shape[1], dtype=index.dtype)
         index = jnp.concatenate([index, jnp.broadcast_to(behind, columns.shape)], axis=1)
+    gather = lambda x: _gather(x, other.source)
+    # Tokens of the negative prompt precede those of the conditional pass, and are committed if the first of those is.
+    source = jnp.maximum(other.source, 0)
+    of_tokens = lambda x: x if x is None or x.ndim == 1 else jnp.take_along_axis(x, source, axis=1)
     other_hidden, unconditional = model.forward(params, given._replace(
         tokens=other.tokens, cache=cache.unconditional, start=other.start, used=other.used,
-        end=given.end + cache.shift, self_cond=jax.tree.map(lambda x: _gather(x, other.source), given.self_cond),
-        leave_one_out=masks, length=None if given.length is None else given.length + cache.shift,
+        end=given.end + cache.shift, encoding=of_tokens(given.encoding), time=of_tokens(given.time),
+        self_cond=jax.tree.map(gather, given.self_cond), leave_one_out=masks,
+        length=None if given.length is None else given.length + cache.shift,
     ))  # fmt: skip
     other_hidden = jax.tree.map(lambda x: _gather(x, index), other_hidden)
     weight = jnp.broadcast_to(cache.weight[:, None, None], (*index.shape, 1))

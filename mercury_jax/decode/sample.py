@@ -26,7 +26,6 @@ from mercury_jax import sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.decode_config import DecodeConfig, prefill_width
-from mercury_jax.decode.decoder import encodable_tokens
 from mercury_jax.decode.defaults import EffortLike, choose_sampler
 from mercury_jax.decode.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.grammar import Spec
@@ -358,7 +357,7 @@ def _cached(request: Request, config: DecodeConfig, slots: int) -> np.ndarray:
     # The prompt is encoded in the row of its first answer, and the other n - 1 rows copy its cache. A bidirectional
     # model has no cache to copy.
     if request.forked and request.rows is not None and config.model.config.pattern != "bidirectional":
-        ready = np.asarray(encodable_tokens(config, jnp.asarray(request.rows.committed)))
+        ready = np.asarray(config.encodable(jnp.asarray(request.rows.committed)))
         cached = np.where(np.arange(len(cached)) % request.n > 0, ready, cached)
     return cached
 

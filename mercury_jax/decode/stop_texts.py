@@ -19,7 +19,6 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.decode_config import PREFILL
-from mercury_jax.decode.decoder import encodable_tokens
 from mercury_jax.decode.session import Session
 from mercury_jax.decode.thinking import decode_answer, is_thinking
 from mercury_jax.types import LM
@@ -166,7 +165,7 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
     # Cut the rows on the device as well; keys of tokens beyond the new ends become invalid.
     rows = list(found)
     committed[rows], done[rows] = end[rows], True
-    ready = np.asarray(encodable_tokens(session.config, jnp.asarray(committed)))
+    ready = np.asarray(session.config.encodable(jnp.asarray(committed)))
     ready = np.minimum(cache_length, np.maximum(ready, 0))
     if session.config.model.config.window is not None:
         # Layers with a window keep the keys of the window and of PREFILL or more positions before it

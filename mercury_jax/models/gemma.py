@@ -618,13 +618,13 @@ def _apply(net: Gemma, given: PackedPass) -> Array:
 def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:
     c = net.config
     inputs = masks.cache_pass_inputs(c, given)
-    encoding = given.encoding[:, None]
-    clean = jnp.broadcast_to(encoding, inputs.tokens.shape)
+    clean, self_cond = masks.encoded_tokens(given), given.self_cond
+    before = (clean & (jnp.arange(clean.shape[1]) < given.used[:, None])).sum(axis=1)  # [B] committed tokens
+    if given.leave_one_out is not None:  # zeros: they must not see an earlier prediction
+        more = [(0, 0), (0, given.leave_one_out.columns.shape[1])]
+        clean = jnp.pad(clean, more)
+        self_cond = jax.tree.map(lambda x: jnp.pad(x, [*more, (0, 0)]), self_cond)
     # Here slots are positions. The window of a clean token ends with the token; the tail of a canvas token ends where
     # the canvas starts.
-    lowest = jnp.where(encoding, inputs.positions + 1 - c.window, given.start[:, None] - c.tail)
-    self_cond = given.self_cond
-    if given.leave_one_out is not None:  # zeros: they must not see an earlier prediction
-        more = [(0, 0), (0, given.leave_one_out.columns.shape[1]), (0, 0)]
-        self_cond = jax.tree.map(lambda x: jnp.pad(x, more), self_cond)
+    lowest = jnp.where(clean, inputs.positions + 1 - c.window, (given.start + before)[:, None] - c.tail)
     return net.apply({"params": params}, inputs, clean, lowest, self_cond, given.cache)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.types import LaidOutDocument, Pass
@@ -51,6 +51,19 @@ class NetworkInputs(NamedTuple):
     )
 
 
+def encoded_tokens(given: Pass) -> Bool[Array, "B T"]:
+    """Returns which tokens of a pass are committed text.
+
+    Args:
+        given: Arguments of the pass.
+
+    Returns:
+        `given.encoding` of each token.
+    """
+    encoding = given.encoding if given.encoding.ndim == 2 else given.encoding[:, None]
+    return jnp.broadcast_to(encoding, given.tokens.shape)
+
+
 def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     """Computes positions, slots and key ranges of a pass over a cache.
 
@@ -65,16 +78,16 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     Returns:
         The inputs of the network.
     """
-    tokens, encoding = given.tokens, given.encoding[:, None]
+    tokens, encoding = given.tokens, encoded_tokens(given)
     length = given.end if given.length is None else given.length
     offsets = jnp.arange(tokens.shape[1])[None]
     used = offsets < given.used[:, None]
     positions = given.start[:, None] + offsets if given.positions is None else given.positions
     own = positions if given.slots is None else given.slots
     slots = jnp.where(used, own, OUT_OF_CACHE)  # unused tokens are dropped
-    # Encoding rows use the causal pattern of the model: the keys up to themselves, or up to the end of their block.
-    # Denoising rows attend to all of [0, end). `stop` [B, T] is the end of the one range of each query; unused tokens
-    # get an empty range. The second range is only used in training.
+    # Committed tokens use the causal pattern of the model: the keys up to themselves, or up to the end of their block.
+    # Tokens of a canvas attend to all of [0, end). `stop` [B, T] is the end of the one range of each query; unused
+    # tokens get an empty range. The second range is only used in training.
     end = jnp.broadcast_to(given.end[:, None], positions.shape)
     causal = end
     if config.pattern == "causal_encoder":
@@ -87,7 +100,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     if given.leave_one_out is None:
         return NetworkInputs(tokens, positions, ranges, slots, length)
     mask, columns, joint = given.leave_one_out
-    predicted = (columns >= 0) & (columns < given.used[:, None]) & ~encoding  # [B, L]
+    predicted = (columns >= 0) & (columns < given.used[:, None]) & ~encoding[:, :1]  # [B, L]
     at, after = given.start[:, None] + columns, given.end[:, None]
     own = after + jnp.cumsum(predicted, axis=1) - 1  # slots from `end` on, without gaps
     count = predicted.sum(axis=1, keepdims=True)

@@ -88,7 +88,7 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
             "a rule that needs no leave-one-out masks: this model's logits are shifted",
         )
     config: ModelConfig = net.config  # pyright: ignore[reportAttributeAccessIssue]
-    tokens, cache, encoding = given.tokens, given.cache, given.encoding
+    tokens, cache, encoding = given.tokens, given.cache, masks.encoded_tokens(given)
     capacity = cache.tokens.shape[1]
     run = masks.cache_pass_inputs(config, given)
     cached = cache.tokens.at[jnp.arange(tokens.shape[0])[:, None], run.slots].set(tokens, mode="drop")
@@ -111,5 +111,5 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
     own = hidden if full else hidden[:, 1:]
     previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1) if full else hidden[:, :-1]
     at_zero = (run.positions if full else run.positions[:, 1:]) == 0
-    aligned = jnp.where(encoding[:, None, None] | at_zero[..., None], own, previous)
+    aligned = jnp.where(encoding[..., None] | at_zero[..., None], own, previous)
     return aligned, ShiftedCache(kv, cached)

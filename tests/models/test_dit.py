@@ -182,14 +182,15 @@ def test_gidd_has_the_published_number_of_parameters(width, layers, heads, milli
 
 def told_forward(params, given):
     """Hidden: the time it was told, and the latest time at which the tokens before it were encoded."""
-    tokens, cache, start, time = given.tokens, given.cache, given.start, given.time
+    tokens, cache, start = given.tokens, given.cache, given.start
+    time, encoding = (jnp.broadcast_to(x.T, tokens.shape[::-1]).T for x in (given.time, given.encoding))
     at = start[:, None] + jnp.arange(tokens.shape[1])
-    live = (jnp.arange(tokens.shape[1]) < given.used[:, None]) & given.encoding[:, None]
+    live = (jnp.arange(tokens.shape[1]) < given.used[:, None]) & encoding
     put = lambda old, at, t: old.at[at].set(t, mode="drop")
-    k = jax.vmap(put)(cache[0].k, jnp.where(live, at, 10_000), time)
-    before = jnp.arange(k.shape[1])[None] < start[:, None]
+    k = jax.vmap(put)(cache[0].k, jnp.where(live, at, 10_000), time[..., None, None])
+    before = jnp.arange(k.shape[1])[None] < (start + live.sum(axis=1))[:, None]
     encoded = jnp.where(before, k[:, :, 0, 0], 0.0).max(axis=1)
-    hidden = jnp.broadcast_to(jnp.stack([time, encoded], -1)[:, None], (*tokens.shape, 2))
+    hidden = jnp.stack([time, jnp.broadcast_to(encoded[:, None], tokens.shape)], -1)
     return hidden, (cache[0]._replace(k=k),)
 
 

@@ -1,0 +1,87 @@
+"""A pass that writes a finished block to the KV cache and takes the first denoising step of the next block.
+
+In a plain decoder these are two passes (`decoder.plain_step`): a block of n steps takes n + 1 of them. Here one pass
+feeds the committed tokens and, after them, the new canvas. In each layer the keys of the committed tokens are written
+before the canvas attends to them, so the canvas sees what it would see one pass later, and the tokens are the same. The
+pass is twice as wide as a canvas: it pays where a pass waits for the weights, as with few rows on a GPU or TPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.denoise import denoise, open_canvases
+from mercury_jax.decode.forward import slice_rows, times
+from mercury_jax.decode.state import Frame, State, window_offset
+from mercury_jax.types import Params, Pass
+
+
+def begins(config: DecodeConfig, state: State) -> Bool[Array, ""]:
+    """Returns whether the next pass is a wide one: whether a row then encodes the last of its committed tokens.
+
+    Args:
+        config: Static sizes.
+        state: State of all rows.
+
+    Returns:
+        A scalar.
+    """
+    behind = config.encodable(state.committed) - state.cache_length
+    return jnp.any((behind > 0) & (behind <= config.width) & ~state.done)
+
+
+def wide_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one pass of 2W tokens, in which each row feeds what it has to encode, and then its canvas.
+
+    Args:
+        config: Static sizes.
+        params: Parameters of the model.
+        state: State of all rows.
+
+    Returns:
+        The next state, and a frame that shows each row's window after this pass.
+    """
+    # 1. Each row encodes up to W committed tokens. A row that has encoded all of them opens a canvas after them.
+    start, width, running = state.cache_length, config.width, ~state.done
+    encodable = config.encodable(state.committed)
+    encoded = jnp.clip(encodable - start, 0, width) * running  # [B]
+    state = open_canvases(config, state._replace(cache_length=start + encoded))
+    denoising = running & (state.cache_length >= encodable)
+
+    # 2. One pass: token j of a row is the committed token at start + j, or position j - encoded of its canvas.
+    at = jnp.arange(2 * width)
+    committed = at < encoded[:, None]  # [B, 2W]
+    column = jnp.clip(at - encoded[:, None], 0, width - 1)
+    beside = jax.vmap(lambda canvas, column: canvas[column])
+    slots = jnp.minimum(start[:, None] + at, state.tokens.shape[1] - 1)
+    tokens = jnp.where(
+        committed, jnp.take_along_axis(state.tokens, slots, axis=1), beside(state.canvas, column)
+    )
+    used = encoded + jnp.where(denoising, state.used, 0)
+
+    def on_canvas(x: Array) -> Array:  # the self-conditioning [B, W, D], for the canvas only
+        return jnp.where(committed[..., None], 0, beside(x, column)).astype(x.dtype)
+
+    time = times(config, state, ~denoising)
+    given = Pass(
+        tokens,
+        state.cache,
+        start,
+        used,
+        start + used,
+        committed,
+        jax.tree.map(on_canvas, state.self_cond),
+        None if time is None else jnp.where(committed, 0.0, time[:, None]),
+        length=state.max_end,
+    )
+    hidden, cache = config.model.forward(params, given)
+
+    # 3. The canvas of each row begins after what the row has encoded.
+    offset = encoded + window_offset(config, state.cache_length, state.committed)
+    window: Any = slice_rows(hidden, offset, config.window)
+    return denoise(config, params, state._replace(cache=cache), window, None, denoising)
