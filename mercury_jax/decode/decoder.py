@@ -4,15 +4,15 @@ The phase of a row is derived from its fields and never stored. The first that a
 
     done     nothing is left to write
     encode   `cache_length` is below the number of committed tokens: the pass writes them to the KV cache
-    verify   a draft waits for its causal pass
+    verify   a draft waits for its causal pass (`self_speculation`)
     denoise  otherwise: the pass updates the canvas
 
 Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
 rows denoise.
 
-`step` is one pass, `plain_step` or the wider one of `fused_commit`; `run_until_done` and `run_limited` repeat passes.
-`Decoder` offers them for use under the user's own `jit`, `vmap`, `scan`, `grad` and `shard_map`; `session.py` compiles
-them for the public calls.
+`plain_step` is one pass; methods such as self-speculation supply their own (`step_of`). `run_until_done` and
+`run_limited` repeat passes. `Decoder` offers them for use under the user's own `jit`, `vmap`, `scan`, `grad` and
+`shard_map`; `session.py` compiles them for the public calls.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from mercury_jax.decode.decode_config import (
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise, open_canvases
-from mercury_jax.decode.drafting import count_drafts, draft_block, idle_frame
-from mercury_jax.decode.forward import forward, note_confidence
+from mercury_jax.decode.forward import forward, next_feed
 from mercury_jax.decode.fused_commit import begins, wide_step
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
-from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
+from mercury_jax.decode.key_reuse import reuse_step
+from mercury_jax.decode.lookahead import lookahead_step
 from mercury_jax.decode.sampler import Sampler, SamplerLike
-from mercury_jax.decode.self_speculation import first_tokens, verify
+from mercury_jax.decode.self_speculation import drafted_step, seeded_step, speculative_step
 from mercury_jax.decode.state import (
     Drafter,
     Frame,
     PackedState,
     Rows,
     State,
+    Step,
     ends_text,
     first_state,
     pack_state,
@@ -64,11 +65,9 @@ from mercury_jax.decode.state import (
 from mercury_jax.sharding import in_auto_axes, varying, varying_axes
 from mercury_jax.types import LM, Key, Params, Pass
 
-Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]
-
 
 def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass: `plain_step`, or `fused_commit.wide_step` where a small batch begins a block.
+    """Runs one forward pass: that of `step_of`, or `fused_commit.wide_step` where a small batch begins a block.
 
     Args:
         config: Static sizes; equal configs share one compilation.
@@ -79,7 +78,7 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
         The next state, and a frame that shows each row's window after this pass.
     """
     if len(state.done) > config.fuse_commit:
-        return plain_step(config, params, state)
+        return step_of(config)(config, params, state)
     wide, plain = (functools.partial(run, config, params) for run in (wide_step, plain_step))
     return jax.lax.cond(begins(config, state), wide, plain, state)
 
@@ -88,8 +87,7 @@ def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[Stat
     """Runs one forward pass and advances every row by what that row needs next.
 
     In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
-    canvas), some verify a draft, and finished rows do nothing. All of them share the pass: `used` says how many of
-    the W tokens each row contributes, and 0 freezes it.
+    canvas), and finished rows do nothing. All of them share the pass.
 
     Args:
         config: Static sizes.
@@ -100,44 +98,33 @@ def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[Stat
         The next state, and a frame that shows each row's window after this pass.
     """
     state = open_canvases(config, state)  # rows that finished a block start the next one
+    feed = next_feed(config, state)  # committed tokens, or a canvas
+    hidden, leave_one_out, state = forward(
+        config, params, state, *feed
+    )  # hidden is opaque: leaves [B, L, ...]
+    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
+    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
+    return feed.advance(state), frame
+
+
+def step_of(config: DecodeConfig) -> Step:
+    """Chooses the pass of a config: plain, or that of a method.
+
+    Args:
+        config: Static sizes.
+
+    Returns:
+        step(config, params, state) -> (state, frame).
+    """
     if config.drafter is not None:
-        state = draft_block(plain_step, config, params, state)
-    encodable = config.encodable(state.committed)
-    encoding = (state.cache_length < encodable) & ~state.done  # [B]
-    verifying = state.unverified & ~state.done  # [B]
-
-    # 1. What each row feeds: committed tokens to encode, or its canvas. tokens [B, W], used [B]
-    used = jnp.where(encoding, jnp.minimum(config.width, encodable - state.cache_length), state.used)
-    used = jnp.where(state.done, 0, used)
-    pending = jax.vmap(lambda x, at: jax.lax.dynamic_slice(x, (at,), (config.width,)))
-    tokens = jnp.where(encoding[:, None], pending(state.tokens, state.cache_length), state.canvas)
+        return functools.partial(drafted_step, step_of(config.drafter))
     if config.speculative:
-        tokens = jnp.where(verifying[:, None], state.answer, tokens)
-
-    # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
-    causal = encoding | verifying
-    run_pass = forward_drafts if config.lookahead else forward
-    hidden, leave_one_out, state = run_pass(config, params, state, tokens, used, causal)
-
-    # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
-    denoising = ~encoding & ~verifying & ~state.done
-    take_steps = denoise_ahead if config.lookahead else denoise
-    if config.drafter is None:
-        moved, frame = take_steps(config, params, state, hidden, leave_one_out, denoising)
-        moved = note_confidence(config, moved, frame)
-    else:  # another model denoises: these rows encode or verify
-        moved, frame = state, idle_frame(state)
-    if config.speculative:
-        logits = config.model.head(params, hidden)
-        moved, frame = verify(config, state, logits, verifying, moved, frame)
-        if config.drafter is not None:
-            moved = count_drafts(state, moved, frame, verifying)
-    # With shifted logits the pass that encodes the last committed token also predicts the first token of the block.
-    if config.seeded:
-        finished = encoding & (state.cache_length + used == state.committed)
-        moved = first_tokens(config, params, hidden, finished, moved)
-    # Only encoding rows keep what the pass wrote to the cache. A denoising row overwrites it in its next pass.
-    return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
+        return speculative_step
+    if config.lookahead:
+        return lookahead_step
+    if config.refresh is not None:
+        return reuse_step
+    return seeded_step if config.seeded else plain_step
 
 
 def prefill(
@@ -243,7 +230,7 @@ def repeat(
         The last carry.
     """
     if carry[1].counters.shape[1] > config.fuse_commit:
-        return jax.lax.while_loop(going, functools.partial(advance, plain_step), carry)
+        return jax.lax.while_loop(going, functools.partial(advance, step_of(config)), carry)
     # Loops inside the loop and no `cond`: XLA updates the KV cache of a loop in place, but copies that of a `cond`.
     wide = lambda carry: begins(config, unpack_state(carry[1]))
 
@@ -295,7 +282,7 @@ def run_limited(
         The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.
     """
     axes = varying_axes((params, state))
-    like = jax.eval_shape(lambda s: plain_step(config, params, s)[1], state)
+    like = jax.eval_shape(lambda s: step_of(config)(config, params, s)[1], state)
     empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
     most = passes if limit is None else jnp.minimum(limit, passes)
 

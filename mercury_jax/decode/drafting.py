@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -51,6 +50,7 @@ from mercury_jax.decode.state import (
     Frame,
     SamplingParams,
     State,
+    Step,
     position_uniforms,
     sampling_params,
     update_rows,
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from mercury_jax.decode.request import Request
 
 Method = Literal["same_seed", "rejection"]
-Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]
 ACCEPTANCE_KEY = 0x7FFFFFFE  # folded into a row's key for the uniforms that accept drafts
 
 
@@ -292,7 +291,7 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     """Drafts a block for every row that waits for its verifying pass.
 
     Args:
-        step: `decoder.plain_step`, passed in because `decoder.py` imports this module.
+        step: The pass of the drafter.
         config: Config of the verifier, with `config.drafter`.
         params: Parameters of both models.
         state: State of the verifier; each canvas begins with the last committed token.

@@ -27,11 +27,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.denoise import denoise
-from mercury_jax.decode.forward import forward
+from mercury_jax.decode.denoise import denoise, open_canvases
+from mercury_jax.decode.forward import forward, next_feed
+from mercury_jax.decode.self_speculation import first_tokens
 from mercury_jax.decode.state import DecodeConfig, Drafts, Frame, State, update_rows
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Params
+
+
+def lookahead_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one pass over the canvases and their drafts, and takes all the steps that it has computed.
+
+    Args:
+        config: Static sizes, with `lookahead`.
+        params: Parameters of the model.
+        state: State of all rows.
+
+    Returns:
+        The next state, and a frame that shows each row's window after this pass.
+    """
+    state = open_canvases(config, state)
+    feed = next_feed(config, state)
+    hidden, leave_one_out, before = forward_drafts(config, params, state, *feed)
+    denoising = ~feed.encoding & ~state.done
+    moved, frame = denoise_ahead(config, params, before, hidden, leave_one_out, denoising)
+    if config.seeded:
+        own = jax.tree.map(lambda x: x[:: 1 + config.lookahead], hidden)
+        moved = first_tokens(config, params, own, before, feed, moved)
+    return feed.advance(moved), frame
 
 
 def forward_drafts(

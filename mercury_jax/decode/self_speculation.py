@@ -22,10 +22,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.drafting import Proposals, accept_or_redraw, proposals
+from mercury_jax.decode.denoise import denoise, open_canvases
+from mercury_jax.decode.drafting import (
+    DraftParams,
+    Proposals,
+    accept_or_redraw,
+    count_drafts,
+    draft_block,
+    idle_frame,
+    proposals,
+)
+from mercury_jax.decode.forward import Feed, forward, next_feed
 from mercury_jax.decode.state import (
     Frame,
     State,
+    Step,
     close_thinking,
     ends_text,
     position_uniforms,
@@ -44,8 +55,75 @@ from mercury_jax.decode.view import process_logits, row_view
 from mercury_jax.types import Params
 
 
+def speculative_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one pass in which rows encode, denoise a draft, or verify one.
+
+    Args:
+        config: Static sizes, with `speculative`.
+        params: Parameters of the model.
+        state: State of all rows.
+
+    Returns:
+        The next state, and a frame that shows each row's window after this pass.
+    """
+    state = open_canvases(config, state)
+    feed, verifying, hidden, state = _verifying_pass(config, params, state)
+    denoising = ~feed.encoding & ~verifying & ~state.done
+    moved, frame = denoise(config, params, state, hidden, None, denoising)
+    moved, frame = verify(config, state, config.model.head(params, hidden), verifying, moved, frame)
+    return feed.advance(moved), frame
+
+
+def drafted_step(draft: Step, config: DecodeConfig, params: DraftParams, state: State) -> tuple[State, Frame]:
+    """Lets another model draft, and runs one pass in which rows encode or verify.
+
+    Args:
+        draft: The pass of the drafter.
+        config: Static sizes, with `drafter`.
+        params: Parameters of both models.
+        state: State of all rows.
+
+    Returns:
+        The next state, and a frame that shows each row's window after this pass.
+    """
+    state = draft_block(draft, config, params, open_canvases(config, state))
+    feed, verifying, hidden, state = _verifying_pass(config, params, state)
+    logits = config.model.head(params, hidden)
+    moved, frame = verify(config, state, logits, verifying, state, idle_frame(state))
+    return feed.advance(count_drafts(state, moved, frame, verifying)), frame
+
+
+def _verifying_pass(
+    config: DecodeConfig, params: Params, state: State
+) -> tuple[Feed, Bool[Array, "B"], Any, State]:
+    """Runs the pass: (what rows feed, which of them verify, hidden states, the state with the new cache)."""
+    feed = next_feed(config, state)
+    verifying = state.unverified & ~state.done
+    tokens = jnp.where(verifying[:, None], state.answer, feed.tokens)
+    hidden, _, state = forward(config, params, state, tokens, feed.used, feed.encoding | verifying)
+    return feed, verifying, hidden, state
+
+
+def seeded_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one pass as `decoder.plain_step`; the pass that encodes a block also decides the next block's first token.
+
+    Args:
+        config: Static sizes, with `seeded`.
+        params: Parameters of the model.
+        state: State of all rows.
+
+    Returns:
+        The next state, and a frame that shows each row's window after this pass.
+    """
+    state = open_canvases(config, state)
+    feed = next_feed(config, state)
+    hidden, leave_one_out, state = forward(config, params, state, *feed)
+    moved, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
+    return feed.advance(first_tokens(config, params, hidden, state, feed, moved)), frame
+
+
 def first_tokens(
-    config: DecodeConfig, params: Params, hidden: Any, rows: Bool[Array, "B"], moved: State
+    config: DecodeConfig, params: Params, hidden: Any, state: State, feed: Feed, moved: State
 ) -> State:
     """Decides the first token of the next block from the pass that encoded the block before it.
 
@@ -58,12 +136,14 @@ def first_tokens(
         config: Static sizes.
         params: Parameters of the model.
         hidden: Hidden states of each row's window [B, L, ...]; the last position is the end of the encoded block.
-        rows: Rows that have encoded a block in this pass and have no token after it [B].
+        state: State of all rows before the pass.
+        feed: What the rows have fed.
         moved: The state after the steps of the other rows.
 
     Returns:
         The state, with one more committed token in these rows.
     """
+    rows = feed.encoding & (state.cache_length + feed.used == state.committed)  # no token follows the block
     logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
     changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
     # Skip rows that are finished, or whose next token is known already: given by the user, or part of a draft.

@@ -12,7 +12,7 @@ The rows of a batch are at different points of their answers. For each row:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -24,7 +24,7 @@ from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
-from mercury_jax.types import LM, Cache, Key, SelfCond, accumulation_dtype, fields_shown
+from mercury_jax.types import LM, Cache, Key, Params, SelfCond, accumulation_dtype, fields_shown
 
 ArrayLike: TypeAlias = np.ndarray | jax.Array
 
@@ -182,6 +182,9 @@ class Frame(NamedTuple):
         from mercury_jax.decode.display import frame_html
 
         return frame_html(self)
+
+
+Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]  # one pass
 
 
 def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> State:

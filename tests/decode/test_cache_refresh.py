@@ -15,7 +15,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import models
 from mercury_jax.bench.timing import endless
-from mercury_jax.decode import cache_refresh as caches, forward
+from mercury_jax.decode import cache_refresh as caches, key_reuse
 from mercury_jax.models.cache import with_kv_kind
 from mercury_jax.types import Pass
 from tests.marks import slow_except
@@ -102,7 +102,7 @@ def test_a_dual_cache_recomputes_the_block_alone():
 def rows_apart(monkeypatch):
     """Groups of one row of the tiny model; programs are found by their config, so those of other groups go."""
     jax.clear_caches()
-    monkeypatch.setattr(forward, "TOKENS", 64)
+    monkeypatch.setattr(key_reuse, "TOKENS", 64)
     yield
     jax.clear_caches()
 

@@ -28,8 +28,9 @@ ROWS, TOKENS = 96, 16
 @functools.cache
 def exact(pattern):
     """A tiny model in fp64, whose logits no other batch rounds to another order."""
-    lm = tiny("bidirectional" if pattern == "shifted" else pattern)
-    alignment = "shifted" if pattern == "shifted" else "same_position"
+    shifted = {"shifted": "bidirectional", "seeded": "block_causal"}  # seeded: as Fast-dLLM v2
+    lm = tiny(shifted.get(pattern, pattern))
+    alignment = "shifted" if pattern in shifted else "same_position"
     config = dataclasses.replace(lm.model.config, dtype="float64", alignment=alignment)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), lm.params)
     return dataclasses.replace(lm, model=models.build(config), params=params)
@@ -64,7 +65,7 @@ def check_same(plain, fast, lookahead):
     assert (fast.evaluated <= (1 + lookahead) * fast.forwards).all()
 
 
-ALL = [(pattern, len(RULES)) for pattern in (*PATTERNS, "shifted")]
+ALL = [(pattern, len(RULES)) for pattern in (*PATTERNS, "shifted", "seeded")]
 
 
 @pytest.mark.long
