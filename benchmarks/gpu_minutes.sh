@@ -12,13 +12,13 @@ mkdir -p "$out" && out=$(realpath "$out") && cd "$(dirname "${BASH_SOURCE[0]}")/
 export MERCURY_KERNEL_CHECKS=${MERCURY_KERNEL_CHECKS:-$out/kernels.json}
 failed=0
 
-step() { # name, seconds, arguments of `mercury bench gpu`
+step() { # name, seconds, words of a benchmark
   local name=$1 seconds=$2
   shift 2
   [ -e "$out/$name.done" ] && return
   printf '%s\n' "=== $name, at most $seconds s"
-  # `bench gpu` keeps its budget; the limit is for one that hangs.
-  if timeout $((seconds + 30)) "${PYTHON:-python3}" -m mercury_jax bench gpu "$@" ${small:+--small} --budget "$seconds" \
+  # A benchmark keeps its budget; the limit is for one that hangs.
+  if timeout $((seconds + 30)) "${PYTHON:-python3}" -m "$@" ${small:+--small} --budget "$seconds" \
     --out "$out/rows.jsonl" 2>&1 | tee "$out/$name.log"; then
     touch "$out/$name.done"
   else
@@ -33,9 +33,9 @@ else
   forms=("attention-"{64,256,512}"-bfloat16 b" "grouped-"{bfloat16,int8}" rows" "grouped-"{bfloat16,int8}-gated norm routing dispatch heads)
   grouped=(grouped) models=("decoding diffusiongemma")
 fi
-step check 170 check --only "${forms[@]}"
-step profile 180 profile --png "$out/profile.png"
-step decoding 220 model --only "${models[@]}"
-step grouped 70 speed --only "${grouped[@]}"
-step graphs 70 speed --only decoding
+step check 170 mercury_jax bench gpu check --only "${forms[@]}"
+step profile 180 mercury_jax bench gpu profile --png "$out/profile.png"
+step decoding 220 benchmarks.gpu model --only "${models[@]}"
+step grouped 70 benchmarks.gpu speed --only "${grouped[@]}"
+step graphs 70 benchmarks.gpu speed --only decoding
 exit "$failed"

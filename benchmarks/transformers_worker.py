@@ -1,4 +1,4 @@
-"""The side of transformers in `mercury bench gpu model`: a script for a Python that has torch and transformers.
+"""The side of transformers in `python -m benchmarks.gpu model`: a script for a Python that has torch and transformers.
 
 Reads one JSON object, builds the model with random weights, generates a canvas with few and with many denoising steps
 in alternation, and writes one JSON line: the median time difference divided by the difference in passes. Imports

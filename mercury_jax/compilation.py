@@ -19,6 +19,11 @@ from pathlib import Path
 
 CACHE = "MERCURY_CACHE"  # environment variable: folder of the cache; empty: no cache
 MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not stored
+# By default XLA's command buffers leave loops out; with this flag the bodies of loops become CUDA graphs too.
+GRAPH_FLAGS = (
+    "--xla_gpu_enable_command_buffer="
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+)
 
 
 def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | None:

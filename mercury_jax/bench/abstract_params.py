@@ -1,13 +1,14 @@
-"""Models without their weights: configurations by name, and parameters as shapes on a mesh.
+"""Models without their weights: configurations by name, and parameters as shapes on a mesh, or random.
 
 `source` resolves MODEL of `mercury bench compile MODEL`: a folder, a recipe, a config.json or one of `PRESETS`.
 `abstract_lm` shards that model like `mj.load(mesh=...)`, but with a `jax.ShapeDtypeStruct` for each parameter, so that
-its programs can be lowered for any device without memory for the weights.
+its programs can be lowered for any device without memory for the weights. `random_lm` fills it with random numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from mercury_jax import hub, models, noise
+from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import (
     ComputeType,
     Experts,
@@ -39,7 +40,7 @@ from mercury_jax.hub.params import (
 )
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.models.weight_quant import FORMATS
+from mercury_jax.models.weight_quant import FORMATS, QuantisedWeight
 from mercury_jax.sharding import AXES, partition_spec, quantised_axes
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 from mercury_jax.types import LM, Model
@@ -316,3 +317,52 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | Format
         )
         params[path] = type(arrays)(*found)
     return unflatten_dict(params, sep="/")
+
+
+# --- random parameters
+
+
+def random_lm(found: ModelSource, quantise: str | None = None) -> LM:
+    """Makes a model with random weights on the first device, by one jitted call that is quick to compile.
+
+    Args:
+        found: The model.
+        quantise: As in `abstract_lm`.
+
+    Returns:
+        The model, ready to decode. No two weights are alike: each is a hash of its place in the array.
+    """
+    lm = abstract_lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
+    return dataclasses.replace(lm, params=jax.block_until_ready(_random_params(lm.params)))
+
+
+def _random_params(like: Any) -> Any:
+    """Arrays in the shapes of parameters, made by one program: uniform with deviation 0.02, and ones for vectors."""
+    leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, QuantisedWeight))
+
+    def fill() -> Any:
+        made = []
+        for seed, x in enumerate(leaves):
+            if isinstance(x, QuantisedWeight):
+                bytes = (_hashed(x.values.shape, seed) >> 24).astype(jnp.uint8)
+                values = jax.lax.bitcast_convert_type(bytes, jnp.int8).astype(x.values.dtype)
+                # 74 is the standard deviation of uniform bytes.
+                made.append(type(x)(values, jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)))
+            elif len(x.shape) < 2:
+                made.append(jnp.ones(x.shape, x.dtype))
+            else:
+                uniform = (_hashed(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
+                made.append((uniform * (0.02 * math.sqrt(12))).astype(x.dtype))
+        return jax.tree.unflatten(tree, made)
+
+    return jax.jit(fill, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
+
+
+def _hashed(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """A hash of each index by the finaliser of MurmurHash3: one fused loop, where JAX's generators need several."""
+    h = jnp.full(shape, (seed * 0x9E3779B9 + 0x7F4A7C15) % 2**32, jnp.uint32)
+    for axis, prime in zip(range(len(shape)), (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)):
+        h = h * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(prime)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

@@ -47,7 +47,7 @@ DATA = {
 BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
     "compile": ("bench_compile", "a program for a chip that is not here: memory, collectives, roofline"),
-    "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, their speed, the speed of models"),
+    "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, and where a forward pass goes"),
 }
 
 # Names that other programs use -> ours.

@@ -1,15 +1,11 @@
-"""Measure an accelerator: check whether the kernels are correct on it, then time kernels, then whole models.
+"""Prepare an accelerator: check whether the kernels are correct on it, and see where a forward pass goes.
 
 WHAT, in this order:
   check   versions, roofline, and every kernel form against fp32; forms that pass are used from then on
-  speed   what passed, beside cuDNN and XLA; then a 100M model with kernels and graphs on and off
-  model   the 26B: a slice with kernels against without, int8, bf16, beside transformers; then training
   profile the operations of a pass of the 26B: calls, time, bytes and share of each, and the gaps between kernels
 
 examples:
   mercury bench gpu check --out h200.jsonl
-  mercury bench gpu speed --out h200.jsonl
-  mercury bench gpu model --out h200.jsonl
   mercury bench gpu profile --out h200.jsonl --png pass.png
   mercury bench gpu check --small               # on any machine: the same code on small shapes, in some minutes
   python -m mercury_jax bench gpu check         # from the source tree, without installing it
@@ -22,7 +18,7 @@ Forms that pass `check` are stored in ~/.cache/mercury_jax/kernels.json (MERCURY
 for this chip, this JAX and these sources of the kernels, and are used there by default; MERCURY_KERNELS=1 uses every
 kernel, MERCURY_KERNELS=0 none. `mercury info` says which are on and why.
 
---out: one JSON object a line, appended as soon as it is measured, so one file may hold all three commands. Records of
+--out: one JSON object a line, appended as soon as it is measured, so one file may hold all of them. Records of
 a chip belong under docs/results/, one file a day: h200-2026-11-30.jsonl. The fields "command", "case", "hardware",
 "jax" and "date" identify a row; then
   "passed", "relative_error", "moved"   a case of check: the largest error of a row, and how far two runs differ
@@ -43,13 +39,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mercury_jax.cli import show
 from mercury_jax.config import nearest, refuse
 
-COMMANDS = ("check", "speed", "model", "profile")
+COMMANDS = ("check", "profile")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,19 +114,33 @@ def run(argv: Sequence[str]) -> int:
         check_plot(args.png)
     from mercury_jax.bench.gpu import commands, runner
 
-    bad = False
+    how: dict[str, Any] = {"small": args.small, "only": args.only}
+    how |= {"seed": args.seed or 0} if args.what == "check" else {}
     with contextlib.closing(runner.Runner(args.budget)) as cases:
-        how: dict[str, Any] = {"small": args.small, "only": args.only}
-        if args.what == "check":
-            rows = commands.check(cases, seed=args.seed or 0, **how)
-        else:
-            rows = commands.measure(cases, args.what, **how)
-        for row in rows:
-            runner.append(args.out, row)
-            show.emit(row) if args.json else print(line(row), flush=True)
-            bad |= runner.troubled([row])
-            if args.png is not None and "operations" in row:
-                _draw(row, args.png)
+        return report(getattr(commands, args.what)(cases, **how), args.out, args.json, args.png)
+
+
+def report(rows: Iterable[Mapping[str, Any]], out: str | None, json: bool, png: str | None = None) -> int:
+    """Prints rows, and appends them to a file, as they are measured.
+
+    Args:
+        rows: The rows of a command.
+        out: A JSONL file, or None.
+        json: Whether to print one JSON object for each row.
+        png: File for the picture of a profile, or None.
+
+    Returns:
+        1 where a kernel is wrong or a case failed, else 0.
+    """
+    from mercury_jax.bench.gpu import runner
+
+    bad = False
+    for row in rows:
+        runner.append(out, row)
+        show.emit(row) if json else print(line(row), flush=True)
+        bad |= runner.troubled([row])
+        if png is not None and "operations" in row:
+            _draw(row, png)
     return 1 if bad else 0
 
 

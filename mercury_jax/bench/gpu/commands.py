@@ -1,8 +1,8 @@
-"""The commands `check`, `speed`, `model` and `profile`: the cases that each runs, and its rows as they are measured.
+"""The commands `check`, `profile` and `tune`: the cases that each runs, and its rows as they are measured.
 
 Each row names its command, case, device, versions and date. `check` stores which forms passed where `attend` and the
-grouped product look for it (`kernels.device`). A case is data: the child process finds the work by its name
-(`runner.WORK`). With `small` the same code runs with small shapes on any machine. Imports no JAX.
+grouped product look for it (`kernels.device`). A case is data: the child process finds the work by its name.
+With `small` the same code runs with small shapes on any machine. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import date
 from typing import Any
 
 from mercury_jax.bench.gpu.runner import GpuCase, Row, Runner
+from mercury_jax.compilation import GRAPH_FLAGS
 from mercury_jax.config import refuse
 
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
@@ -26,32 +27,8 @@ NORMS = ((3, 256), (256, 2816), (1024, 4096))  # rows and widths of hidden state
 # Head size, tokens, query heads, key heads, slots: layers of DiffusionGemma, and tokens that are no whole tile.
 HEADS = ((256, 256, 16, 8, 2048), (512, 256, 16, 2, 512), (256, 37, 12, 4, 64))
 EXPERTS = {"up": (2816, 1408), "down": (704, 2816)}  # of DiffusionGemma: [inputs, outputs] of a matrix
-GEMMA, MODEL_100M = "diffusiongemma-26b-a4b", "mercury-100m"
-# By default XLA's command buffers leave loops out; with these flags the bodies of loops become CUDA graphs too.
-GRAPHS = (
-    "XLA_FLAGS",
-    "--xla_gpu_enable_command_buffer="
-    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
-)
-OFF = ("MERCURY_KERNELS", "0")
-PLAIN = "kernels off"  # in the name of a case with OFF
-
-# Calls of attention that `speed` times: heads of DiffusionGemma's local and global layers, and of LLaDA.
-_LOCAL, _GLOBAL, _LLADA = dict(h=16, g=8, width=256), dict(h=16, g=2, width=512), dict(h=32, g=8, width=128)
-SHAPES = [
-    dict(b=1, t=256, s=1024) | _LOCAL, dict(b=1, t=256, s=8192) | _LOCAL,
-    dict(b=1, t=256, s=8192) | _LOCAL | {"int8": True}, dict(b=1, t=256, s=8192) | _GLOBAL,
-    dict(b=1, t=32, s=1024) | _LLADA, dict(b=1, t=32, s=8192) | _LLADA,
-    dict(b=8, t=256, s=1024) | _LOCAL, dict(b=8, t=32, s=1024) | _LLADA,
-    dict(b=1, t=256, s=1024, h=12, g=4, width=64), dict(b=1, t=4096, s=4096) | _LLADA | {"causal": True},
-    dict(b=8, t=2048, s=2048, h=12, g=4, width=64, causal=True, gradient=True),
-    dict(b=2, t=4096, s=4096) | _LLADA | {"causal": True, "gradient": True},
-]  # fmt: skip
-SMALL_SHAPES = [
-    dict(b=1, t=32, s=320, h=4, g=2, width=64),
-    dict(b=1, t=256, s=256, h=4, g=2, width=64, causal=True),
-    dict(b=1, t=256, s=256, h=4, g=2, width=64, causal=True, gradient=True),
-]
+GEMMA = "diffusiongemma-26b-a4b"
+GRAPHS = ("XLA_FLAGS", GRAPH_FLAGS)
 
 
 class Unmeasured(RuntimeError):
@@ -79,11 +56,11 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
         ValueError: No case has such a name.
         Unmeasured: The device failed before its roofline was measured.
     """
-    rows, first = _measure_device(runner, "check", small, KERNELS)
+    rows, first = measure_device(runner, "check", small, KERNELS)
     yield from rows
     same = first["same"]
     every = check_cases(first["chip"], seed, small) if first["chip"] or small else []
-    chosen = _matching(every, only)
+    chosen = matching(every, only)
     names = {case.form for case in chosen if case.form}  # a form is decided by all of its cases
     todo = [case for case in every if case in chosen or case.form in names]
     if not todo:
@@ -118,50 +95,45 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
             yield same | {"form": form, "verdict": "off" if why else "on"} | forms[form]
 
 
-def measure(runner: Runner, command: str, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Times kernels (`speed`), whole models (`model`), or the operations of a forward pass (`profile`).
+def profile(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Sums the time of a forward pass of the 26B model by operation, in int8, bf16 and with 8-bit rows.
 
     Args:
         runner: Runs the cases within its budget.
-        command: "speed": what passed `check` beside cuDNN and XLA as shares of the roofline, then a model with kernels
-            and graphs on and off. "model": a slice of the 26B model with kernels and without, the whole model,
-            transformers, and training. "profile": the operations of a pass of the 26B model, in int8 and in bf16.
-        small: Small shapes and models, for a machine without a GPU.
+        small: A small model, for a machine without a GPU.
         only: Parts of names of cases.
 
     Yields:
-        A row for each case. `times_as_fast` compares with the fastest other implementation of the same shape, or with
-        transformers.
+        A row for each case.
 
     Raises:
         ValueError: No case has such a name.
         Unmeasured: The device failed before its roofline was measured.
     """
-    rows, first = _measure_device(runner, command, small)
+    rows, first = measure_device(runner, "profile", small)
     yield from rows
-    best: dict[str, float] = {}  # shape -> seconds of the fastest other implementation
-    ours = None  # seconds of a pass of the model without quantisation
-    cases = {"speed": speed_cases, "model": model_cases, "profile": profile_cases}[command]
-    for case in _matching(cases(small), only):
+    for case in matching(profile_cases(small), only):
         for row in runner.run(case):
-            row = _with_shares(row, first)
-            if "seconds" in row and "way" in row:
-                shape = repr(row["shape"])
-                if row["way"] != "ours":
-                    best[shape] = min(best.get(shape, row["seconds"]), row["seconds"])
-                elif shape in best:
-                    row["times_as_fast"] = best[shape] / row["seconds"]
-            if case.work == "decoding" and row.get("quantise") is None:
-                ours = row.get("seconds_per_forward", ours)
-            if case.work == "transformers" and ours and "seconds_per_forward" in row:
-                row["times_as_fast"] = row["seconds_per_forward"] / ours
             yield first["same"] | {"case": case.name} | row
 
 
-def _measure_device(
+def measure_device(
     runner: Runner, command: str, small: bool, env: tuple[tuple[str, str], ...] = ()
 ) -> tuple[list[Row], Row]:
-    """Versions and the device, then its roofline: (their rows, what later rows need of these)."""
+    """Finds the versions and the device, then measures its roofline, which a profile does not need.
+
+    Args:
+        runner: Runs the cases within its budget.
+        command: For the rows.
+        small: Small arrays, for a machine without a GPU.
+        env: Environment variables of the process.
+
+    Returns:
+        The rows, and everything that is in them; `same` is what each later row repeats.
+
+    Raises:
+        Unmeasured: The device failed.
+    """
     same: Row = {"command": command, "small": small, "date": str(date.today())}
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     rows, found = [], {}
@@ -179,19 +151,19 @@ def _measure_device(
     return rows, found | {"same": same}
 
 
-def _with_shares(row: Row, first: Row) -> Row:
-    """The row with its seconds as a share of what the measured roofline allows."""
-    seconds = row.get("seconds_per_forward", row.get("seconds"))
-    if seconds is None or "flops" not in row:
-        return row
-    arithmetic = row["flops"] / first["flops_per_second"]
-    if "bytes" not in row:
-        return row | {"mfu": arithmetic / seconds}
-    least = max(arithmetic, row["bytes"] / first["bytes_per_second"])
-    return row | {"least_seconds": least, "share_of_bound": least / seconds}
+def matching(found: list[GpuCase], only: Sequence[str]) -> list[GpuCase]:
+    """Chooses cases by parts of their names.
 
+    Args:
+        found: All cases.
+        only: Parts of names; none for all cases.
 
-def _matching(found: list[GpuCase], only: Sequence[str]) -> list[GpuCase]:
+    Returns:
+        The cases.
+
+    Raises:
+        ValueError: No case has such a name.
+    """
     chosen = [case for case in found if not only or any(part in case.name for part in only)]
     if not chosen and found:
         raise refuse("--only", list(only), f"parts of names: {'; '.join(case.name for case in found)}")
@@ -321,80 +293,14 @@ def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
         yield _check_case("grouped", shape | kind, limit=30.0)
 
 
-def speed_cases(small: bool = False) -> list[GpuCase]:
-    """Attention and grouped products beside cuDNN and XLA; a model with kernels and CUDA graphs on and off."""
-    todo: list[tuple[str, dict[str, Any], str]] = []
-    for shape in SMALL_SHAPES if small else SHAPES:
-        # cuDNN and XLA read no int8 keys; blockwise attention is what training falls back to.
-        others = ("blockwise",) * shape.get("gradient", False) + ("cudnn", "xla") * (not shape.get("int8"))
-        todo += [("attention", shape, way) for way in (*others, "ours")]
-    product = (
-        dict(rows=90, experts=10, width=64, inner=64)
-        if small
-        else dict(rows=2048, experts=128, width=2816, inner=704)
-    )
-    kinds = {BF16: ("ragged_dot", "tiles", "ours"), INT8: ("tiles", "ours")}
-    routings = ("skewed",) if small else ("even", "random", "skewed")
-    for (dtype, ways), routing in itertools.product(kinds.items(), routings):
-        # XLA's ragged_dot multiplies every row by every expert: its time does not depend on the routing.
-        some = [way for way in ways if way != "ragged_dot" or routing == routings[-1]]
-        todo += [("grouped", product | {"dtype": dtype, "routing": routing}, way) for way in some]
-    found = []
-    for work, shape, way in todo:
-        name = " ".join([work, *(f"{k}={v}" for k, v in shape.items())]) + f", {way}"
-        found.append(GpuCase(name, f"time_{work}", {"shape": shape, "way": way}, limit=60.0))
-    model = "tiny" if small else MODEL_100M
-    args = {"model": model, "batch": 1, "prefix": 64 if small else 1024, "turns": 3 if small else 5}
-    # On a CPU there are no graphs, and its XLA does not know the flag.
-    for kernels, graphs in itertools.product((True, False), (False,) if small else (False, True)):
-        name = f"decoding {model}, kernels {'on' if kernels else 'off'}, loops as "
-        name += "graphs" if graphs else "XLA chooses"
-        env = (() if kernels else (OFF,)) + ((GRAPHS,) if graphs else ())
-        found.append(GpuCase(name, "decoding", args, limit=100.0, least=20.0, env=env, alone=not small))
-    return found
-
-
-def model_cases(small: bool = False) -> list[GpuCase]:
-    """A slice of the 26B model with kernels and without, the whole model, transformers beside it, then training."""
-    name, prefix = ("tiny", 64) if small else (GEMMA, 1024)
-    kinds = (INT8,) if small else (INT8, None)
-    todo: list[tuple[str, str, dict[str, Any], float]] = []
-    slices = [
-        (
-            f"logits of a slice of {name}, {kind or BF16}", "slice_logits",
-            {"model": name, "quantise": kind, "layers": 2 if small else 4}, 150.0,
-        )
-        for kind in kinds
-    ]  # fmt: skip
-    todo.append(slices[0])
-    for kind in kinds:
-        args = {"model": name, "quantise": kind, "batch": 1, "prefix": prefix, "turns": 3}
-        todo.append((f"decoding {name}, {kind or BF16}", "decoding", args, 240.0))
-    args = {"model": name, "prefix": prefix, "device": "cpu" if small else "cuda"}
-    todo.append((f"transformers, {name}", "transformers", args, 150.0))
-    trained = ((MODEL_100M, 32, 2048), ("mercury-350m", 16, 2048), ("mercury-1b", 8, 2048))
-    for model, rows, row in (("tiny-causal", 2, 128),) if small else trained:
-        args = {"model": model, "rows": rows, "row": row, "turns": 1 if small else 5}
-        todo.append((f"training {model}, {rows} x {row}", "training", args, 120.0))
-        if model == MODEL_100M:
-            todo.append((f"training {model}, {rows} x {row}, {PLAIN}", "training", args, 120.0))
-    least = 10.0 if small else 30.0
-    return [
-        GpuCase(
-            case, work, args, limit=limit, least=least, alone=not small, env=(OFF,) if PLAIN in case else ()
-        )
-        for case, work, args, limit in [*todo, *slices[1:]]
-    ]
-
-
 def profile_cases(small: bool = False) -> list[GpuCase]:
-    """The operations of a pass of the 26B model, in int8 and in bf16."""
+    """The operations of a pass of the 26B model, in int8, in bf16, and in fp8 with rows of 8 bits."""
     name, prefix = ("tiny", 64) if small else (GEMMA, 1024)
     return [
         GpuCase(
             f"profile of {name}, {kind or BF16}", "profile",
             {"model": name, "quantise": kind, "batch": 1, "prefix": prefix},
-            limit=150.0, least=10.0 if small else 40.0, alone=not small,
+            limit=150.0, least=10.0 if small else 40.0, alone=not small, module="mercury_jax.bench.gpu.profile",
         )
-        for kind in ((INT8,) if small else (INT8, None))
+        for kind in ((INT8,) if small else (INT8, None, "fp8_dynamic"))
     ]  # fmt: skip

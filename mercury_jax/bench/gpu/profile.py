@@ -5,24 +5,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.profiler import ProfileData
 
-from mercury_jax.bench import hlo, traffic
-from mercury_jax.bench.gpu.model import MANY, decoding_call
+import mercury_jax as mj
+from mercury_jax.bench import abstract_params as ap, hlo, traffic
 from mercury_jax.bench.gpu.runner import Row, Stage
+from mercury_jax.bench.timing import endless, timed
+from mercury_jax.config import Experts, ModelConfig, Plan
+from mercury_jax.decode import rules
+from mercury_jax.models.gemma import GemmaConfig
+from mercury_jax.types import LM
 
+FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
 # Parts of a JAX operation's name that say how it was traced, not what it belongs to.
 TRACED = re.compile(
     r"(jit|vmap|pjit|transpose|jvp|shard_map|checkpoint)(\(|$)|while$|body$|cond$|branch_|closed_call$|$"
 )
+
+
+def find(name: str) -> ap.ModelSource:
+    """A model by name: as `abstract_params.source`, or "tiny" (a DiffusionGemma), "tiny-causal" (a causal encoder)."""
+    if name == "tiny":
+        config: ModelConfig = GemmaConfig(
+            vocab=512, width=64, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=128, block=32, context=512,
+            experts=Experts(count=8, active=2, width=32), global_layers=(3,), window=64, global_head_dim=64,
+            global_kv_heads=1, keys_as_values=True, self_conditioning=True, encoder_scalars=True, pad=0, eos=1,
+        )  # fmt: skip
+        return ap.ModelSource(name, config, ap.UNIFORM, jnp.dtype("float32"), ap.GEMMA_DECODING)
+    if name == "tiny-causal":
+        config = dataclasses.replace(
+            ap.causal_encoder(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
+        )
+        return ap.ModelSource(name, config, ap.MASKED, jnp.dtype("float32"))
+    return ap.source(name)
+
+
+def decoding_call(args: Row, stage: Stage) -> tuple[LM, Callable[..., tuple[float, int]]]:
+    """A model with random weights, and a call of `mj.sample` that decodes one canvas with it.
+
+    Args:
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts.
+        stage: Called with what is being done.
+
+    Returns:
+        The model, and a function of denoising steps and a seed that returns the seconds of the call and its passes.
+    """
+    found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
+    stage(f"filling the weights of {found.name}")
+    lm = endless(ap.random_lm(found, args.get("quantise")))
+    c = lm.model.config
+    prompts = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, (batch, prefix)).tolist()
+    rule = rules.confidence() if lm.corruption.mask is not None else None  # None: the model's own
+
+    def call(steps: int, seed: int = 0) -> tuple[float, int]:
+        out, seconds = timed(lambda: mj.sample(
+            lm, prompts, max_tokens=c.block, sampler=rule, plan=Plan(block=c.block, steps=steps), seed=seed
+        ))  # fmt: skip
+        return seconds, out.passes
+
+    return lm, call
 
 
 class Event(NamedTuple):

@@ -6,9 +6,9 @@ longer than most of them. A case that fails in a shared process is repeated in a
 caused the failure.
 
 A child is `python -m mercury_jax.bench.gpu.runner`. It reads a case from a line of its standard input,
-{"work": name, "args": {..}}, and answers with JSON lines: {"stage": text} while it works, {"row": {..}} for each
-result, and {"done": true} or {"failed": why} at the end. It ends with its parent, or when its input ends. This module
-and `commands` import no JAX.
+{"module": name, "work": name, "args": {..}}, and answers with JSON lines: {"stage": text} while it works, {"row": {..}}
+for each result, and {"done": true} or {"failed": why} at the end. It ends with its parent, or when its input ends. This
+module and `commands` import no JAX.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +36,6 @@ Stage = Callable[[str], None]  # called with what a case is doing
 Work = Callable[[dict[str, Any], Stage], Iterator[Row]]
 
 WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.runner")
-# Name of the work, and of the function that does it -> module of this package, imported when it is needed.
-WORK = {
-    "about": "check", "roofline": "check", "attention": "check", "grouped": "check", "norm": "check",
-    "routing": "check", "dispatch": "check", "heads": "check", "sanitizer": "check",
-    "time_attention": "speed", "time_grouped": "speed",
-    "profile": "profile", "decoding": "model", "slice_logits": "model", "training": "model", "transformers": "model",
-}  # fmt: skip
 BEAT = 10.0  # seconds between two progress lines
 STARTING = 30.0  # further seconds for the first case of a process, which starts JAX and the device
 TAIL = 600  # characters of the standard error of a dead process that its row contains
@@ -56,13 +49,14 @@ class GpuCase(NamedTuple):
 
     Attributes:
         name: Shown, and matched by `--only`.
-        work: A key of `WORK`.
+        work: The function of `module` that does it, a `Work`.
         args: Its arguments, JSON-ready.
         limit: Seconds after which it is killed.
         least: Seconds that must be left to begin it.
         form: The kernel form (`kernels.device`) it belongs to; empty for none.
         env: Environment variables of its process; MERCURY_KERNELS is unset unless it is among them.
         alone: Whether it shares no process with others.
+        module: Imported by the child process alone.
     """
 
     name: str
@@ -73,6 +67,7 @@ class GpuCase(NamedTuple):
     form: str = ""
     env: tuple[tuple[str, str], ...] = ()
     alone: bool = False
+    module: str = "mercury_jax.bench.gpu.check"
 
 
 # --- the parent
@@ -106,19 +101,41 @@ class Runner:
             Its rows. Where it fails the last one has {"failed": why}; where no time is left the only one has
             {"not_run": "time"}.
         """
-        if (left := self._end - time.monotonic()) < case.least:
-            return [{"not_run": "time", "seconds_left": round(max(left, 0.0), 1)}]
-        if case.alone or (self._child is not None and self._child.env != case.env):
-            self.close()
-        shared = self._child is not None
-        rows = self._run_once(case)
+        shared = not case.alone and self._child is not None and self._child.env == case.env
+        rows = list(self.stream(case))
         why = next((str(row.get("failed") or row.get("why")) for row in rows if troubled([row])), None)
         killed = any(row.get("killed") for row in rows)
         if shared and why is not None and not killed and self._end - time.monotonic() >= case.least:
-            rows = [row | {"in_a_used_process": why[:300]} for row in self._run_once(case)]
-        if case.alone:
-            self.close()
+            rows = [row | {"in_a_used_process": why[:300]} for row in self.stream(case)]
         return rows
+
+    def stream(self, case: GpuCase) -> Iterator[Row]:
+        """Runs a case once.
+
+        Yields:
+            The rows of `run`, each when it is measured.
+        """
+        began, limit = time.monotonic(), case.limit
+        if (left := self._end - began) < case.least:
+            yield {"not_run": "time", "seconds_left": round(max(left, 0.0), 1)}
+            return
+        if case.alone or (self._child is not None and self._child.env != case.env):
+            self.close()
+        if self._child is None:
+            self._child, limit = _Child(self._worker, case.env), limit + STARTING
+        limit = min(limit, left)
+
+        def tell(stage: str) -> None:
+            now = time.monotonic()
+            spent = f"{self._budget - (self._end - now):.0f} of {self._budget:.0f} s"
+            self._say(f"{spent}, {case.name}: {stage}, {now - began:.0f} of at most {limit:.0f} s")
+
+        trouble = False
+        for row in self._child.run(case, limit, self._beat, tell):
+            trouble |= troubled([row])
+            yield row | {"seconds_of_case": round(time.monotonic() - began, 2)}
+        if trouble or case.alone:
+            self.close()
 
     def close(self) -> None:
         """Kills the child process, if there is one."""
@@ -126,29 +143,13 @@ class Runner:
             self._child.kill()
             self._child = None
 
-    def _run_once(self, case: GpuCase) -> list[Row]:
-        began, limit = time.monotonic(), case.limit
-        if self._child is None:
-            self._child, limit = _Child(self._worker, case.env), limit + STARTING
-        limit = min(limit, self._end - began)
 
-        def tell(stage: str) -> None:
-            now = time.monotonic()
-            spent = f"{self._budget - (self._end - now):.0f} of {self._budget:.0f} s"
-            self._say(f"{spent}, {case.name}: {stage}, {now - began:.0f} of at most {limit:.0f} s")
-
-        rows = list(self._child.run(case, limit, self._beat, tell))
-        if troubled(rows):
-            self.close()
-        return [row | {"seconds_of_case": round(time.monotonic() - began, 2)} for row in rows]
-
-
-def troubled(rows: Iterable[Row]) -> bool:
+def troubled(rows: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a case failed or gave a wrong result, after which its process is not used again."""
     return any("failed" in row or row.get("passed") is False for row in rows)
 
 
-def append(path: str | None, row: Row) -> None:
+def append(path: str | None, row: Mapping[str, Any]) -> None:
     """Appends a row to a JSONL file and waits until it is on the disk; does nothing where no path was given.
 
     Args:
@@ -193,7 +194,8 @@ class _Child:
         end, stage = time.monotonic() + limit, "starting"
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # of a dead process, whose end is read below
-            self._process.stdin.write(json.dumps({"work": case.work, "args": case.args}) + "\n")
+            asked = {"module": case.module, "work": case.work, "args": case.args}
+            self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         while (left := end - time.monotonic()) > 0:
             try:
@@ -249,8 +251,7 @@ def main() -> int:
     for line in sys.stdin:
         case = json.loads(line)
         try:
-            module = importlib.import_module(f"mercury_jax.bench.gpu.{WORK[case['work']]}")
-            work: Work = getattr(module, case["work"])
+            work: Work = getattr(importlib.import_module(case["module"]), case["work"])
             for row in work(case["args"], lambda stage: say(stage=stage)):
                 say(row=row)
         except Exception as error:

@@ -1,4 +1,5 @@
-"""Speed of kernels: attention beside cuDNN and XLA, and the grouped product in bytes/s under several routings.
+"""`python -m benchmarks.gpu speed`: attention beside cuDNN and XLA, and the grouped product in bytes/s under several
+routings.
 
 One program makes many calls, each on the result of the one before, and alternates between several sets of keys where
 one set would stay in the chip's cache. Inputs are random, not zeros. A form that did not pass `check` is not timed.

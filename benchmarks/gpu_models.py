@@ -1,7 +1,7 @@
-"""Whole models with random weights: passes of `mj.sample`, logits with kernels and without, training, transformers.
+"""`python -m benchmarks.gpu model`: passes of `mj.sample`, logits with kernels and without, training, transformers.
 
-The weights are made on the device by one jitted call, from a hash of their place in the array: quick to compile, and no
-two weights alike. transformers runs in a process of its own, since JAX and torch would share the device's memory.
+Models have random weights. transformers runs in a process of its own, since JAX and
+torch would share the device's memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,109 +24,16 @@ import numpy as np
 import mercury_jax as mj
 from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params as ap
+from mercury_jax.bench.gpu.profile import FEW, MANY, decoding_call, find
 from mercury_jax.bench.gpu.runner import Row, Stage
-from mercury_jax.bench.timing import endless, timed
-from mercury_jax.config import Experts, ModelConfig, NoiseConfig, Plan
-from mercury_jax.decode import rules
+from mercury_jax.bench.timing import timed
+from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub.families.gemma import export_diffusion
 from mercury_jax.kernels import device as kernel_device
 from mercury_jax.models import masks
-from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LM, Batch
 
-FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
 DENOISING = 16  # steps of a canvas, before the pass that commits it, for which tokens/s are given
-
-
-def find(name: str) -> ap.ModelSource:
-    """A model by name: as `abstract_params.source`, or "tiny" (a DiffusionGemma), "tiny-causal" (a causal encoder)."""
-    if name == "tiny":
-        config: ModelConfig = GemmaConfig(
-            vocab=512, width=64, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=128, block=32, context=512,
-            experts=Experts(count=8, active=2, width=32), global_layers=(3,), window=64, global_head_dim=64,
-            global_kv_heads=1, keys_as_values=True, self_conditioning=True, encoder_scalars=True, pad=0, eos=1,
-        )  # fmt: skip
-        return ap.ModelSource(name, config, ap.UNIFORM, jnp.dtype("float32"), ap.GEMMA_DECODING)
-    if name == "tiny-causal":
-        config = dataclasses.replace(
-            ap.causal_encoder(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
-        )
-        return ap.ModelSource(name, config, ap.MASKED, jnp.dtype("float32"))
-    return ap.source(name)
-
-
-def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> LM:
-    """The model with random weights on the first device. It never emits the end of text.
-
-    Args:
-        found: The model.
-        quantise: "int8" or "fp8" for weight matrices in 8 bits.
-        stage: Called with what is being done.
-
-    Returns:
-        The model, ready to decode.
-    """
-    lm = ap.abstract_lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
-    stage(f"filling {size(lm.params) / 1e9:.1f} GB of weights")
-    return endless(dataclasses.replace(lm, params=jax.block_until_ready(random_params(lm.params))))
-
-
-def random_params(like: Any) -> Any:
-    """Arrays in the shapes of parameters, made by one program: uniform with deviation 0.02, and ones for vectors."""
-    leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, QuantisedWeight))
-
-    def fill() -> Any:
-        made = []
-        for seed, x in enumerate(leaves):
-            if isinstance(x, QuantisedWeight):
-                bytes = (_hashed(x.values.shape, seed) >> 24).astype(jnp.uint8)
-                values = jax.lax.bitcast_convert_type(bytes, jnp.int8).astype(x.values.dtype)
-                # 74 is the standard deviation of uniform bytes.
-                made.append(type(x)(values, jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)))
-            elif len(x.shape) < 2:
-                made.append(jnp.ones(x.shape, x.dtype))
-            else:
-                uniform = (_hashed(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
-                made.append((uniform * (0.02 * math.sqrt(12))).astype(x.dtype))
-        return jax.tree.unflatten(tree, made)
-
-    return jax.jit(fill, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
-
-
-def _hashed(shape: tuple[int, ...], seed: int) -> jax.Array:
-    """A hash of each index by the finaliser of MurmurHash3: one fused loop, where JAX's generators need several."""
-    h = jnp.full(shape, (seed * 0x9E3779B9 + 0x7F4A7C15) % 2**32, jnp.uint32)
-    for axis, prime in zip(range(len(shape)), (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)):
-        h = h * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(prime)
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
-
-
-def decoding_call(args: Row, stage: Stage) -> tuple[LM, Callable[..., tuple[float, int]]]:
-    """A model with random weights, and a call of `mj.sample` that decodes one canvas with it.
-
-    Args:
-        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts.
-        stage: Called with what is being done.
-
-    Returns:
-        The model, and a function of denoising steps and a seed that returns the seconds of the call and its passes.
-    """
-    found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
-    lm = random_model(found, args.get("quantise"), stage)
-    c = lm.model.config
-    prompts = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, (batch, prefix)).tolist()
-    rule = rules.confidence() if lm.corruption.mask is not None else None  # None: the model's own
-
-    def call(steps: int, seed: int = 0) -> tuple[float, int]:
-        out, seconds = timed(lambda: mj.sample(
-            lm, prompts, max_tokens=c.block, sampler=rule, plan=Plan(block=c.block, steps=steps), seed=seed
-        ))  # fmt: skip
-        return seconds, out.passes
-
-    return lm, call
 
 
 def decoding(args: Row, stage: Stage) -> Iterator[Row]:
@@ -179,7 +86,8 @@ def slice_logits(args: Row, stage: Stage) -> Iterator[Row]:
     layers: int = args["layers"]
     config: Any = found.config  # a DiffusionGemma, whose last layer must be global
     found = found._replace(config=dataclasses.replace(config, layers=layers, global_layers=(layers - 1,)))
-    lm = random_model(found, args["quantise"], stage)
+    stage("filling the weights")
+    lm = ap.random_lm(found, args["quantise"])
     c, rng = lm.model.config, np.random.default_rng(0)
     prompt, canvas = (rng.integers(c.vocab // 4, c.vocab // 2, n) for n in (2 * c.block, c.block))
     exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
@@ -345,13 +253,7 @@ def transformers(args: Row, stage: Stage) -> Iterator[Row]:
         "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": args["device"],
         "dtype": config.dtype,
     }  # fmt: skip
-    worker = Path(__file__).parents[3] / "benchmarks/transformers_worker.py"
-    if not worker.is_file():
-        yield {
-            "model": args["model"],
-            "left_out": "only a clone has benchmarks/, whose script runs transformers",
-        }
-        return
+    worker = Path(__file__).with_name("transformers_worker.py")
     stage("transformers in a process of its own")
     command = [args.get("python", sys.executable), str(worker)]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
