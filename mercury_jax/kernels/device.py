@@ -154,17 +154,17 @@ def why_off(form: str, device: Device | None = None) -> str | None:
         ValueError: If MERCURY_KERNELS is set to something other than 0 or 1.
     """
     if present(device) is None:
-        return f"no kernel is written for {_device_name()}"
+        return f"no kernel is written for {device_name()}"
     if device is not None or (switch := _switch()) == "1":
         return None
     if switch == "0":
         return f"{SWITCH}=0 switches all kernels off"
-    forms = read_checks(entry_key(_device_name(), jax.__version__))
+    forms = read_checks(entry_key(device_name(), jax.__version__))
     if forms is None:
-        return f"no kernel was checked on this {_device_name()} with these versions: run `mercury bench gpu check`"
+        return f"no kernel was checked on this {device_name()} with these versions: run `mercury bench gpu check`"
     found = forms.get(form)
     if found is None:
-        return f"{form} was not checked on this {_device_name()}: run `mercury bench gpu check`"
+        return f"{form} was not checked on this {device_name()}: run `mercury bench gpu check`"
     if found.get("passed") is True:
         return None
     return f"{form} did not pass here: {found.get('why', 'no reason kept')}"
@@ -177,10 +177,10 @@ def status() -> dict[str, Any]:
         {"chip": kind or None, "device": name, "rule": in words, "file": results of the check, "on": forms that are
         used, "off": {form: reason}}; on and off list the forms that were checked.
     """
-    found: dict[str, Any] = {"chip": present(), "device": _device_name(), "file": None, "on": [], "off": {}}
+    found: dict[str, Any] = {"chip": present(), "device": device_name(), "file": None, "on": [], "off": {}}
     if found["chip"] is None:
-        return found | {"rule": f"off: no kernel is written for {_device_name()}"}
-    forms, file = read_checks(entry_key(_device_name(), jax.__version__)) or {}, checks_file()
+        return found | {"rule": f"off: no kernel is written for {device_name()}"}
+    forms, file = read_checks(entry_key(device_name(), jax.__version__)) or {}, checks_file()
     off = {form: why for form in forms if (why := why_off(form)) is not None}
     rule = {"1": f"all on: {SWITCH}=1", "0": f"all off: {SWITCH}=0"}.get(_switch())
     rule = rule or ("on where the check passed" if forms else str(why_off("")))
@@ -195,7 +195,8 @@ def _switch() -> str:
     return value
 
 
-def _device_name() -> str:
+def device_name() -> str:
+    """The name of the first device, such as "NVIDIA H200"."""
     return jax.local_devices()[0].device_kind
 
 
@@ -203,14 +204,17 @@ def _device_name() -> str:
 
 
 @functools.cache
-def sources() -> str:
-    """Hashes all source files of `mercury_jax.kernels`: a changed kernel has to pass its check again.
+def sources(*names: str) -> str:
+    """Hashes source files of `mercury_jax.kernels`: a changed kernel has to pass its check again.
+
+    Args:
+        *names: Files relative to the package's folder; none for all.
 
     Returns:
         12 hex digits.
     """
     folder, total = Path(__file__).parent, hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(folder / name for name in names) if names else sorted(folder.rglob("*.py")):
         total.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return total.hexdigest()[:12]
 
@@ -258,7 +262,7 @@ def read_checks(entry: str) -> dict[str, dict[str, Any]] | None:
     file = checks_file()
     if file is None or not file.is_file():
         return None
-    found = _parse(file, _file_state(file)).get(entry)
+    found = _parse(file, file_state(file)).get(entry)
     return found["forms"] if found else None
 
 
@@ -276,17 +280,28 @@ def write_checks(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) 
     file = checks_file()
     if file is None:
         return None
-    others = _parse(file, _file_state(file)) if file.is_file() else {}
+    others = _parse(file, file_state(file)) if file.is_file() else {}
+    return replace_json(file, others | {entry: {"date": date, "forms": forms}})
+
+
+def replace_json(file: Path, value: Any) -> Path:
+    """Writes a JSON file at once, so that a reader finds the old one or the new one.
+
+    Args:
+        file: The file; its folder is made.
+        value: What it will hold.
+
+    Returns:
+        The file.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    temporary.write_text(
-        json.dumps(others | {entry: {"date": date, "forms": forms}}, indent=1), encoding="utf-8"
-    )
-    temporary.replace(file)  # atomic
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(file)
     return file
 
 
-def _file_state(file: Path) -> tuple[int, ...]:
+def file_state(file: Path) -> tuple[int, ...]:
     """Returns a state that changes whenever the file is replaced, even twice within one tick of the clock."""
     stat = file.stat()
     return stat.st_mtime_ns, stat.st_ino, stat.st_size

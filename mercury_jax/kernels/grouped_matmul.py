@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import device as kernel_device
+from mercury_jax.kernels import device as kernel_device, tuned
 from mercury_jax.kernels.device import AMPERE, HOPPER, TRITON, grouped_form
+from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.types import Device
 
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
@@ -32,6 +33,7 @@ BLOCK = 64  # outputs of one matrix that a warpgroup multiplies by
 ACTIVATIONS = (jax.nn.silu, jax.nn.gelu)  # those that the kernel computes; gelu is the approximation by tanh
 
 Activation = Callable[[Array], Array]
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 # --- tiles of rows
@@ -77,6 +79,74 @@ def few_rows_tile(rows: int, outputs: int, itemsize: int, gated: bool = False) -
         return -(-count * blocks // PROCESSORS) * (2 * tile(count) + 2 * BLOCK * itemsize)
 
     return tile(min(range(-(-rows // MAX_TILE), -(-rows // ALIGN) + 1), key=bytes_read))
+
+
+class Product(NamedTuple):
+    """Sizes and dtypes of a product."""
+
+    rows: int
+    experts: int
+    inputs: int
+    outputs: int  # of the result
+    gated: bool
+    gradient: bool  # of the rows: 16-bit matrices are [out, in]
+    x: Any  # dtypes of the rows, the matrices and the result
+    w: Any
+    out: Any
+
+    @property
+    def form(self) -> str:
+        """The form, as in `kernels.device`."""
+        return grouped_form(self.w, self.gradient, self.gated)
+
+    @property
+    def shapes(self) -> str:
+        """The bucket of shapes whose measured settings it shares."""
+        rows = f"up to {tuned.bucket(self.rows)} rows of {jnp.dtype(self.x)}"
+        return f"{rows} by {self.experts} x {self.inputs} x {self.outputs}"
+
+
+def product_of(
+    x: Shaped, matrices: Sequence[Shaped], dtype: DTypeLike, transposed: bool, act: Activation | None
+) -> Product:
+    """Describes a product.
+
+    Args:
+        x: Rows [M, I].
+        matrices: As in `hopper.grouped_matmul.run`.
+        dtype: Of the result.
+        transposed: Whether matrices are [E, O, I].
+        act: Activation of the gate.
+
+    Returns:
+        The sizes and dtypes.
+    """
+    experts, *axes = matrices[0].shape
+    outputs, inputs = axes if transposed else reversed(axes)
+    if act is not None and len(matrices) == 1:
+        outputs //= 2
+    gradient = transposed and jnp.dtype(matrices[0].dtype).itemsize > 1
+    return Product(
+        len(x), experts, inputs, outputs, act is not None, gradient, x.dtype, matrices[0].dtype, dtype
+    )
+
+
+def default_tile(p: Product, count: int) -> int:
+    """Chooses the rows of a tile, where none were measured.
+
+    Args:
+        p: The product.
+        count: Experts that the rows are for.
+
+    Returns:
+        The rows.
+    """
+    if count == 1:
+        tile = few_rows_tile(p.rows, p.outputs, jnp.dtype(p.w).itemsize, p.gated)
+    else:  # the first tile of an expert may begin with up to 7 rows of the expert before it
+        tile = tile_rows(p.rows + (ALIGN - 1) * count, count)
+    # Integer products of wgmma have no other widths.
+    return -(-tile // 16) * 16 if p.x == jnp.int8 and tile > 32 else tile
 
 
 class RowTiles(NamedTuple):
@@ -125,9 +195,6 @@ def tiles_of(offsets: Int[Array, "offsets"], rows: int, tile: int) -> RowTiles:
 # --- the product
 
 
-Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
-
-
 def refuses(
     x: Shaped,
     w: Shaped | tuple[Shaped, ...],
@@ -135,7 +202,7 @@ def refuses(
     *,
     act: Activation | None = None,
     dtype: DTypeLike | None = None,
-    tile: int | None = None,
+    knobs: GroupedKnobs | None = None,
     device: Device | None = None,
 ) -> str | None:
     """Gives the reason why `grouped_matmul` does not support its arguments, from shapes, dtypes and the device.
@@ -146,7 +213,7 @@ def refuses(
         scale: Scales, as in `grouped_matmul`.
         act: As in `grouped_matmul`.
         dtype: Dtype of the result.
-        tile: Rows of a tile.
+        knobs: As in `grouped_matmul`.
         device: Device to compile for.
 
     Returns:
@@ -160,8 +227,8 @@ def refuses(
         return f"rows are {x.dtype}, neither bfloat16 nor like matrices of 8 bits"
     if dtype is not None and dtype not in (jnp.bfloat16, jnp.float32):
         return f"out is {dtype}, neither bfloat16 nor float32"
-    if tile is not None and (tile % ALIGN or not 0 < tile <= MAX_TILE):
-        return f"a tile has {tile} rows, no multiple of {ALIGN} up to {MAX_TILE}"
+    if knobs is not None and (knobs.tile % ALIGN or not 0 < knobs.tile <= MAX_TILE):
+        return f"a tile has {knobs.tile} rows, no multiple of {ALIGN} up to {MAX_TILE}"
     if act is not None and act not in ACTIVATIONS:
         return f"the activation is {getattr(act, '__name__', act)}, not jax.nn.silu or jax.nn.gelu"
     outputs = (
@@ -195,7 +262,7 @@ def grouped_matmul(
     act: Activation | None = None,
     dtype: DTypeLike | None = None,
     total: int | None = None,
-    tile: int | None = None,
+    knobs: GroupedKnobs | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M O"]:
     """Computes y_m = x_m w_e (* scale_e), where e is the expert of row m, or act(x_m gate_e) * (x_m up_e).
@@ -213,7 +280,7 @@ def grouped_matmul(
         act: Activation of the gate, one of `ACTIVATIONS`; None: a plain product.
         dtype: Dtype of the result, bfloat16 or float32; None: bfloat16.
         total: Number of experts that the M rows are for, of which E are here; None: E.
-        tile: Rows of a tile, a multiple of 8 up to 128; None: chosen from M and `total`.
+        knobs: Choices of the kernel; None: measured ones, or else chosen from the shapes and `total`.
         device: Device to compile for; None: the device of this machine.
 
     Returns:
@@ -222,18 +289,13 @@ def grouped_matmul(
     Raises:
         ValueError: If `refuses` gives a reason.
     """
-    why = refuses(x, w, scale, act=act, dtype=dtype, tile=tile, device=device)
+    why = refuses(x, w, scale, act=act, dtype=dtype, knobs=knobs, device=device)
     matrices = w if isinstance(w, tuple) else (w,)
     if why is not None:
         given = ", ".join(f"{a.dtype}{list(a.shape)}" for a in (x, *matrices))
         raise refuse("x, w", given, f"others: {why}")
     scales = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
-    # The first tile of an expert may begin with up to 7 rows of the expert before it.
-    count = total or matrices[0].shape[0]
-    tile = tile or tile_rows(len(x) + (ALIGN - 1) * count, count)
-    if x.dtype == jnp.int8 and tile > 32:  # integer products of wgmma have no other widths
-        tile = -(-tile // 16) * 16
-    static = _Static(jnp.dtype(dtype or jnp.bfloat16), tile, act, device)
+    static = _Static(jnp.dtype(dtype or jnp.bfloat16), total or matrices[0].shape[0], knobs, act, device)
     return _grouped(
         static, x, () if row_scale is None else (row_scale,), matrices, offsets.astype(jnp.int32), scales
     )
@@ -296,10 +358,7 @@ def few_rows_matmul(
     """
     one = functools.partial(jax.tree.map, lambda a: a[None])
     offsets = jnp.asarray([0, len(x)], jnp.int32)
-    matrices = jax.tree.leaves(w)
-    outputs = matrices[0].shape[1 if scale is None else 0]
-    tile = few_rows_tile(len(x), outputs, matrices[0].dtype.itemsize, act is not None)
-    how: Any = dict(row_scale=row_scale, act=act, dtype=dtype, tile=tile, device=device)
+    how: Any = dict(row_scale=row_scale, act=act, dtype=dtype, device=device)
     return grouped_matmul(x, one(w), offsets, one(scale), **how)
 
 
@@ -307,7 +366,8 @@ class _Static(NamedTuple):
     """What a product is traced for."""
 
     dtype: Any  # of the result
-    tile: int
+    count: int  # experts that the rows are for
+    knobs: GroupedKnobs | None
     act: Activation | None
     device: Device | None
 
@@ -334,7 +394,7 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
     for i, (w, dy) in enumerate(zip(matrices, dys, strict=True)):
         # Tensor cores read 8-bit matrices in one order of their axes only, which is that of the product.
         on = not scales and kernel_device.why_off(grouped_form(w.dtype, gradient=True), static.device) is None
-        plain = static._replace(dtype=x.dtype, act=None)
+        plain = static._replace(dtype=x.dtype, act=None, knobs=None)
         if scales:
             dy = _scaled(dy, scales[i], offsets, x.dtype)
             dws.append(np.zeros(w.shape, jax.dtypes.float0))
@@ -345,7 +405,7 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
             dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=True)
         else:
             back = w if scales else w.swapaxes(1, 2)
-            dx += _loop_product(dy, back, offsets, x.dtype, static.tile)
+            dx += _loop_product(dy, back, offsets, x.dtype, tile_rows(len(dy), static.count))
     return dx, (), tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
 
 
@@ -353,7 +413,7 @@ def _gate_gradients(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tup
     """Computes the cotangents of the projections of a gated product, which are computed again."""
     x, _, matrices, offsets, scales = saved
     assert static.act is not None
-    act, plain = static.act, static._replace(dtype=x.dtype, act=None)
+    act, plain = static.act, static._replace(dtype=x.dtype, act=None, knobs=None)
     each = scales or [None] * len(matrices)
     projected = [
         _kernel_product(plain, x, (w,), offsets, () if s is None else (s,), transposed=s is not None)
@@ -387,6 +447,8 @@ def _kernel_product(
     row_scale: Sequence[Array] = (),
     transposed: bool = False,
 ) -> Float[Array, "M O"]:
+    p = product_of(x, matrices, static.dtype, transposed, static.act)
+    tile = static.knobs.tile if static.knobs else default_tile(p, static.count)
     # Imported here, because importing Mosaic takes time.
     if kernel_device.present(static.device) in TRITON:
         from mercury_jax.kernels import triton
@@ -394,16 +456,20 @@ def _kernel_product(
         if row_scale:
             x = (x.astype(jnp.float32) * row_scale[0][:, None]).astype(jnp.bfloat16)
         return triton.run(
-            x, tuple(matrices), tuple(scales), offsets, len(x), static.tile, static.dtype,
+            x, tuple(matrices), tuple(scales), offsets, len(x), tile, static.dtype,
             transposed=transposed, act=static.act, device=static.device,
         )  # fmt: skip
     from mercury_jax.kernels.hopper import grouped_matmul as kernel
 
-    readable = max(len(x) + -len(x) % ALIGN, static.tile)
+    knobs = static.knobs or tuned.find(GroupedKnobs, p.form, p.shapes, static.device)
+    if static.knobs is None and (knobs is None or kernel.unfit(p, knobs) is not None):
+        knobs = kernel.default_knobs(p, tile)
+    assert knobs is not None
+    readable = max(len(x) + -len(x) % ALIGN, knobs.tile)
     more = (0, readable - len(x))
     return kernel.run(
         jnp.pad(x, (more, (0, 0))), tuple(jnp.pad(a, more) for a in row_scale), tuple(matrices), tuple(scales), offsets,
-        len(x), static.tile, static.dtype, transposed=transposed, act=static.act, device=static.device,
+        len(x), knobs, static.dtype, transposed=transposed, act=static.act, device=static.device,
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_results_of_another_device_version_or_source_do_not_count(kept, monkeypa
     kept({"attention-128-bfloat16": {"passed": True}})
     assert kernel_device.why_off("attention-128-bfloat16") is None
     if other == "chip":
-        monkeypatch.setattr(kernel_device, "_device_name", lambda: "NVIDIA H100")
+        monkeypatch.setattr(kernel_device, "device_name", lambda: "NVIDIA H100")
     elif other == "jax":
         monkeypatch.setattr(jax, "__version__", "0.0.1")
     else:

@@ -11,6 +11,7 @@ from mercury_jax.kernels import grouped_matmul
 from mercury_jax.kernels.device import target
 from mercury_jax.kernels.grouped_matmul import few_rows_matmul, offsets_of, tiles_of
 from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.models.weight_quant import quantise_rows
 from tests.marks import slow_except
 
@@ -132,7 +133,9 @@ def test_the_grouped_kernel_names_what_it_refuses():
 def test_tile_sizes_are_multiples_of_8():
     x, w, _ = drawn((2, 3), 64, 64)
     with pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
-        grouped_matmul.grouped_matmul(x, w, offsets_of([2, 3]), tile=12, device=target("sm_90a"))
+        grouped_matmul.grouped_matmul(
+            x, w, offsets_of([2, 3]), knobs=GroupedKnobs(12, 1, 64, 2), device=target("sm_90a")
+        )
 
 
 @pytest.mark.parametrize("tile", [16, 48])
@@ -151,7 +154,11 @@ def test_a_tile_far_into_an_experts_rows_is_multiplied(device):
     """Tiles of one expert follow each other in one program, or run side by side; every row is written."""
     sizes = (7, 60, 0, 1)
     x, w, _ = drawn(sizes, 64, 64)
-    run = jax.jit(lambda: grouped_matmul.grouped_matmul(x, w, offsets_of(sizes), tile=8, device=device))
+    run = jax.jit(
+        lambda: grouped_matmul.grouped_matmul(
+            x, w, offsets_of(sizes), knobs=GroupedKnobs(8, 1, 64, 4), device=device
+        )
+    )
     close(run(), plain(x, w, sizes)[0])
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
 from mercury_jax.kernels.attention_inputs import quantise_int8
+from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.models import ops
 from mercury_jax.models.weight_quant import FORMATS
 
@@ -58,9 +59,10 @@ def test_attention_lowers_to_the_kernel_or_to_plain_xla(shape, backend):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "rows, kind, tile", [(33, BF16, None), (1, jnp.int8, 24), (100, jnp.float8_e4m3fn, None)]
+    "rows, kind, knobs",
+    [(33, BF16, None), (1, jnp.int8, GroupedKnobs(24, 1, 64, 3)), (100, jnp.float8_e4m3fn, None)],
 )
-def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, kind, tile):
+def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, kind, knobs):
     array = jax.ShapeDtypeStruct
     x, offsets = array((rows, 128), BF16), array((9,), jnp.int32)
     w = array((8, 128, 192) if kind == BF16 else (8, 192, 128), kind)
@@ -68,7 +70,7 @@ def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, 
 
     def gradient(x, w, offsets, scale, device):
         y, back = jax.vjp(
-            lambda x: grouped_matmul.grouped_matmul(x, w, offsets, scale, tile=tile, device=device), x
+            lambda x: grouped_matmul.grouped_matmul(x, w, offsets, scale, knobs=knobs, device=device), x
         )
         return back(y)
 

@@ -15,8 +15,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mercury_jax.kernels import tiling
+from mercury_jax.kernels import tiling, tuned
 from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Fp8Vectors, Int8Vectors
+from mercury_jax.kernels.device import attention_form
 from mercury_jax.kernels.hopper import head_dim_512
 from mercury_jax.kernels.hopper.split_merge import merge_barrier, parts_of, store_result
 from mercury_jax.kernels.hopper.tile_loop import (
@@ -47,6 +48,7 @@ from mercury_jax.kernels.hopper.tile_loop import (
     swizzled_tile,
 )
 from mercury_jax.kernels.tracing import traced_once
+from mercury_jax.kernels.tuned import AttentionKnobs
 
 PROCESSORS = 132  # of an H100 and an H200
 SPLITS = (
@@ -87,8 +89,7 @@ def refuses(call: AttentionCall) -> str | None:
     return None if call.scale > 0 else f"scale {call.scale} is not above 0"
 
 
-@traced_once
-def run(call: AttentionCall, listed: bool = False) -> AttentionResult:
+def run(call: AttentionCall, listed: bool = False, knobs: AttentionKnobs | None = None) -> AttentionResult:
     """Attention by this kernel, without a gradient.
 
     Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
@@ -99,57 +100,111 @@ def run(call: AttentionCall, listed: bool = False) -> AttentionResult:
         listed: Whether each program visits only the key tiles with a key that one of its rows attends to, as long
             sequences of several documents need, and not all between the first and the last of them. All keys and
             values must then be finite. Head sizes up to 256, without pages.
+        knobs: Choices of the kernel; None: measured ones, or else `default_knobs`.
 
     Returns:
         As `attend`.
     """
-    c, width, dtype = config_of(call, listed), call.q.shape[-1], call.q.dtype
+    if knobs is None and not listed:
+        form = attention_form(call.q, call.k, call.softcap, call.pages is not None)
+        knobs = tuned.find(AttentionKnobs, form, shapes_of(call), call.device)
+        knobs = None if knobs is None or unfit(call, knobs) is not None else knobs
+    return _run(call, listed, knobs or default_knobs(call, listed))
+
+
+@traced_once
+def _run(call: AttentionCall, listed: bool, knobs: AttentionKnobs) -> AttentionResult:
+    c, width, dtype = _config(call, listed, knobs), call.q.shape[-1], call.q.dtype
     scratch = _shared_memory_512(c, width, dtype) if c.wide else _shared_memory(c, width, dtype)
     return launch(c, call, _program, [scratch], dtype)
 
 
-def config_of(call: AttentionCall, listed: bool = False) -> AttentionConfig:
-    """Chooses the tiles of a call: as many in flight as shared memory holds, and splits that fill the GPU.
+def shapes_of(call: AttentionCall) -> str:
+    """The bucket of shapes whose measured settings a call shares."""
+    pairs, rows, slots = call.q.shape[0] * call.k.shape[2], call.group_rows, _slots(call)
+    return f"{pairs} x up to {tuned.bucket(rows)} rows, up to {tuned.bucket(slots)} keys"
+
+
+def default_knobs(call: AttentionCall, listed: bool = False) -> AttentionKnobs:
+    """Chooses what a call leaves open, where nothing was measured.
 
     Args:
         call: Reads shapes and dtypes.
         listed: As in `run`; the keys are then not split.
 
     Returns:
-        The static configuration of the kernel.
+        As many tiles in flight as shared memory holds, and splits that fill the GPU.
     """
-    (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
-    ranges, int8, wide = call.ranges.shape[2], isinstance(call.k, Int8Vectors), width > 256
-    keys = KEYS[width]
-    align = keys if listed else ALIGN
-    slots = max(slots + -slots % align, keys) if call.pages is None else call.pages.shape[1] * slots
-    steps = -(-slots // keys)
+    (batch, _, _, width), groups = call.q.shape, call.k.shape[2]
+    keys, wide = KEYS[width], width > 256
+    steps = -(-_slots(call) // keys)
     programs = lambda rows: batch * groups * -(-call.group_rows // rows)
     # A producer that dequantises int8 needs more registers than two computing warpgroups could leave. With few rows
     # twice as many programs of half the rows keep more processors busy. With many ranges of wide heads, two would
     # spill registers.
     few = programs(2 * ROWS) * min(SPLITS, steps) * 2 <= PROCESSORS
-    spills = width == 256 and ranges > 3
+    spills = width == 256 and call.ranges.shape[2] > 3
+    int8 = isinstance(call.k, Int8Vectors)
     workers = 2 if wide or listed else 1 if call.group_rows <= ROWS or int8 or few or spills else 2
-    rows = ROWS if wide else workers * ROWS
-    line = 2 * width  # bytes of a row of queries or keys
-    gaps = -(-workers * ROWS * 8 * (ranges + 1) // 1024) * 1024  # Mosaic aligns to 1,024 bytes
-    free = SMEM_BYTES - workers * ROWS * line - gaps - (INT8_STAGES * keys * (line + 8) if int8 else 0)
+    splits = 1 if listed else _splits(programs(ROWS if wide else workers * ROWS), steps)
+    stages = head_dim_512.STAGES if wide else min(4, _stages(call, workers, keys))
+    return AttentionKnobs(workers, keys, stages, splits)
+
+
+def unfit(call: AttentionCall, knobs: AttentionKnobs) -> str | None:
+    """Gives the reason why a call cannot have some choices.
+
+    Args:
+        call: Reads shapes and dtypes.
+        knobs: The choices.
+
+    Returns:
+        The reason in words; None: it can.
+    """
+    width = call.q.shape[-1]
+    if width > 256 and knobs[:3] != (2, KEYS[width], head_dim_512.STAGES):
+        return f"head size {width} leaves the splits open only"
+    if isinstance(call.k, Int8Vectors) and knobs.workers > 1:
+        return "the producer that dequantises needs the registers of a computing warpgroup"
+    if knobs.keys > KEYS[width]:
+        return f"head size {width} has registers for {KEYS[width]} keys"
+    if width <= 256 and knobs.stages > (fit := _stages(call, knobs.workers, knobs.keys)):
+        return f"shared memory holds {fit} tiles, not {knobs.stages}"
+    steps = -(-_slots(call) // knobs.keys)
+    return f"{knobs.splits} programs for {steps} tiles of keys" if knobs.splits > min(SPLITS, steps) else None
+
+
+def _slots(call: AttentionCall) -> int:
+    """The slots of a row."""
+    slots = call.k.shape[1]
+    return slots if call.pages is None else call.pages.shape[1] * slots
+
+
+def _stages(call: AttentionCall, workers: int, keys: int) -> int:
+    """The tiles of keys and of values that shared memory holds."""
+    line = 2 * call.q.shape[-1]  # bytes of a row of queries or keys
+    gaps = -(-workers * ROWS * 8 * (call.ranges.shape[2] + 1) // 1024) * 1024  # Mosaic aligns to 1,024 bytes
+    widened = INT8_STAGES * keys * (line + 8) if isinstance(call.k, Int8Vectors) else 0
+    return (SMEM_BYTES - workers * ROWS * line - gaps - widened) // (2 * keys * line)
+
+
+def _config(call: AttentionCall, listed: bool, knobs: AttentionKnobs) -> AttentionConfig:
+    wide, align = call.q.shape[-1] > 256, knobs.keys if listed else ALIGN
+    slots = _slots(call)
+    if call.pages is None:
+        slots = max(slots + -slots % align, knobs.keys)
     heads = heads_of(call.q.shape[2], call.k.shape[2])
     return AttentionConfig(
-        rows=rows,
-        workers=workers,
-        keys=keys,
-        stages=head_dim_512.STAGES if wide else min(4, free // (2 * keys * line)),
-        splits=1 if listed else _splits(programs(rows), steps),
+        rows=ROWS if wide else knobs.workers * ROWS,
+        **knobs._asdict(),
         slots=slots,
-        groups=groups,
+        groups=call.k.shape[2],
         heads=heads,
         block=ROWS // heads,
-        ranges=ranges,
+        ranges=call.ranges.shape[2],
         scale=call.scale,
         softcap=call.softcap,
-        int8=int8,
+        int8=isinstance(call.k, Int8Vectors),
         interpreted=call.device is not None and call.device.interpret is not None,
         wide=wide,
         paged=call.pages is not None,

@@ -22,9 +22,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels.grouped_matmul import BLOCK, PROCESSORS
+from mercury_jax.kernels import tuned
+from mercury_jax.kernels.grouped_matmul import BLOCK, PROCESSORS, Product, product_of
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.tracing import traced_once
+from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.types import Device
 
 ALIGN = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
@@ -42,11 +44,11 @@ Value = Any  # an array or index in registers
 class GroupedConfig(NamedTuple):
     """What a program is compiled for."""
 
-    tile: int  # rows of x that are multiplied at a time
-    workers: int  # computing warpgroups, each with `BLOCK` outputs; with a gate two, for gate and up
+    tile: int  # the fields of `GroupedKnobs`
+    workers: int
+    depth: int
+    stages: int
     blocks: int  # pieces of work of a tile, each with other outputs
-    depth: int  # inputs of a step
-    stages: int  # loads in flight
     programs: int
     transposed: bool  # matrices are [out, in]
     act: Callable[[Array], Array] | None  # activation of the gate; None: one matrix and no gate
@@ -100,7 +102,7 @@ def run(
     scales: tuple[Array, ...],
     offsets: Int[Array, "offsets"],
     rows: int,
-    tile: int,
+    knobs: GroupedKnobs,
     dtype: DTypeLike,
     *,
     transposed: bool = False,
@@ -116,7 +118,7 @@ def run(
     The alternative, padding the rows of every expert to a multiple of 8, would copy all rows twice.
 
     Args:
-        x: Rows, bfloat16 or in the dtype of 8-bit matrices; M is a multiple of 8 and at least `tile`.
+        x: Rows, bfloat16 or in the dtype of 8-bit matrices; M is a multiple of 8 and at least `knobs.tile`.
         row_scale: fp32 [M] of rows of 8 bits, or ().
         matrices: [E, I, O], or [E, O, I] if `transposed`, which 8-bit ones are: one; with `act` two, gate and up, of
             the same shape. The two may be one array of 2 O outputs, given once: the gate is its first half.
@@ -124,7 +126,7 @@ def run(
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; at most `rows` in all. Numbers after the
             first E + 1 are not read.
         rows: Rows of the result.
-        tile: Rows of a tile, a multiple of 8.
+        knobs: Rows of a tile, a multiple of 8, and more that fits (`unfit`).
         dtype: Of the result.
         transposed: See `matrices`.
         act: The result is act(x gate) * (x up) instead of x w.
@@ -133,14 +135,20 @@ def run(
     Returns:
         [rows, O]; rows of no expert hold anything.
     """
-    c = _config(x, matrices, rows, tile, dtype, transposed, act, device)
+    p = product_of(x, matrices, dtype, transposed, act)
+    blocks = p.outputs // BLOCK // (1 if p.gated else knobs.workers)
+    programs = min(PROCESSORS, (rows // knobs.tile + p.experts) * blocks)
+    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    interpreted = device is not None and device.interpret is not None
+    c = GroupedConfig(*knobs, blocks, programs, transposed, act, sums, interpreted)
     given = jax.tree.structure((x, row_scale, matrices, scales))
 
-    def grouped(offsets: Ref, *refs: Ref) -> None:  # the kernel's name in a profile
+    def grouped(offsets: Ref, *refs: Ref) -> None:
         count = given.num_leaves
         operands = Operands(*jax.tree.unflatten(given, refs[:count]))
         _program(c, matrices[0].shape[0], offsets, operands, refs[count], Scratch(**refs[count + 1]))
 
+    grouped.__name__ = tuned.kernel_name("grouped", knobs)
     call = plgpu.kernel(
         grouped,
         out_type=jax.ShapeDtypeStruct((rows, BLOCK * c.blocks * (c.workers if act is None else 1)), dtype),
@@ -155,29 +163,44 @@ def run(
     return call(offsets, x, *row_scale, *matrices, *scales)
 
 
-def _config(
-    x: Array, matrices: tuple[Array, ...], rows: int, tile: int, dtype: DTypeLike, transposed: bool,
-    act: Callable[[Array], Array] | None, device: Device | None,
-) -> GroupedConfig:  # fmt: skip
-    """Chooses the blocks of outputs and the stages of a call."""
-    experts, *axes = matrices[0].shape
-    outputs, inputs = axes if transposed else reversed(axes)
-    itemsize = matrices[0].dtype.itemsize
-    if act is not None:  # each block has 64 outputs of the gate and 64 of the up projection
-        workers, blocks = 2, outputs // BLOCK // (3 - len(matrices))
-    else:
-        workers = 2 if outputs % (2 * BLOCK) == 0 else 1
-        blocks = outputs // BLOCK // workers
-    depth = (
-        128 // itemsize if inputs % (128 // itemsize) == 0 else 64
-    )  # a swizzled line has at most 128 bytes
-    staging = workers * tile * (BLOCK + 8) * jnp.dtype(dtype).itemsize + (act is not None) * 4 * BLOCK * tile
-    stage = depth * (workers * BLOCK * itemsize + tile * x.dtype.itemsize)
-    stages = min(MOST_STAGES, (SMEM_BYTES - staging) // stage)
-    programs = min(PROCESSORS, (rows // tile + experts) * blocks)
-    interpreted = device is not None and device.interpret is not None
-    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    return GroupedConfig(tile, workers, blocks, depth, stages, programs, transposed, act, sums, interpreted)
+def default_knobs(p: Product, tile: int) -> GroupedKnobs:
+    """Chooses what a product leaves open, where nothing was measured.
+
+    Args:
+        p: The product.
+        tile: Rows of a tile.
+
+    Returns:
+        The choices: steps of one swizzled line, which has at most 128 bytes, and as many as fit.
+    """
+    line = 128 // p.w.itemsize
+    depth = line if p.inputs % line == 0 else 64
+    knobs = GroupedKnobs(tile, 2 if p.gated or p.outputs % (2 * BLOCK) == 0 else 1, depth, MOST_STAGES)
+    while knobs.stages > 1 and unfit(p, knobs) is not None:
+        knobs = knobs._replace(stages=knobs.stages - 1)
+    return knobs
+
+
+def unfit(p: Product, knobs: GroupedKnobs) -> str | None:
+    """Gives the reason why a product cannot have some choices.
+
+    Args:
+        p: The product.
+        knobs: The choices.
+
+    Returns:
+        The reason in words; None: it can.
+    """
+    tile, workers, depth, stages = knobs
+    if (p.gated and workers != 2) or (not p.gated and p.outputs % (workers * BLOCK)):
+        return f"{workers} warpgroups do not divide {p.outputs} outputs"
+    if p.inputs % depth:
+        return f"steps of {depth} inputs do not divide {p.inputs}"
+    if p.x == jnp.int8 and tile > 32 and tile % 16:
+        return f"integer products have no width of {tile}"
+    staging = workers * tile * (BLOCK + 8) * jnp.dtype(p.out).itemsize + p.gated * 4 * BLOCK * tile
+    need = staging + stages * depth * (workers * BLOCK * p.w.itemsize + tile * p.x.itemsize)
+    return None if need <= SMEM_BYTES else f"it needs {need} of {SMEM_BYTES} bytes of shared memory"
 
 
 def _scratch(c: GroupedConfig, x: DTypeLike, w: DTypeLike, out: DTypeLike) -> dict[str, Any]:

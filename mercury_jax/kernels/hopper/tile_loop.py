@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from mercury_jax.kernels import tiling
+from mercury_jax.kernels import tiling, tuned
 from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 
 ROWS = 64  # of one warpgroup's wgmma
@@ -215,8 +215,11 @@ def launch(
     parts = 1 if c.clustered else c.splits
     together = c.clustered and c.splits > 1
 
-    def attention(*refs: Ref) -> None:  # the kernel's name in a profile
+    def attention(*refs: Ref) -> None:
         program(c, 3 + len(sources), *refs)
+
+    knobs = tuned.AttentionKnobs(c.workers, c.keys, c.stages, c.splits)
+    attention.__name__ = tuned.kernel_name("attention", knobs)
 
     outs, lses = plgpu.kernel(
         attention,
