@@ -206,9 +206,8 @@ def _tables(generation: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "bad_words_ids":
             fits = isinstance(value, list) and all(isinstance(x, list) and all(map(whole, x)) for x in value)
             allowed = "a list of lists of ids"
-            ends = generation.get(
-                "eos_token_id"
-            )  # transformers leaves out a list that is the end of the text
+            # transformers leaves out a list that is the end of the text
+            ends = generation.get("eos_token_id")
             ends = ends if isinstance(ends, list) else [ends]
             value = [x[0] for x in value if len(x) == 1 and x[0] not in ends] if fits else None
         elif key == "sequence_bias":

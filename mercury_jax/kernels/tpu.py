@@ -108,9 +108,8 @@ def run(call: AttentionCall) -> AttentionResult:
     bounds = tiling.tile_bounds(edges, c.rows, c.keys, c.slots)
     q = tiling.fold_queries(call.q, c.groups, c.rows)
     q = q.reshape(batch, c.groups, *q.shape[1:])  # [B, G, M, K]
-    if isinstance(call.k, Int8Vectors) and isinstance(
-        call.v, Int8Vectors
-    ):  # scales with slots last [B, G, 1, S]
+    # scales with slots last [B, G, 1, S]
+    if isinstance(call.k, Int8Vectors) and isinstance(call.v, Int8Vectors):
         scales = [x.scale.transpose(0, 2, 1)[:, :, None] for x in (call.k, call.v)]
         sources = call.k.values, call.v.values, *scales
     else:
@@ -194,9 +193,8 @@ def _launch(
         ],
         out_specs=[pl.BlockSpec((None, c.groups, c.rows, columns), own_rows) for columns, _ in outputs],
         scratch_shapes=[
-            *[
-                pltpu.VMEM((c.groups, c.rows, columns), jnp.float32) for columns in (width, 1, 1)
-            ],  # `SoftmaxRefs`
+            # `SoftmaxRefs`
+            *[pltpu.VMEM((c.groups, c.rows, columns), jnp.float32) for columns in (width, 1, 1)],
             # A tile of keys and one of values, heads first.
             *[pltpu.VMEM((c.groups, c.keys, width), x.dtype) for x in sources[:2]],
         ],

@@ -164,9 +164,8 @@ class DocumentLayout:
         flat = pieces.row[segments.piece] * length + segments.slot
         positions = slots + every((segments.position - flat).astype(np.int32))
         starts = every(pieces.start[segments.piece].astype(np.int32))
-        found = tokens.take(
-            positions + starts, mode="clip"
-        )  # what completes a canvas may lie behind the last one
+        # what completes a canvas may lie behind the last one
+        found = tokens.take(positions + starts, mode="clip")
         editable = (positions >= every(segments.editable[:, 0])) & (
             positions < every(segments.editable[:, 1])
         )
@@ -206,9 +205,8 @@ class DocumentLayout:
             The segments of all rows.
         """
         block, number = self.block, np.arange(len(begin))
-        if (
-            self.config.autoregressive
-        ):  # one causal segment; what is editable is predicted by the tokens before it
+        # one causal segment; what is editable is predicted by the tokens before it
+        if self.config.autoregressive:
             zeros = np.zeros_like(begin)
             ranges = np.stack([begin, begin, zeros, zeros], 1).astype(np.int32)
             editable = np.stack([pieces.prompt, pieces.length], 1).astype(np.int32)

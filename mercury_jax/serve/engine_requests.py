@@ -140,9 +140,8 @@ def make_request(
     """
     vocab = service.engine.lm.model.config.vocab
     sampling = {name: getattr(body, name) for name in SAMPLING_FIELDS if name in type(body).model_fields}
-    sampling["seed"] = (
-        secrets.randbits(31) if body.seed is None else body.seed % (1 << 31)
-    )  # the engine takes seeds of 31 bits
+    # the engine takes seeds of 31 bits
+    sampling["seed"] = secrets.randbits(31) if body.seed is None else body.seed % (1 << 31)
     if not 1 <= sampling.get("top_k", 0) < vocab:
         sampling["top_k"] = 0
     if "repetition_penalty" in sampling:

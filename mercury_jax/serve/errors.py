@@ -20,9 +20,8 @@ JsonSchema = dict[str, Any]
 
 MAX_SHOWN = 80  # characters of a refused value that a message repeats
 INVALID = "invalid_request_error"
-NOT_SUPPORTED = (
-    "Not supported: "  # starts the description of a field with one allowed value; a reason follows
-)
+# starts the description of a field with one allowed value; a reason follows
+NOT_SUPPORTED = "Not supported: "
 
 
 class ApiError(Exception):

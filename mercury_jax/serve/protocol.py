@@ -573,9 +573,8 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str, u
         ApiError: 400, naming the field, and the one that it resembles.
     """
     for name, instead in model.refused_fields.items():
-        other = (
-            instead == _LENGTH and data.get("max_tokens") is not None
-        )  # a client that sends both spellings
+        # a client that sends both spellings
+        other = instead == _LENGTH and data.get("max_tokens") is not None
         if data.get(name) not in UNUSED and not other:
             allowed = f"no value, since this endpoint has no such field. {instead}"
             raise invalid_value(f"{path}{name}", data[name], allowed)

@@ -35,9 +35,8 @@ KEEP_ALIVE_SECONDS = 30  # that a connection may idle between two requests
 STOP_SECONDS = 2.0  # for cancelling what still runs
 COMPILE_SECONDS = 10.0  # for a running compilation to end; nothing interrupts it
 FLUSH_SECONDS = 1.0  # at least, for the last responses to reach their readers
-NOTICE_SECONDS = (
-    0.5  # between a failing /ready and the end of the listening socket, for a load balancer to see
-)
+# between a failing /ready and the end of the listening socket, for a load balancer to see
+NOTICE_SECONDS = 0.5
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -51,9 +51,8 @@ from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.kernels.tuned import AttentionKnobs
 
 PROCESSORS = 132  # of an H100 and an H200
-SPLITS = (
-    8  # of the keys, at most: programs of a cluster, which run at the same time on neighbouring processors
-)
+# of the keys, at most: programs of a cluster, which run at the same time on neighbouring processors
+SPLITS = 8
 CLUSTERED = 128  # processors in use if programs run in clusters, which take a divisor of 16 neighbours
 KEYS = {64: 128, 128: 128, 256: 64, 512: head_dim_512.KEYS}  # head size: keys of a tile, as registers allow
 
@@ -195,22 +194,11 @@ def _config(call: AttentionCall, listed: bool, knobs: AttentionKnobs) -> Attenti
         slots = max(slots + -slots % align, knobs.keys)
     heads = heads_of(call.q.shape[2], call.k.shape[2])
     return AttentionConfig(
-        rows=ROWS if wide else knobs.workers * ROWS,
-        **knobs._asdict(),
-        slots=slots,
-        groups=call.k.shape[2],
-        heads=heads,
-        block=ROWS // heads,
-        ranges=call.ranges.shape[2],
-        scale=call.scale,
-        softcap=call.softcap,
-        int8=isinstance(call.k, Int8Vectors),
+        rows=ROWS if wide else knobs.workers * ROWS, **knobs._asdict(), slots=slots, groups=call.k.shape[2],
+        heads=heads, block=ROWS // heads, ranges=call.ranges.shape[2], scale=call.scale, softcap=call.softcap,
+        int8=isinstance(call.k, Int8Vectors), wide=wide, paged=call.pages is not None, listed=listed, clustered=True,
         interpreted=call.device is not None and call.device.interpret is not None,
-        wide=wide,
-        paged=call.pages is not None,
-        listed=listed,
-        clustered=True,
-    )
+    )  # fmt: skip
 
 
 def _splits(programs: int, steps: int) -> int:
@@ -224,9 +212,8 @@ def _splits(programs: int, steps: int) -> int:
 
 def _shared_memory(c: AttentionConfig, width: int, dtype: DTypeLike) -> SharedMemory:
     tiles = swizzled_tile(c.stages, c.keys, width, dtype=dtype)
-    loaded = plgpu.Barrier(
-        num_barriers=c.stages
-    )  # one arrival: of the copy, or of the producer that dequantises
+    # one arrival: of the copy, or of the producer that dequantises
+    loaded = plgpu.Barrier(num_barriers=c.stages)
     read = plgpu.Barrier(num_arrivals=c.workers, num_barriers=c.stages)
     memory = SharedMemory(
         q=swizzled_tile(c.workers, ROWS, width, dtype=dtype),
@@ -257,9 +244,8 @@ def _shared_memory_512(c: AttentionConfig, width: int, dtype: DTypeLike) -> Shar
         gaps=plgpu.SMEM((1, 2 * c.ranges + 2, ROWS), jnp.int32),
         k=swizzled_tile(c.stages, 2, half, depth, dtype=dtype),
         v=swizzled_tile(c.stages, half, head_dim_512.SPAN, dtype=dtype),
-        q_full=plgpu.Barrier(
-            num_arrivals=width // depth + 1, num_barriers=1
-        ),  # pieces of queries, their gaps
+        # pieces of queries, their gaps
+        q_full=plgpu.Barrier(num_arrivals=width // depth + 1, num_barriers=1),
         k_full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),  # both halves of the keys
         v_full=plgpu.Barrier(num_barriers=c.stages),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
@@ -299,14 +285,7 @@ def _program(c: AttentionConfig, inputs: int, *refs: Ref) -> None:
 
 
 def _compute(
-    c: AttentionConfig,
-    s: SharedMemory,
-    tiles: KeyTiles,
-    worker: Value,
-    q: Ref,
-    gaps: Ref,
-    out: Ref,
-    lse: Ref,
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Value, q: Ref, gaps: Ref, out: Ref, lse: Ref
 ) -> None:
     """All steps of one computing warpgroup, and the store of its result."""
     pair, tile = jax.lax.axis_index("pair"), jax.lax.axis_index("tile")

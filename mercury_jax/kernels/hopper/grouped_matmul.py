@@ -31,9 +31,8 @@ from mercury_jax.types import Device
 
 ALIGN = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
 SMEM_BYTES = 220 * 1024  # shared memory of a program, without barriers and alignment
-MOST_STAGES = (
-    8  # steps that the loads are ahead: 39 KB in flight hide the latency of a processor's share of HBM
-)
+# steps that the loads are ahead: 39 KB in flight hide the latency of a processor's share of HBM
+MOST_STAGES = 8
 PER_OUTPUT = plgpu.Layout.WGMMA.reduce(1)  # the layout of one number for each output of a block
 PER_ROW = plgpu.Layout.WGMMA.reduce(0)
 

@@ -78,9 +78,8 @@ class SharedMemory(NamedTuple):
     v_full: Ref
     k_free: Ref
     v_free: Ref
-    merged: Ref = (
-        None  # of each warpgroup: all splits have their result in shared memory; then, have read those
-    )
+    # of each warpgroup: all splits have their result in shared memory; then, have read those
+    merged: Ref = None
     cleared: Ref = None  # values without readers are zero
     # Of head size 512: weights of each half of a tile's keys, a number per row that the warpgroups exchange, and the
     # barriers of both.

@@ -235,9 +235,8 @@ def _merge_segment(
         if segment.first and not segment.last and position == 0:
             return 0, 0, [*segment.lines, *segment.tail]
         if segment.last and not segment.first:
-            end = max(
-                position, len(file) - (len(file) > 1 and not file[-1])
-            )  # keep the line end at the end of the file
+            # keep the line end at the end of the file
+            end = max(position, len(file) - (len(file) > 1 and not file[-1]))
             return end, end, [*segment.head, *segment.lines]
         raise AmbiguousUpdate
     start, end, lines = place.start, place.end + 1, segment.lines
@@ -324,9 +323,8 @@ def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int
     if not new or not new[0].strip() or _indent(new[0]) <= depth:
         return None
     closing = next((line for line in new if line.strip() and _indent(line) <= depth), None)
-    if (
-        closing is None and segment.indent is not None and segment.indent > depth
-    ):  # a mark inside the block: the snippet omits the rest of the block
+    # a mark inside the block: the snippet omits the rest of the block
+    if closing is None and segment.indent is not None and segment.indent > depth:
         return None
     end = place.end + 1
     while end < len(file) and (not file[end].strip() or _indent(file[end]) > depth):

@@ -129,9 +129,8 @@ class CallParser:
             in_string: Whether a string was open before it.
         """
         is_arguments = self._member in ARGUMENT_KEYS and not self._complete
-        behind = not in_string and (
-            self._depth == 0 or (self._depth == 1 and c == ",")
-        )  # the character after a number or literal, which has no end of its own
+        # the character after a number or literal, which has no end of its own
+        behind = not in_string and (self._depth == 0 or (self._depth == 1 and c == ","))
         ends = behind or (self._depth == 1 and not self._in_string and (in_string or c in "]}"))
         if not behind and (self._value or c not in SPACE):
             self._value.append(c)

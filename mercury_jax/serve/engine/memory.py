@@ -23,9 +23,8 @@ from mercury_jax.types import LM
 
 SHARE = 0.9  # fraction of the free memory to use; the rest is left to the allocator and the compiled programs
 LOGIT_COPIES = 3  # temporary arrays as large as the logits of a pass: raw, processed, probabilities
-HIDDEN_COPIES = (
-    8  # temporary arrays as large as a layer's hidden states: normalised, queries, values, gates, ...
-)
+# temporary arrays as large as a layer's hidden states: normalised, queries, values, gates, ...
+HIDDEN_COPIES = 8
 # `fit_config` halves the context down to the first of these, then reduces the slots before it goes below it, and so on.
 CONTEXT_FLOORS = (32_768, 8_192, 2_048, 256)
 

@@ -163,9 +163,8 @@ class PrefixCache:
         found: list[bytes] = []
         usable = complete = 0  # chunks of the longest usable prefix; complete chunks at the end of `found`
         if self._limit:
-            window = -(
-                -self._lookback // self._size
-            )  # chunks that the next token attends to in layers with a window
+            # chunks that the next token attends to in layers with a window
+            window = -(-self._lookback // self._size)
             for link in chunk_hashes(ids[: len(ids) - 1], self._size, salt):
                 if link not in self._chunks:
                     break

@@ -181,9 +181,8 @@ class Slots:
     requests: list[RunningRequest | None] = field(init=False)
     pending: deque[tuple[DispatchResult, tuple[RunningRequest | None, ...]]] = field(default_factory=deque)
     _host_params: SamplingParams = field(init=False)  # sampling parameters of all rows, at the bucket's level
-    _device_params: SamplingParams | None = field(
-        init=False
-    )  # their copy on the device; None: out of date, transferred with the next dispatch
+    # their copy on the device; None: out of date, transferred with the next dispatch
+    _device_params: SamplingParams | None = field(init=False)
     _smaller_fits: int = field(init=False)  # consecutive dispatches that would have fit a smaller bucket
 
     def __post_init__(self) -> None:
@@ -258,9 +257,8 @@ class Slots:
         if not gates:
             return
         program = self.buckets.program(self.bucket.capacity, sampling.TRUNCATION)
-        while any(
-            gate.pending for _, _, gate in gates
-        ):  # more tokens than a canvas holds take several writes
+        # more tokens than a canvas holds take several writes
+        while any(gate.pending for _, _, gate in gates):
             change = no_tokens(self.bucket.rows, program.width)
             for slot, _, gate in gates:
                 if gate.pending:
@@ -277,9 +275,8 @@ class Slots:
             if allowed["start"][slot] >= 0 or not np.array_equal(allowed["bits"][slot], bits):
                 allowed["bits"][slot], allowed["start"][slot], changed = bits, -1, True
         if changed and self._device_params is not None:
-            masks = dataclasses.replace(
-                part, params=jax.device_put(dict(allowed))
-            )  # only the grammar masks are transferred, not the other parameters
+            # only the grammar masks are transferred, not the other parameters
+            masks = dataclasses.replace(part, params=jax.device_put(dict(allowed)))
             sampler = self._device_params.sampler._replace(allow=(masks,))
             self._device_params = self._device_params._replace(sampler=sampler)
 

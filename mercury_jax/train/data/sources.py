@@ -407,9 +407,8 @@ class Chat:
         def encoded(place: str, messages: Messages) -> Example:
             example = encode_turns(settings.tokenizer, place, messages)
             for layout in settings.layouts or (settings.layout,):
-                packing.lay_out(
-                    settings._replace(layout=layout), example, place
-                )  # refuses one that does not fit
+                # refuses one that does not fit
+                packing.lay_out(settings._replace(layout=layout), example, place)
             return example
 
         conversations = self.conversations(settings.split)

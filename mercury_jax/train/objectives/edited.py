@@ -158,9 +158,8 @@ def spoil_canvases(
     first = jax.lax.cummax(jnp.where(opens, index, 0), axis=1)
     last = jax.lax.cummin(jnp.where(closes, index, slots - 1), axis=1, reverse=True)
     place = jax.random.uniform(copy_key, (2, rows, slots))
-    at = first + (place * (last - first + 1)).astype(
-        jnp.int32
-    )  # [2, B, T]: two candidates. place < 1, so a candidate is never behind the last slot
+    # [2, B, T]: two candidates. place < 1, so a candidate is never behind the last slot
+    at = first + (place * (last - first + 1)).astype(jnp.int32)
     one, other = (jnp.take_along_axis(batch.tokens, jnp.minimum(x, last), axis=1) for x in at)
     # End-of-text ids fill up short answers and would be most of the copies, so they are replaced by the second one.
     copied = jnp.where(one == model.config.eos, other, one)

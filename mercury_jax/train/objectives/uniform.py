@@ -164,9 +164,8 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
         self_cond = ()
         if model.embed_mixture is not None and self_condition:
             first = _prediction(model, params, batch, xt, t)
-            drawn = jax.random.bernoulli(
-                pick_key, self_condition, batch.canvas.shape
-            )  # one for each document number
+            # one for each document number
+            drawn = jax.random.bernoulli(pick_key, self_condition, batch.canvas.shape)
             used = jnp.take_along_axis(drawn, document - 1, axis=1) & (batch.canvas >= 0)
             self_cond = jax.tree.map(lambda x: jnp.where(used[..., None], x, 0), first)
         # One forward pass for both parts: canvas positions predict their own clean token, clean slots the next token.
