@@ -17,12 +17,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mercury_jax.bench.gpu.commands import BF16, GEMMA, GRAPHS, INT8, matching, measure_device
+from mercury_jax.bench.gpu.commands import BF16, GEMMA, GRAPHS, INT8, MODEL_100M, matching, measure_device
 from mercury_jax.bench.gpu.runner import GpuCase, Row, Runner
 from mercury_jax.cli.bench_gpu import report
 
 KERNELS, MODELS = "benchmarks.gpu_kernels", "benchmarks.gpu_models"  # modules of the cases
-MODEL_100M = "mercury-100m"
 OFF = ("MERCURY_KERNELS", "0")
 PLAIN, LOOPS = "kernels off", "loops as graphs"  # in the names of cases with OFF and GRAPHS
 

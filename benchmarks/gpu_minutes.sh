@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # What to measure in fifteen minutes of one GPU, the most useful first: the kernels that DiffusionGemma needs are checked,
-# then a forward pass is profiled, then kernels and whole models are timed. Twelve minutes in all.
+# a forward pass is profiled, the settings of kernels are tuned, then whole models are timed with them, with loops as
+# CUDA graphs and without. Twelve minutes in all.
 #
 #   benchmarks/gpu_minutes.sh OUT           rows go to OUT/rows.jsonl, pictures and logs beside it
 #   benchmarks/gpu_minutes.sh OUT --small   the same on a machine without a GPU, with small shapes
 #
-# A step that has run is not run again, so the same command goes on where it was stopped.
+# A step that has run is not run again, so the same command goes on where it was stopped. OUT/tuned holds the settings.
 set -uo pipefail
 out=${1:?the folder for what is measured} small=${2:-}
 mkdir -p "$out" && out=$(realpath "$out") && cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -14,6 +15,7 @@ failed=0
 
 step() { # name, seconds, words of a benchmark
   local name=$1 seconds=$2
+  [ -z "$small" ] || seconds=$((4 * seconds)) # kernels are interpreted
   shift 2
   [ -e "$out/$name.done" ] && return
   printf '%s\n' "=== $name, at most $seconds s"
@@ -26,16 +28,16 @@ step() { # name, seconds, words of a benchmark
   fi
 }
 
-# Parts of the names of cases, see `mercury bench gpu --help`.
-if [ -n "$small" ]; then
-  forms=(grouped-int8-gated norm) grouped=(dtype=int8) models=(decoding)
-else
-  forms=("attention-"{64,256,512}"-bfloat16 b" "grouped-"{bfloat16,int8}" rows" "grouped-"{bfloat16,int8}-gated norm routing dispatch heads)
-  grouped=(grouped) models=("decoding diffusiongemma")
-fi
-step check 170 mercury_jax bench gpu check --only "${forms[@]}"
-step profile 180 mercury_jax bench gpu profile --png "$out/profile.png"
-step decoding 220 benchmarks.gpu model --only "${models[@]}"
-step grouped 70 benchmarks.gpu speed --only "${grouped[@]}"
-step graphs 70 benchmarks.gpu speed --only decoding
+# Parts of the names of cases, see `mercury bench gpu --help`. A small check covers all forms.
+forms=(--only "attention-"{64,256,512}"-bfloat16 b" "grouped-"{bfloat16,int8,float8_e4m3fn}" rows"
+  "grouped-"{bfloat16,int8,float8_e4m3fn}-gated norm routing dispatch heads graphs)
+model="decoding diffusiongemma-26b-a4b, fp8_dynamic"
+[ -z "$small" ] || { forms=() model=decoding; }
+step check 120 mercury_jax bench gpu check "${forms[@]}"
+step profile 90 mercury_jax bench gpu profile --only int8 --png "$out/profile.png"
+step grouped 40 benchmarks.gpu speed --only "grouped"
+step tune 220 mercury_jax bench gpu tune
+step decoding 150 benchmarks.gpu model --only "$model" # as XLA chooses, then as graphs
+step graphs 40 benchmarks.gpu speed --only "kernels on"
+[ -n "$small" ] || step profile-fp8 60 mercury_jax bench gpu profile --only fp8_dynamic --png "$out/profile-fp8.png"
 exit "$failed"

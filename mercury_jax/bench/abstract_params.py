@@ -19,25 +19,10 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from mercury_jax import hub, models, noise, sharding
-from mercury_jax.config import (
-    ComputeType,
-    Experts,
-    ModelConfig,
-    NoiseConfig,
-    nearest,
-    one_of,
-    refuse,
-)
+from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, nearest, one_of, refuse
 from mercury_jax.hub.family import families
 from mercury_jax.hub.load import WIDE, open_checkpoint
-from mercury_jax.hub.params import (
-    Formats,
-    formats_of,
-    input_shards,
-    param_bytes,
-    quantised_specs,
-    shapes_of,
-)
+from mercury_jax.hub.params import Formats, formats_of, input_shards, param_bytes, quantised_specs, shapes_of
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import FORMATS, QuantisedWeight

@@ -1,16 +1,14 @@
 """`mercury bench compile`: programs of sampling, prefilling and training for devices that are not here.
 
-The parent process checks the request (`compile_for`), starts a child, `python -m mercury_jax.bench.compile
-program|kernels ARGUMENT OUT.json`, passes on what it is doing, and reads the report of ptxas from what it prints. In
-the child `lower` makes the program and `compile_program` compiles it and reads its cost; `forms` lists the forms of our
-Pallas kernels, and `compile_forms` compiles each of them. There is one child for each chip: the state of one compiler
-misleads the next (an H200's after a B200's accepted kernels that it should refuse).
+The parent process checks the request (`compile_for`), starts a child, `python -m mercury_jax.bench.compile WORK
+ARGUMENT OUT.json`, passes on what it is doing, and reads the report of ptxas from what it prints. In the child `lower`
+makes the program and `compile_program` compiles it and reads its cost; `forms` lists the forms of our Pallas kernels,
+and `compile_forms` compiles each of them. There is one child for each chip: the state of one compiler misleads the next
+(an H200's after a B200's accepted kernels that it should refuse).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -38,6 +36,9 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo, traffic
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
+from mercury_jax.bench.gpu.check import SHAPES
+from mercury_jax.bench.gpu.commands import HOPPER, tune_cases
+from mercury_jax.bench.gpu.tune import choices, neighbours
 from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_of, refuse
 from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
@@ -85,6 +86,7 @@ BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"
 FALLBACK = {  # what runs where a kernel has no such form
     "attention": "plain XLA, whose scores are materialised",
     "training": "blockwise attention, by XLA",
+    "tuned": "the heuristic's settings",
     "paged": "each row's pages gathered, then attention over them",
     "grouped": "tiles of rows in a loop, by XLA",
     "norms": "a kernel of each norm, by XLA",
@@ -180,12 +182,15 @@ def compile_for(
     return record
 
 
-def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[dict[str, Any]]:
+def compile_all_kernels(
+    target: str, stage: Stage = lambda text: None, tuning: bool = False
+) -> list[dict[str, Any]]:
     """Compiles every form of each of our Pallas kernels for a GPU.
 
     Args:
         target: As `chips.target` takes it.
         stage: Called with what is being done.
+        tuning: Whether to compile the variants that `mercury bench gpu tune` starts with instead.
 
     Returns:
         The records of `compile_forms`.
@@ -197,8 +202,10 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
     if found.kernels not in BACKENDS:
         names = [one.name for one in chips.ALL.values() if one.kernels in BACKENDS]
         raise refuse("--for", target, f"{', '.join(names)}, the GPUs for which kernels are written")
+    if tuning and found.kernels != HOPPER:
+        raise refuse("--for", target, "an H100 or an H200, whose kernels have settings")
     chips.check_plugin(found)
-    return _child("kernels", target, target, stage)[0]["kernels"]
+    return _child("variants" if tuning else "kernels", target, target, stage)[0]["kernels"]
 
 
 def _child(
@@ -526,9 +533,19 @@ class KernelForm(NamedTuple):
     args: tuple[Any, ...]
 
 
-def forms(name: str) -> list[KernelForm]:
-    """All forms for a chip, as `kernels.device` names it, in the order of compilation."""
+def forms(name: str, tuning: bool = False) -> list[KernelForm]:
+    """Lists all forms for a chip, in the order of compilation.
+
+    Args:
+        name: The chip, as `kernels.device` names it.
+        tuning: As in `compile_all_kernels`.
+
+    Returns:
+        The forms.
+    """
     device = kernel_device.target(name)
+    if tuning:
+        return [*tuned_forms(device)]
     if name not in BACKENDS:  # only the kernels in Triton
         return [*_grouped(device)]
     attention = (*_attention(BACKENDS[name], device), *_training(device), *_paged(device))
@@ -661,6 +678,17 @@ def _rows(device: Device) -> Iterator[KernelForm]:
         yield KernelForm("heads", shape, heads, (x, factors, table, kv, slots))
 
 
+def tuned_forms(device: Device) -> Iterator[KernelForm]:
+    """What `mercury bench gpu tune` times first: the heuristic's settings, and those that differ in one of them."""
+    for case in tune_cases():
+        operation, shape = case.args["operation"], case.args["shape"]
+        default, unfit = choices(operation, shape)
+        for knobs in neighbours(default, case.args["values"], unfit):
+            if unfit(knobs) is None:
+                a = SHAPES[operation](**shape, knobs=knobs._asdict())
+                yield KernelForm("tuned", f"{case.name}: {knobs}", a.check(device).kernel, a.abstract())
+
+
 def _row_gradient(product: Callable[..., Any], x: Any, w: Any, *more: Any) -> Any:
     """The gradient of the rows: a product with the transposed matrices."""
     y, back = jax.vjp(lambda x: product(x, w, *more), x)
@@ -671,8 +699,12 @@ def _short(dtype: Any) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(str(dtype), str(dtype))
 
 
-def compile_forms(name: str) -> list[dict[str, Any]]:
+def compile_forms(name: str, tuning: bool = False) -> list[dict[str, Any]]:
     """Compiles every form for a target in this process.
+
+    Args:
+        name: The target.
+        tuning: As in `compile_all_kernels`.
 
     Returns:
         A record for each form: {kernel, shape} with what `hlo.gpu_kernels` reads of it, or with `refused`, why there is
@@ -686,7 +718,7 @@ def compile_forms(name: str) -> list[dict[str, Any]]:
     stage(f"describing {name}")
     device = NamedSharding(Mesh(np.array(target.describe().devices[:1]), ("one",)), PartitionSpec())
     records: list[dict[str, Any]] = []
-    todo = forms(target.chip.kernels)
+    todo = forms(target.chip.kernels, tuning)
     for n, form in enumerate(todo, start=1):
         stage(f"{form.kernel} {n} of {len(todo)}: {form.shape}")
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.args)
@@ -697,7 +729,7 @@ def compile_forms(name: str) -> list[dict[str, Any]]:
         except ValueError as error:
             record |= {"refused": str(error), "fallback": FALLBACK[form.kernel]}
             continue
-        with captured_output() as read, tempfile.TemporaryDirectory() as folder:
+        with hlo.captured_output() as read, tempfile.TemporaryDirectory() as folder:
             lowered.compile({"xla_dump_to": folder})
             found = hlo.gpu_kernels(read()) or triton_kernels(folder, target.chip.kernels)
         if not found:
@@ -742,31 +774,6 @@ def triton_kernels(folder: str, kind: str) -> list[dict[str, Any]]:
     return [row for row in hlo.gpu_kernels(text) if "grouped" in row["name"]]
 
 
-@contextlib.contextmanager
-def captured_output() -> Iterator[Callable[[], str]]:
-    """Captures what C and C++ code writes to standard output and error; yields a function that returns the text."""
-    libc = ctypes.CDLL(None)
-    with tempfile.TemporaryFile() as sink:
-        saved = {fd: os.dup(fd) for fd in (1, 2)}
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-
-        def read() -> str:
-            libc.fflush(None)
-            sink.seek(0)
-            return sink.read().decode(errors="replace")
-
-        try:
-            for fd in saved:
-                os.dup2(sink.fileno(), fd)
-            yield read
-        finally:
-            libc.fflush(None)
-            for fd, old in saved.items():
-                os.dup2(old, fd)
-                os.close(old)
-
-
 # --- the child process
 
 
@@ -779,15 +786,15 @@ def main(argv: list[str]) -> int:
     """Compiles in this process and writes the record; of a bad request the reason as `refused`.
 
     Args:
-        argv: "program" and a request in JSON, or "kernels" and a target; then the file to write.
+        argv: "program" and a request in JSON, or "kernels" or "variants" and a target; then the file to write.
 
     Returns:
         The exit code: 2 for a bad request.
     """
     work, argument, out = argv
     try:
-        if work == "kernels":
-            record: dict[str, Any] = {"kernels": compile_forms(argument)}
+        if work != "program":
+            record: dict[str, Any] = {"kernels": compile_forms(argument, work == "variants")}
         else:
             record = compile_program(CompileRequest(**json.loads(argument)))
     except (ValueError, FileNotFoundError) as error:

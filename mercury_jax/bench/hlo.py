@@ -9,10 +9,15 @@ The report of ptxas gives registers, spills and shared memory of each Pallas ker
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import os
 import re
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 BYTES = {
@@ -357,6 +362,31 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 _DYNAMIC = re.compile(r"@mosaic_gpu_get_function\(.*@(\w+)_name, i32 (\d+)")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)")
 _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)")
+
+
+@contextlib.contextmanager
+def captured_output() -> Iterator[Callable[[], str]]:
+    """Captures what C and C++ code writes to standard output and error; yields a function that returns the text."""
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryFile() as sink:
+        saved = {fd: os.dup(fd) for fd in (1, 2)}
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+        def read() -> str:
+            libc.fflush(None)
+            sink.seek(0)
+            return sink.read().decode(errors="replace")
+
+        try:
+            for fd in saved:
+                os.dup2(sink.fileno(), fd)
+            yield read
+        finally:
+            libc.fflush(None)
+            for fd, old in saved.items():
+                os.dup2(old, fd)
+                os.close(old)
 
 
 def gpu_kernels(text: str) -> list[dict[str, Any]]:

@@ -16,8 +16,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from mercury_jax.compilation import cache_compiled_programs
+from mercury_jax.compilation import GRAPH_FLAGS, GRAPHS_FORM, cache_compiled_programs
 from mercury_jax.config import nearest, refuse
 
 Command = Callable[[list[str]], int]  # words -> exit code
@@ -47,7 +48,10 @@ DATA = {
 BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
     "compile": ("bench_compile", "a program for a chip that is not here: memory, collectives, roofline"),
-    "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, and where a forward pass goes"),
+    "gpu": (
+        "bench_gpu",
+        "a GPU: whether the kernels are correct there, their settings, where a forward pass goes",
+    ),
 }
 
 # Names that other programs use -> ours.
@@ -230,6 +234,8 @@ def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[st
         other = SYNONYMS.get(words[0]) if commands is COMMANDS else None
         raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], list(commands)))
     cache_compiled_programs()
+    if words[0] not in ("gpu", "compile"):  # these choose flags for each of their processes
+        loops_as_graphs()
     name, _, function = commands[words[0]][0].partition(":")
     try:
         module = importlib.import_module(f"mercury_jax.cli.{name}")
@@ -240,6 +246,34 @@ def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[st
             "mercury needs tyro: pip install tyro. Only `mercury bench gpu` runs without"
         ) from None
     return getattr(module, function or "run")(words[1:])
+
+
+def loops_as_graphs(driver: str = "/proc/driver/nvidia/gpus") -> bool:
+    """Turns loops into CUDA graphs where `mercury bench gpu check` found that they decode the same tokens.
+
+    XLA reads its flags when JAX starts on a device. So the GPU's name comes from NVIDIA's driver, and a library that is
+    imported after JAX could come too late: only commands do this.
+
+    Args:
+        driver: Folder with a folder for each GPU.
+
+    Returns:
+        Whether the flag was set. It is not if the user has set it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    about = [file.read_text() for file in Path(driver).glob("*/information")]
+    names = {match[1] for text in about if (match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))}
+    if len(names) != 1 or GRAPH_FLAGS.partition("=")[0] in flags:
+        return False
+    import jax
+
+    from mercury_jax.kernels import device as kernel_device
+
+    forms = kernel_device.read_checks(kernel_device.entry_key(names.pop(), jax.__version__)) or {}
+    if not forms.get(GRAPHS_FORM, {}).get("passed"):
+        return False
+    os.environ["XLA_FLAGS"] = f"{flags} {GRAPH_FLAGS}".strip()
+    return True
 
 
 def exit_code(error: BaseException) -> int:

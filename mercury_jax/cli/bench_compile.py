@@ -25,6 +25,7 @@ class BenchCompile:
       mercury bench compile llada-8b --for h200x8 --what train --remat full
       mercury bench compile runs/mine/model --for v5e:4x4 --what prefill --json
       mercury bench compile kernels --for h200
+      mercury bench compile kernels --for h200 --what tune
 
     MODEL is a folder of a saved model, a recipe, a config.json, or a name:
     diffusiongemma-26b-a4b, llada-8b, dream-7b, sdar-30b-a3b, llada2-mini,
@@ -33,7 +34,8 @@ class BenchCompile:
     compiles it in a process of its own. That needs the chip's plugin, which the
     extra `deviceless` installs, and no chip. `kernels` instead of a MODEL
     compiles every form of our Pallas kernels for one GPU, and prints what ptxas
-    reports of each, or what runs instead of it.
+    reports of each, or what runs instead of it; with --what tune the settings
+    that `mercury bench gpu tune` starts with.
 
     --json prints
       bytes_per_device  arguments + temporaries + outputs - what outputs share
@@ -71,7 +73,7 @@ class BenchCompile:
     """A GPU: t4, l4, a100, rtx5090, h100, h200, b200, or several, such as h200x8. A TPU: v5e-1, v6e-1, or v4, v5e, v5p
     or v6e with a topology, such as v5e:4x4."""
     what: Annotated[str, option("PROGRAM")] = "sample"
-    """sample, train or prefill."""
+    """sample, train or prefill; of `kernels` also tune."""
     context: OptionalInt = None
     """Positions of a row. Default: 32768, in training 2048; at most the model's."""
     batch: OptionalInt = None
@@ -112,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
             raise refuse(f"--{name.replace('_', '-')}", value, allowed)
     with _stages(args) as stage:
         if kernels:
-            records = bench_compile.compile_all_kernels(args.target, stage)
+            records = bench_compile.compile_all_kernels(args.target, stage, tuning=args.what == "tune")
         else:
             request = bench_compile.CompileRequest(args.model, args.target, args.what, **settings)
             records = [bench_compile.compile_for(request, stage)]

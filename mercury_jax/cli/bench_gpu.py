@@ -1,11 +1,13 @@
-"""Prepare an accelerator: check whether the kernels are correct on it, and see where a forward pass goes.
+"""Prepare an accelerator: check whether the kernels are correct on it, tune them, and see where a forward pass goes.
 
 WHAT, in this order:
   check   versions, roofline, and every kernel form against fp32; forms that pass are used from then on
+  tune    settings of the grouped product and of attention at the shapes of the 26B; the fastest are used from then on
   profile the operations of a pass of the 26B: calls, time, bytes and share of each, and the gaps between kernels
 
 examples:
   mercury bench gpu check --out h200.jsonl
+  mercury bench gpu tune --out h200.jsonl
   mercury bench gpu profile --out h200.jsonl --png pass.png
   mercury bench gpu check --small               # on any machine: the same code on small shapes, in some minutes
   python -m mercury_jax bench gpu check         # from the source tree, without installing it
@@ -13,6 +15,9 @@ examples:
 Each command ends within --budget seconds. A case that hangs is killed, a crash fails only its own case, and cases for
 which no time was left have a row that says so. Needed are jax, flax, optax, orbax-checkpoint, sentencepiece,
 safetensors, chex and jaxtyping.
+
+The fastest settings of `tune` are stored beside them, in tuned/<device>.json, whose entries a package may bring too
+(mercury_jax/kernels/tuned/); `check` checks them.
 
 Forms that pass `check` are stored in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file),
 for this chip, this JAX and these sources of the kernels, and are used there by default; MERCURY_KERNELS=1 uses every
@@ -27,6 +32,8 @@ a chip belong under docs/results/, one file a day: h200-2026-11-30.jsonl. The fi
   "seconds_per_forward", "mfu"          a pass of a model; of training, the share of the matmul roofline
   "operations", "gap_seconds"           of profile: each operation of a pass, and the time in which no kernel ran
   "times_as_fast"                       beside the fastest of the others in the same run
+  "settings", "best"                    of tune: a variant, and whether it is the fastest so far; of the last row of a
+                                        case "default_seconds" is the time with the heuristic's settings
   "peak_bytes"                          most memory that the device held
   "failed", "refused", "left_out", "not_run"    why there is no number
 Read it by `jq -c 'select(.verdict)' FILE`, or in Python by `[json.loads(line) for line in open(FILE)]`.
@@ -45,7 +52,7 @@ from typing import Any, NoReturn
 from mercury_jax.cli import show
 from mercury_jax.config import nearest, refuse
 
-COMMANDS = ("check", "profile")
+COMMANDS = ("check", "tune", "profile")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -183,6 +190,8 @@ def _draw(row: Mapping[str, Any], path: str) -> None:
 def line(row: Mapping[str, Any]) -> str:
     """A row for people: why there is no number, or the numbers that a person looks at first."""
     name = row.get("case") or row["form"]
+    if "settings" in row:  # of tune
+        name = f"{name}, {' '.join(f'{knob} {value}' for knob, value in row['settings'].items())}"
     for reason in ("failed", "not_run", "left_out", "refused"):
         if row.get(reason):
             return f"{name}: {reason.replace('_', ' ')}: {row[reason]}"
@@ -198,7 +207,7 @@ def line(row: Mapping[str, Any]) -> str:
     parts = []
     if "passed" in row:
         parts.append("right" if row["passed"] else f"WRONG: {row.get('why')}")
-    if "relative_error" in row and row["passed"]:
+    if "relative_error" in row and row.get("passed"):
         parts.append(f"error {row['relative_error']:.1e}, difference of two runs {row['moved']:.1e}")
     if "relative_error_on" in row:
         errors = f"error {row['relative_error_on']:.1e} with kernels, {row['relative_error_off']:.1e} without"
@@ -213,4 +222,8 @@ def line(row: Mapping[str, Any]) -> str:
             parts.append(text.format(row[key] * scale))
     parts += [f"computed by {row['computed_by']}"] if "computed_by" in row else []
     parts += [row["note"]] if "note" in row else []
+    if row.get("default_seconds"):
+        parts.append(
+            f"the heuristic's {1e3 * row['default_seconds']:.3f} ms; the fastest of {row['variants']}"
+        )
     return f"{name}: {', '.join(parts)}"

@@ -49,7 +49,15 @@ SOURCES = {
 
 
 def kernel_name(operation: str, knobs: tuple[int, ...]) -> str:
-    """The name of a kernel in a profile and in the report of ptxas, such as "grouped_32_2_128_6"."""
+    """Names a kernel in profiles and in the report of ptxas.
+
+    Args:
+        operation: "grouped" or "attention".
+        knobs: Its settings.
+
+    Returns:
+        For example "grouped_32_2_128_6".
+    """
     return "_".join([operation, *map(str, knobs)])
 
 

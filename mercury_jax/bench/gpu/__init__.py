@@ -1,6 +1,7 @@
-"""`mercury bench gpu check | profile`: whether kernels are correct on this chip, and where a forward pass goes.
+"""`mercury bench gpu check | tune | profile`: whether kernels are correct on this chip, their fastest settings, and
+where a forward pass goes.
 
 `commands` has the commands and lists the cases that each runs. `runner` runs the cases in child processes that can be
-killed; `check` and `profile` are what such a process does. The parent never uses the device. Needs
+killed; `check`, `tune` and `profile` are what such a process does. The parent never uses the device. Needs
 neither grain nor tyro nor rich.
 """

@@ -9,6 +9,7 @@ small shapes (`check --small`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -26,20 +27,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import mercury_jax as mj
+from mercury_jax.bench import abstract_params
 from mercury_jax.bench.gpu.runner import Row, Stage
-from mercury_jax.bench.timing import measure_roofline
+from mercury_jax.bench.timing import endless, measure_roofline
+from mercury_jax.compilation import GRAPH_FLAGS
+from mercury_jax.config import Plan
+from mercury_jax.decode import rules
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention import attend_paged
-from mercury_jax.kernels.attention_inputs import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.dispatch import ExpertOutputs, dispatch as plain_dispatch, kernel_dispatch
-from mercury_jax.kernels.qk_norm_rope import (
-    HeadFactors,
-    Projections,
-    kernel_norm_rope_write,
-    norm_rope_write,
-)
+from mercury_jax.kernels.hopper import attention as hopper_attention
+from mercury_jax.kernels.qk_norm_rope import HeadFactors, Projections, kernel_norm_rope_write, norm_rope_write
 from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms, residual_norms
 from mercury_jax.kernels.routing import kernel_route, route
+from mercury_jax.kernels.tuned import AttentionKnobs, GroupedKnobs
+from mercury_jax.models.weight_quant import quantise_rows
 from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic has 1e-3 to 1e-2
@@ -109,87 +113,6 @@ class KernelCheck(NamedTuple):
     plain: Callable[..., Any] | None = None
 
 
-def attention(args: Row, stage: Stage) -> Iterator[Row]:
-    """Checks one shape of one form of the attention kernels.
-
-    Args:
-        args: `shape` as fields of `AttentionShape`, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, `relative_error` and `moved`, or with `refused`.
-    """
-    yield _judged(AttentionShape(**args["shape"]), args, stage)
-
-
-def grouped(args: Row, stage: Stage) -> Iterator[Row]:
-    """Checks one shape of the grouped product, or of the gradient of its rows.
-
-    Args:
-        args: `shape` as fields of `GroupedShape`, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, `relative_error` and `moved`, or with `refused`.
-    """
-    a = GroupedShape(**args["shape"])
-    sizes = a.sizes(np.random.default_rng(args["seed"]))
-    starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
-    yield _judged(a, args, stage) | {"starts_modulo_8": starts}
-
-
-def norm(args: Row, stage: Stage) -> Iterator[Row]:
-    """Checks one shape of the residual sum with its norms.
-
-    Args:
-        args: `shape` as fields of `NormShape`, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, `relative_error` and `moved`, or with `refused`.
-    """
-    yield _judged(NormShape(**args["shape"]), args, stage)
-
-
-def routing(args: Row, stage: Stage) -> Iterator[Row]:
-    """Checks one shape of the choice of experts.
-
-    Args:
-        args: `shape` as fields of `RoutingShape`, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, `relative_error` and `moved`, or with `refused`.
-    """
-    yield _judged(RoutingShape(**args["shape"]), args, stage)
-
-
-def dispatch(args: Row, stage: Stage) -> Iterator[Row]:
-    """Checks one shape of the dispatch to experts.
-
-    Args:
-        args: `shape` as fields of `DispatchShape`, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, `relative_error` and `moved`, or with `refused`.
-    """
-    yield _judged(DispatchShape(**args["shape"]), args, stage)
-
-
-def heads(args: Row, stage: Stage) -> Iterator[Row]:
-    """Checks one shape of the head norms with RoPE and the cache write.
-
-    Args:
-        args: `shape` as fields of `HeadsShape`, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, `relative_error` and `moved`, or with `refused`.
-    """
-    yield _judged(HeadsShape(**args["shape"]), args, stage)
-
-
 class AttentionShape(NamedTuple):
     """A call of `attend` or `attend_paged`, or `attend` with its gradient.
 
@@ -199,6 +122,8 @@ class AttentionShape(NamedTuple):
         page: Slots of a page; 0 for contiguous keys.
         softcap: Cap of the scores; None for none.
         gradient: Whether the result has gradients, too: the call is one without a cache.
+        knobs: Settings of the Hopper kernel; None: those that calls have by default.
+        full: Whether every query attends to all keys.
         b, t, h: Rows, queries of a row, query heads.
         g, s: Key heads, keys of a row.
         r: Ranges of each query.
@@ -210,24 +135,14 @@ class AttentionShape(NamedTuple):
     page: int = 0
     softcap: float | None = None
     gradient: bool = False
+    knobs: dict[str, int] | None = None
+    full: bool = False
     b: int = 1
     t: int = 8
     h: int = 16
     g: int = 2
     s: int = 1024
     r: int = 2
-
-    @property
-    def text(self) -> str:
-        """The sizes in words."""
-        sizes = f"{self.b} x {self.t} queries, {self.h}/{self.g} heads of {self.width}, {self.s} keys, {self.r} ranges"
-        kinds = {
-            "int8 keys": self.int8,
-            f"pages of {self.page}": self.page,
-            "soft-cap": self.softcap,
-            "gradient": self.gradient,
-        }
-        return ", ".join([sizes, self.dtype, *(name for name, on in kinds.items() if on)])
 
     def drawn(self, seed: int) -> tuple[Any, ...]:
         """Draws the inputs: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
@@ -250,11 +165,21 @@ class AttentionShape(NamedTuple):
         ranges[:, 3::7] = 0
         if self.t > 1:
             ranges[:, -1] = 0
+        if self.full:
+            ranges[:], ranges[:, :, 0, 1] = 0, self.s
         see = ((np.arange(self.s) >= ranges[..., :1]) & (np.arange(self.s) < ranges[..., 1:])).any((1, 2))
         draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
         each = self.s // (self.page or self.s)  # pages of a row
         places = rng.permutation(self.b * each + 3)[: self.b * each].reshape(self.b, each).astype(np.int32)
         return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
+
+    def abstract(self) -> tuple[Any, ...]:
+        """The shapes of the kernel's arguments."""
+        like = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+        q, k = (like(self.b, n, heads, self.width) for n, heads in ((self.t, self.h), (self.s, self.g)))
+        pages = like(self.b, self.s // (self.page or self.s), dtype=jnp.int32)
+        ranges = like(self.b, self.t, self.r, 2, dtype=jnp.int32)
+        return jax.eval_shape(self.prepared, q, k, k, like(self.b, self.s, dtype=jnp.bool_), ranges, pages)[0]
 
     def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any, places: Any) -> tuple[Any, Any]:
         """(arguments of the kernel, of the reference). Unseen keys are 0, and NaN in the first if there is no gradient.
@@ -301,6 +226,10 @@ class AttentionShape(NamedTuple):
         backend = BACKENDS[kernel_device.present(device) or kernel_device.HOPPER]
         one = functools.partial(attend, cached=True) if not self.page else attend_paged
         kernel = functools.partial(one, backend=backend, device=device, **how)
+        if self.knobs is not None:
+            knobs = AttentionKnobs(**self.knobs)
+            call = functools.partial(AttentionCall, **how, device=device)
+            kernel = lambda *args: hopper_attention.run(call(*args), knobs=knobs)
         prepare = jax.jit(self.prepared)
         return KernelCheck(
             kernel,
@@ -326,7 +255,7 @@ class AttentionShape(NamedTuple):
 class GroupedShape(NamedTuple):
     """A grouped product: `rows` rows over `experts` experts, unevenly, each times its expert's [inputs, outputs].
 
-    With `gated`, the first half of the outputs is the gate of the second.
+    With `gated`, the first half of the outputs is the gate of the second. With `rounded`, rows have 8 bits as well.
     """
 
     dtype: str
@@ -336,12 +265,10 @@ class GroupedShape(NamedTuple):
     outputs: int
     gradient: bool = False
     gated: bool = False
-
-    @property
-    def text(self) -> str:
-        """The sizes in words."""
-        what = "gradient of rows, " if self.gradient else "gated, " if self.gated else ""
-        return f"{what}{self.rows} rows on {self.experts} x {self.inputs} x {self.outputs} of {self.dtype}"
+    rounded: bool = False
+    knobs: dict[str, int] | None = (
+        None  # settings of the Hopper kernel; None: those that calls have by default
+    )
 
     def sizes(self, rng: np.random.Generator) -> np.ndarray:
         """Rows of each expert: one has none, one has many, and the first rows have all remainders modulo 8.
@@ -357,6 +284,10 @@ class GroupedShape(NamedTuple):
         share = rng.dirichlet(np.full(self.experts - 9, 0.7))
         return np.array([*few, 0, *rng.multinomial(rest, share)])
 
+    def abstract(self) -> tuple[Any, ...]:
+        """The shapes of the kernel's arguments."""
+        return jax.eval_shape(self.prepared, jax.random.key(0), jnp.zeros(self.experts, jnp.int32))
+
     def prepared(self, key: Any, sizes: Any) -> tuple[Any, ...]:
         """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN.
 
@@ -365,8 +296,8 @@ class GroupedShape(NamedTuple):
             sizes: Rows of each expert [experts].
 
         Returns:
-            (rows [rows + 5, inputs], cotangent [rows + 5, outputs], matrices [experts, inputs, outputs], sizes, scales
-            [experts, outputs] or None).
+            (rows [rows + 5, inputs] or `QuantisedRows`, cotangent [rows + 5, outputs], matrices [experts, inputs,
+            outputs], sizes, scales [experts, outputs] or None).
         """
         keys, kind, scale = jax.random.split(key, 4), jnp.dtype(self.dtype), None
         x = jax.random.normal(keys[0], (self.rows + 5, self.inputs), jnp.bfloat16)
@@ -383,22 +314,25 @@ class GroupedShape(NamedTuple):
             scale = jnp.where(sizes[:, None] > 0, scale, jnp.nan)
         else:
             w = jnp.where(sizes[:, None, None] > 0, w, jnp.nan)
-        return x, dy, w, sizes, scale
+        return quantise_rows(x, kind) if self.rounded else x, dy, w, sizes, scale
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The grouped product, or its gradient, beside a loop over the experts in fp32."""
         act = jax.nn.gelu if self.gated else None
-        product = functools.partial(products.grouped_matmul, act=act, device=device)
+        knobs = None if self.knobs is None else GroupedKnobs(**self.knobs)
+        product = functools.partial(products.grouped_matmul, act=act, knobs=knobs, device=device)
 
         def kernel(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
             offsets = products.offsets_of(sizes)
             if not self.gradient:
-                return product(x, w, offsets, scale)[: self.rows]
+                x, row_scale = x if self.rounded else (x, None)
+                return product(x, w, offsets, scale, row_scale=row_scale)[: self.rows]
             _, back = jax.vjp(lambda x: product(x, w, offsets, scale), x)
             return back(dy)[0][: self.rows]
 
         def exact(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
             owner = jnp.repeat(jnp.arange(self.experts), sizes, total_repeat_length=self.rows + 5)
+            x = x.values.astype(jnp.float32) * x.scale[:, None] if self.rounded else x
             left = (dy if self.gradient else x).astype(jnp.float32)
 
             def one(e: Any, out: Any) -> Any:
@@ -432,11 +366,6 @@ class NormShape(NamedTuple):
     rows: int
     width: int
     active: int = 0
-
-    @property
-    def text(self) -> str:
-        """The sizes in words."""
-        return f"{self.rows} x {self.width}" + f", {self.active} experts combined" * bool(self.active)
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel beside the plain computation in fp32."""
@@ -475,11 +404,6 @@ class RoutingShape(NamedTuple):
     experts: int
     active: int
 
-    @property
-    def text(self) -> str:
-        """The sizes in words."""
-        return f"{self.rows} tokens, {self.active} of {self.experts} experts"
-
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel beside the plain computation: the weight of every expert, 0 for one that is not chosen."""
 
@@ -506,11 +430,6 @@ class DispatchShape(NamedTuple):
     width: int
     experts: int
     active: int
-
-    @property
-    def text(self) -> str:
-        """The sizes in words."""
-        return f"{self.rows} x {self.width}, {self.active} of {self.experts} experts"
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel beside the plain computation: rows, places and offsets."""
@@ -551,11 +470,6 @@ class HeadsShape(NamedTuple):
     g: int
     s: int
 
-    @property
-    def text(self) -> str:
-        """The sizes in words."""
-        return f"2 x {self.t} tokens, {self.h}/{self.g} heads of {self.width}, {self.s} slots"
-
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel beside the plain computation in fp32."""
         kernel = functools.partial(kernel_norm_rope_write, eps=1e-6, device=device)
@@ -587,22 +501,34 @@ class HeadsShape(NamedTuple):
         return KernelCheck(kernel, exact, inputs)
 
 
-Shape = AttentionShape | GroupedShape | NormShape | RoutingShape | DispatchShape | HeadsShape
+def here() -> Device | None:
+    """The device of kernels: this machine's, None; without one a Hopper that is interpreted on the CPU."""
+    if kernel_device.present() is not None:
+        return None
+    from mercury_jax.kernels.interpreter import interpreted
+
+    return interpreted()
 
 
-def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
-    """Runs a check.
+SHAPES: dict[str, Any] = {
+    "attention": AttentionShape, "grouped": GroupedShape, "norm": NormShape, "routing": RoutingShape,
+    "dispatch": DispatchShape, "heads": HeadsShape,
+}  # fmt: skip
 
-    Returns:
-        A row with `passed`, `relative_error` (of the worst row of the outputs) and `moved` (the difference of two
+
+def check_form(args: Row, stage: Stage) -> Iterator[Row]:
+    """Checks one shape of one form of a kernel.
+
+    Args:
+        args: `operation`, a key of `SHAPES`, `shape`, its fields, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, `relative_error` (of the worst row of the outputs) and `moved` (the difference of two
         runs), or with `refused`, the reason why the kernel has no such form.
     """
-    device = None  # this one; a machine without kernels interprets those of a Hopper on the CPU
-    if kernel_device.present() is None:
-        from mercury_jax.kernels.interpreter import interpreted
-
-        device = interpreted()
-    checked, seed = shape.check(device), args["seed"]
+    shape = SHAPES[args["operation"]](**args["shape"])
+    checked, seed = shape.check(here()), args["seed"]
     inputs, exact = checked.inputs(seed)
     stage("compiling")
     try:
@@ -610,7 +536,8 @@ def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
     except ValueError as error:
         if "allowed:" not in str(error):  # only our own refusals contain this
             raise
-        return {"shape": shape.text, "passed": None, "refused": str(error)[:300]}
+        yield {"shape": args["shape"], "passed": None, "refused": str(error)[:300]}
+        return
     like = jax.eval_shape(checked.kernel, *inputs)
     errors, plain, moved = [0.0] * len(jax.tree.leaves(like)), [0.0] * len(jax.tree.leaves(like)), 0.0
     for turn in range(args["draws"]):
@@ -631,11 +558,11 @@ def _judged(shape: Shape, args: Row, stage: Stage) -> Row:
             stage("computing it without kernels")
             found = jax.device_get(jax.jit(checked.plain)(*inputs))
             plain = list(map(max, plain, worst_of_each(found, want)))
-    row = {"shape": shape.text, "relative_error": max(errors), "moved": moved, "seed": seed}
+    row = {"shape": args["shape"], "relative_error": max(errors), "moved": moved, "seed": seed}
     row |= {"relative_error_plain": max(plain)} if any(plain) else {}
     judged = map(why_wrong, errors, [moved] * len(errors), plain)  # each output by its own plain computation
     why = next((why for why in judged if why is not None), None)
-    return row | {"passed": True} if why is None else row | {"passed": False, "why": why}
+    yield row | ({"passed": True} if why is None else {"passed": False, "why": why})
 
 
 def worst_of_each(got: Any, want: Any) -> list[float]:
@@ -719,6 +646,55 @@ def worst(got: Any, want: Any) -> float:
             error = np.linalg.norm(a - b, axis=-1) / np.maximum(norm, max(typical / 20, 1e-30))
         found = max(found, float(error.max()))
     return found
+
+
+def decoded(args: Row, stage: Stage) -> Iterator[Row]:
+    """Decodes the same canvas twice with a model of random weights.
+
+    Args:
+        args: `model`, and its `layers`.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with the `tokens` of both.
+    """
+    from mercury_jax.bench.gpu.profile import find
+
+    source = find(args["model"])
+    source = source._replace(config=dataclasses.replace(source.config, layers=args["layers"]))
+    lm = endless(abstract_params.random_lm(source))
+    c = lm.model.config
+    stage("decoding twice")
+    how: Any = dict(sampler=rules.confidence(), plan=Plan(block=c.block, steps=8), max_tokens=c.block, seed=0)
+    prompt = list(range(c.vocab // 4, c.vocab // 4 + 32))
+    yield {"tokens": [np.asarray(mj.sample(lm, prompt, **how).tokens).tolist() for _ in range(2)]}
+
+
+def graphs(args: Row, stage: Stage) -> Iterator[Row]:
+    """Checks that a loop decodes the same tokens as a CUDA graph, at each of two calls, as without.
+
+    Args:
+        args: As of `decoded`. The process has `compilation.GRAPH_FLAGS`; another one, which it starts, has not.
+        stage: Called with what is being done.
+
+    Raises:
+        RuntimeError: The process without graphs gave no tokens.
+
+    Yields:
+        One row with `passed`.
+    """
+    [with_graphs] = decoded(args, stage)
+    stage("decoding without graphs")
+    env = os.environ | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(GRAPH_FLAGS, "")}
+    line = json.dumps({"module": __name__, "work": "decoded", "args": args}) + "\n"
+    command = [sys.executable, "-m", "mercury_jax.bench.gpu.runner"]
+    done = subprocess.run(command, input=line, capture_output=True, text=True, env=env)
+    rows = [json.loads(answer).get("row") for answer in done.stdout.splitlines()]
+    without = next((row["tokens"][0] for row in rows if row), None)
+    if without is None:
+        raise RuntimeError(f"nothing was decoded without graphs: {(done.stdout or done.stderr)[-400:]}")
+    wrong = [n + 1 for n, tokens in enumerate(with_graphs["tokens"]) if tokens != without]
+    yield {"passed": False, "why": f"call {wrong[0]} decoded other tokens"} if wrong else {"passed": True}
 
 
 def sanitizer(args: Row, stage: Stage) -> Iterator[Row]:

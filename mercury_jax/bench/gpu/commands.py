@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any
 
 from mercury_jax.bench.gpu.runner import GpuCase, Row, Runner
-from mercury_jax.compilation import GRAPH_FLAGS
+from mercury_jax.compilation import GRAPH_FLAGS, GRAPHS_FORM
 from mercury_jax.config import refuse
 
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
@@ -22,12 +22,17 @@ HOPPER, BLACKWELL, TPU = "sm_90a", "sm_100a", "tpu"  # as in `kernels.device`, w
 KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
 # XLA would time candidates for the products of each reference, most of the time of a check; a kernel has no candidates.
 UNTUNED = (("XLA_FLAGS", "--xla_gpu_autotune_level=0"),)
+TUNING = (*KERNELS, ("MOSAIC_GPU_DUMP_PTXAS", "1"))  # ptxas reports which variants spill
 WIDTHS = (64, 128, 256, 512)  # head sizes
 NORMS = ((3, 256), (256, 2816), (1024, 4096))  # rows and widths of hidden states
 # Head size, tokens, query heads, key heads, slots: layers of DiffusionGemma, and tokens that are no whole tile.
 HEADS = ((256, 256, 16, 8, 2048), (512, 256, 16, 2, 512), (256, 37, 12, 4, 64))
 EXPERTS = {"up": (2816, 1408), "down": (704, 2816)}  # of DiffusionGemma: [inputs, outputs] of a matrix
-GEMMA = "diffusiongemma-26b-a4b"
+# [inputs, outputs] of the products of a canvas: attention's output in local and global layers, gate and up, down.
+DENSE = ((4096, 2816), (8192, 2816), (2816, 4224), (2112, 2816))
+# Dtypes of tuned matrices, and whether the rows have 8 bits too.
+TUNED = ((FP8, True), (INT8, False), (BF16, False), (INT8, True), (FP8, False))
+GEMMA, MODEL_100M = "diffusiongemma-26b-a4b", "mercury-100m"
 GRAPHS = ("XLA_FLAGS", GRAPH_FLAGS)
 
 
@@ -60,6 +65,7 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
     yield from rows
     same = first["same"]
     every = check_cases(first["chip"], seed, small) if first["chip"] or small else []
+    every = _with_tuned(every, first["hardware"])
     chosen = matching(every, only)
     names = {case.form for case in chosen if case.form}  # a form is decided by all of its cases
     todo = [case for case in every if case in chosen or case.form in names]
@@ -117,10 +123,48 @@ def profile(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) ->
             yield first["same"] | {"case": case.name} | row
 
 
+def tune(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Searches the settings of kernels at the shapes of the 26B model, and stores the fastest of each at once.
+
+    Args:
+        runner: Runs the cases within its budget.
+        small: Small shapes, interpreted where there is no GPU.
+        only: Parts of names of cases.
+
+    Yields:
+        A row for each variant that was tried.
+
+    Raises:
+        ValueError: No case has such a name.
+        Unmeasured: The device failed.
+    """
+    rows, first = measure_device(runner, "tune", small, TUNING)
+    yield from rows
+    cases, same = matching(tune_cases(small), only), first["same"]
+    if first["chip"] != HOPPER and not small:
+        yield same | {"case": "kernels", "left_out": f"no kernel has settings for {first['hardware']}"}
+        return
+    from mercury_jax.kernels import tuned  # imports JAX, and starts it on no device
+
+    kinds = {"grouped": tuned.GroupedKnobs, "attention": tuned.AttentionKnobs}
+    for case in cases:
+        for row in runner.stream(case):
+            if row.get("best"):
+                kept = ("form", "shapes", "settings", "relative_error")
+                entry = {key: row[key] for key in kept} | {
+                    "microseconds": 1e6 * row["seconds"],
+                    "terabytes_per_second": 1e-3 * row["gigabytes_per_second"],
+                    "jax": first["jax"], "date": same["date"],
+                    "operation": case.args["operation"], "shape": case.args["shape"],
+                }  # fmt: skip
+                tuned.write(kinds[case.args["operation"]], first["hardware"], entry)
+            yield same | {"case": case.name} | row
+
+
 def measure_device(
     runner: Runner, command: str, small: bool, env: tuple[tuple[str, str], ...] = ()
 ) -> tuple[list[Row], Row]:
-    """Finds the versions and the device, then measures its roofline, which a profile does not need.
+    """Finds the versions and the device, then measures its roofline, which a profile and a search do not need.
 
     Args:
         runner: Runs the cases within its budget.
@@ -138,7 +182,7 @@ def measure_device(
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     rows, found = [], {}
     todo = [GpuCase("about", "about", {}, limit=90.0, env=env)]
-    if command != "profile":
+    if command not in ("profile", "tune"):
         todo.append(GpuCase("roofline", "roofline", size, limit=60.0, env=env))
     for case in todo:
         row = runner.run(case)[-1]
@@ -190,9 +234,9 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
         found = [_check_case("attention", {"dtype": BF16} | kind | tiny, 60.0) for kind in kinds]
         short = {"gradient": True} | tiny | {"s": 70}  # a length that is no multiple of a tile
         found.append(_check_case("attention", {"width": 64, "dtype": BF16} | short, 120.0))
-        product = dict(dtype=BF16, rows=90, experts=10, inputs=64, outputs=64)
+        product = dict(dtype=BF16, rows=34, experts=4, inputs=64, outputs=64)
         kinds = ({}, {"gradient": True}, {"dtype": INT8, "outputs": 128, "gated": True})
-        found += [_check_case("grouped", product | kind, 60.0) for kind in kinds]
+        found += [_check_case("grouped", product | kind, 120.0) for kind in kinds]
         found.append(_check_case("norm", {"rows": 5, "width": 256}, 60.0))
         found.append(_check_case("norm", {"rows": 5, "width": 256, "active": 3}, 60.0))
         found.append(_check_case("routing", {"rows": 5, "experts": 128, "active": 3}, 60.0))
@@ -225,29 +269,57 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
             found += _training_cases()
         else:  # the others have attention without pages, the grouped product in Triton, or both
             attention, grouped = chip in (BLACKWELL, TPU), chip != TPU
-            plain = lambda c: attention and c.work == "attention" and not c.args["shape"].get("page")
-            found = [c for c in found if plain(c) or (grouped and c.work == "grouped")]
+            plain = lambda c: (
+                attention and c.args["operation"] == "attention" and not c.args["shape"].get("page")
+            )
+            found = [c for c in found if plain(c) or (grouped and c.args["operation"] == "grouped")]
     draws = 1 if small else 2
     env = KERNELS if small else KERNELS + UNTUNED
     found = [c._replace(args=c.args | {"seed": seed, "draws": draws}, env=env) for c in found]
-    first = {c.work: c for c in reversed(found)}  # the first case of attention, and of the grouped product
-    args = {"cases": [{"work": c.work, "args": c.args} for c in sorted(first.values(), key=found.index)]}
+    first = {
+        c.args["operation"]: c for c in reversed(found)
+    }  # the first case of attention, and of the grouped product
+    some = sorted(first.values(), key=found.index)
+    args = {"cases": [{"module": c.module, "work": c.work, "args": c.args} for c in some]}
     sanitizer = GpuCase("compute-sanitizer", "sanitizer", args, limit=120.0, least=30.0, env=env, alone=True)
-    return [*found, sanitizer]
+    # Loops as graphs, in a model with the kernels. A small check compares two processes without the flag.
+    args = {"model": "tiny-causal" if small else MODEL_100M, "layers": 2}
+    env = env if small else (*env, GRAPHS)
+    graphs = GpuCase("graphs", "graphs", args, 120.0, 20.0, form=GRAPHS_FORM, env=env, alone=True)
+    return [*found, *[graphs] * (chip != TPU), sanitizer]
 
 
-def _check_case(work: str, shape: dict[str, Any], limit: float) -> GpuCase:
+def _with_tuned(cases: list[GpuCase], hardware: str) -> list[GpuCase]:
+    """The cases, and behind those of a form the settings that were tuned for it on this device."""
+    from mercury_jax.kernels import tuned  # imports JAX, and starts it on no device
+
+    like = {case.form: case for case in cases}
+    more = []
+    for entry in tuned.entries(hardware):
+        case = _check_case(entry["operation"], entry["shape"] | {"knobs": entry["settings"]}, 45.0)
+        if case.form in like:
+            rest = {k: v for k, v in like[case.form].args.items() if k != "shape"}
+            more.append(case._replace(args=case.args | rest, env=like[case.form].env))
+    order = list(like)
+    return sorted([*cases, *more], key=lambda case: order.index(case.form))
+
+
+def _check_case(operation: str, shape: dict[str, Any], limit: float) -> GpuCase:
     """A case whose form has the name that `kernels.device` gives to its shape."""
-    if work == "attention":
-        kinds = {"int8": "int8", "page": "paged", "softcap": "softcap", "gradient": "gradient"}
-        parts = ["attention", str(shape["width"]), shape["dtype"]]
-    elif work in ("norm", "routing", "dispatch", "heads"):
-        kinds, parts = {}, [work]
-    else:
-        kinds, parts = {"gated": "gated", "gradient": "gradient"}, ["grouped", shape["dtype"]]
-    form = "-".join([*parts, *(name for key, name in kinds.items() if shape.get(key))])
-    name = " ".join([form, *(f"{k}={v}" for k, v in shape.items() if k not in ("width", "dtype"))])
-    return GpuCase(name, work, {"shape": shape}, limit=limit, form=form)
+    parts = [operation]
+    if "dtype" in shape:  # other operations have one form
+        kinds = {
+            "int8": "int8",
+            "gated": "gated",
+            "page": "paged",
+            "softcap": "softcap",
+            "gradient": "gradient",
+        }
+        parts += [str(shape[key]) for key in ("width", "dtype") if key in shape]
+        parts += [name for key, name in kinds.items() if shape.get(key)]
+    name = " ".join(["-".join(parts), *(f"{k}={v}" for k, v in shape.items() if k not in ("width", "dtype"))])
+    args = {"operation": operation, "shape": shape}
+    return GpuCase(name, "check_form", args, limit=limit, form="-".join(parts))
 
 
 def _attention_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
@@ -283,7 +355,8 @@ def _training_cases() -> Iterator[GpuCase]:
 
 def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
     """The cases of the grouped product, of its gated form, or of the gradient of its rows (in bf16), for each dtype."""
-    # The last has one matrix and the rows of one canvas, the dense products of a quantised model.
+    # The last has one matrix and the rows of one canvas, the dense products of a quantised model. Rows of 8 bits have
+    # the forms of their matrices.
     sizes = (
         (200, 10, (128, 128)), (2048, 128, EXPERTS["down"]), (2048, 128, EXPERTS["up"]), (256, 1, (2816, 4224))
     )  # fmt: skip
@@ -291,6 +364,53 @@ def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
     for dtype, (rows, experts, (inputs, outputs)) in itertools.product(kinds, sizes):
         shape = dict(dtype=dtype, rows=rows, experts=experts, inputs=inputs, outputs=outputs)
         yield _check_case("grouped", shape | kind, limit=30.0)
+        if dtype != BF16:
+            yield _check_case("grouped", shape | kind | {"rounded": True}, limit=30.0)
+
+
+def tune_cases(small: bool = False) -> list[GpuCase]:
+    """Products and attention of DiffusionGemma's layers, the most expensive first, with the values of each knob."""
+    todo: list[tuple[str, str, dict[str, Any], dict[str, tuple[int, ...]]]] = []
+    if small:
+        shape = dict(dtype=INT8, rows=24, experts=2, inputs=64, outputs=64)
+        todo.append(("experts", "grouped", shape, {"tile": (8, 16)}))
+        todo.append(
+            (
+                "attention",
+                "attention",
+                dict(width=64, dtype=BF16, full=True, b=1, t=4, h=1, g=1, s=256),
+                {"splits": (1, 2)},
+            )
+        )
+    else:
+        up, down = (dict(rows=2048, experts=128, inputs=i, outputs=o) for i, o in EXPERTS.values())
+        products = [("experts up", up | {"gated": True}), ("experts down", down)]
+        products += [
+            ("dense", dict(rows=256, experts=1, inputs=i, outputs=o, gated=o == 4224)) for i, o in DENSE
+        ]
+        steps = {"depth": (64, 128, 192, 256), "stages": (4, 6, 8, 12), "workers": (1, 2)}
+        tiles = {True: (32, 48, 64, 96, 128), False: (24, 32, 48, 64)}  # whether it is one expert
+        for (name, shape), (dtype, rounded) in itertools.product(products, TUNED):
+            values = {"tile": tiles[shape["experts"] == 1]} | steps
+            todo.append((name, "grouped", shape | {"dtype": dtype, "rounded": rounded}, values))
+        values = {"splits": (1, 2, 4, 8), "workers": (1, 2), "keys": (64, 128), "stages": (2, 3, 4)}
+        for s, (width, g) in itertools.product((2048, 8192), ((256, 8), (512, 2))):
+            todo.append(
+                (
+                    "attention",
+                    "attention",
+                    dict(width=width, dtype=BF16, full=True, b=1, t=256, h=16, g=g, s=s),
+                    values,
+                )
+            )
+    how: Any = dict(limit=90.0, least=8.0, env=TUNING, module="mercury_jax.bench.gpu.tune")
+    return [
+        GpuCase(
+            " ".join([name, *(f"{k}={v}" for k, v in shape.items())]), "tune",
+            {"operation": operation, "shape": shape, "values": values, "calls": 0 if small else 24}, **how,
+        )
+        for name, operation, shape, values in todo
+    ]  # fmt: skip
 
 
 def profile_cases(small: bool = False) -> list[GpuCase]:
