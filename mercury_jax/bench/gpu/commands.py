@@ -22,7 +22,8 @@ HOPPER, BLACKWELL, TPU = "sm_90a", "sm_100a", "tpu"  # as in `kernels.device`, w
 KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
 # XLA would time candidates for the products of each reference, most of the time of a check; a kernel has no candidates.
 UNTUNED = (("XLA_FLAGS", "--xla_gpu_autotune_level=0"),)
-TUNING = (*KERNELS, ("MOSAIC_GPU_DUMP_PTXAS", "1"))  # ptxas reports which variants spill
+# ptxas reports which variants spill; it is silent about programs of a cache.
+TUNING = (*KERNELS, ("MOSAIC_GPU_DUMP_PTXAS", "1"), ("JAX_ENABLE_COMPILATION_CACHE", "false"))
 WIDTHS = (64, 128, 256, 512)  # head sizes
 NORMS = ((3, 256), (256, 2816), (1024, 4096))  # rows and widths of hidden states
 # Head size, tokens, query heads, key heads, slots: layers of DiffusionGemma, and tokens that are no whole tile.
