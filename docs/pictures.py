@@ -146,8 +146,9 @@ def sudoku() -> None:
     import numpy as np
 
     import mercury_jax as mj
-    from mercury_jax.decode import display
     from mercury_jax.tasks import TASKS, draw_distinct
+    from mercury_jax.viz.plots import save_gif
+    from mercury_jax.viz.trace import trace_of
 
     lm = mj.load()
     ask = lambda text, rule=None: mj.sample(
@@ -155,7 +156,7 @@ def sudoku() -> None:
     )
 
     def hardness(text: str) -> tuple[int, int]:
-        tokens = display.traces(ask(text))[0].tokens
+        tokens = trace_of(ask(text), 0).tokens
         return len(tokens), int(np.sum(tokens[1:] != tokens[:-1]))
 
     puzzle = max((p.input for p in draw_distinct(TASKS["sudoku4"], 48, seed=0)), key=hardness)
@@ -167,10 +168,10 @@ def sudoku() -> None:
             times[name].append(1000 * out.seconds)
     outs = {name: ask(puzzle, rule) for name, rule in rules.items()}
     found = {
-        f"{name}: {out.forwards[0]} passes, {statistics.median(times[name]):.1f} ms": display.traces(out)[0]
+        f"{name}: {out.forwards[0]} passes, {statistics.median(times[name]):.1f} ms": trace_of(out, 0)
         for name, out in outs.items()
     }
-    display.save_gif(found, lm.tokenizer, FOLDER.parent / "results" / "denoising.gif")
+    save_gif(found, lm.tokenizer, FOLDER.parent / "results" / "denoising.gif")
     print(repr(puzzle), *found, *(repr(out.text) for out in outs.values()), sep="\n")
 
 

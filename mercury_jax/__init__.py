@@ -13,6 +13,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mercury_jax import decode as _decode
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -113,6 +115,16 @@ def __getattr__(name: str) -> Any:
         value = getattr(home, name)
     globals()[name] = value
     return value
+
+
+def _pictures() -> _decode.Pictures:
+    """What draws the answers of a call, imported when one is shown."""
+    from mercury_jax.viz import html, plots
+
+    return _decode.Pictures(html.output_html, html.stream_html, html.frame_html, plots.plot, plots.save)
+
+
+_decode.pictures = _pictures
 
 
 class _Package(ModuleType):

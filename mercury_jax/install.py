@@ -1,4 +1,4 @@
-"""The pip command that adds an extra to this installation, for messages about missing packages.
+"""The check that a package of an extra is there, and the pip command that adds the extra to this installation.
 
 There is no release in a package index, so the command names what this installation was made from: the clone whose code
 runs, or what pip recorded in `direct_url.json` (a folder, a Git address or an archive; PEP 610).
@@ -6,12 +6,28 @@ runs, or what pip recorded in `direct_url.json` (a folder, a Git address or an a
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 NAME = "mercury-jax"
+
+
+def check(argument: str, package: str, extra: str) -> None:
+    """Refuses an argument that needs a package which is missing.
+
+    Args:
+        argument: Its name, for the error.
+        package: The package to import.
+        extra: The extra that installs it, as for `command`.
+
+    Raises:
+        ValueError: Naming the argument, the package and the command that installs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{argument} needs {package}: {command(extra)}")
 
 
 def command(extra: str) -> str:

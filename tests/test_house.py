@@ -24,12 +24,12 @@ CORE = {
     "tasks",
 }
 TOP = {"evaluate", "rl", "serve", "bench"}
-BELOW = CORE | {"kernels", "models", "hub", "decode", "train"}
+BELOW = CORE | {"kernels", "models", "hub", "decode", "train", "viz"}
 # What each room may import. `__init__` as a target is the package itself, `mercury_jax`.
 MAY_IMPORT = (
     dict.fromkeys(CORE, CORE)
     | {"kernels": CORE, "models": CORE - {"noise"} | {"kernels"}, "hub": CORE | {"kernels", "models"}}
-    | {"decode": CORE, "train": CORE}
+    | {"decode": CORE, "train": CORE, "viz": CORE | {"decode"}}
     | dict.fromkeys(TOP, BELOW | TOP | {"__init__"})
     | dict.fromkeys(["__init__", "api", "cli", "__main__"], BELOW | TOP | {"__init__", "api", "cli"})
 )
@@ -79,6 +79,7 @@ def test_the_package_keeps_the_dependency_rule():
     [
         ("decode/rules/new.py", "from mercury_jax.models import dense", "decode -> models"),
         ("decode/decoder.py", "from ..train.loop import train", "decode -> train"),
+        ("decode/state.py", "def f():\n    from mercury_jax.viz import html", "decode -> viz"),
         ("train/step.py", "def f():\n    import mercury_jax.decode.decoder", "train -> decode"),
         ("train/loop.py", "from mercury_jax import models, types", "train -> models"),
         ("models/dense.py", "from .. import noise", "models -> noise"),
@@ -159,7 +160,8 @@ def without(names: set[str], code: str) -> str:
 def test_loading_and_sampling_need_no_trainer():
     code = """
 import mercury_jax as mj
-out = mj.sample(mj.load(), "import ", max_tokens=4)
+out = mj.sample(mj.load(), "import ", max_tokens=4, history=True)
+assert "<script" in out._repr_html_()  # as a notebook asks for it
 loaded = [m for m in sys.modules if m.startswith(("mercury_jax.train", "mercury_jax.api"))]
 print(len(out.text) > 0, loaded)
 """

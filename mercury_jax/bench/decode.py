@@ -536,11 +536,7 @@ def check_plot(path: str | Path) -> None:
         ValueError: matplotlib is missing, the ending is unknown, or the folder does not exist.
     """
     path, kinds = Path(path), (".png", ".pdf", ".svg")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
-        raise refuse("plot", str(path), allowed) from None
+    install.check("plot", "matplotlib", "plot")
     if path.suffix.lower() not in kinds:
         raise refuse("plot", str(path), f"a file that ends in {', '.join(kinds)}")
     if not path.absolute().parent.is_dir():

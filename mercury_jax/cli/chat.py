@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Decoding, Flag, Group, Loading, OptionalFloat, OptionalInt, option
 from mercury_jax.config import refuse
+from mercury_jax.viz import readable, terminal
 
 if TYPE_CHECKING:
     from mercury_jax.types import LM
@@ -221,7 +222,7 @@ def _answer(lm: LM, messages: Messages, args: ChatCommand, how: dict[str, Any], 
 
         console = Console(highlight=False)
         size = min(how["max_tokens"], args.decoding.block or lm.model.config.block)
-        last = show.follow(console, lm.tokenizer, "", size, stream(lm, messages, **how))
+        last = terminal.follow(console, lm.tokenizer, "", size, stream(lm, messages, **how))
         console.print(show.figures(len(last.tokens), last.forwards), style="dim")
         finish = "length" if len(last.tokens) >= how["max_tokens"] else "stop"
         _remark(
@@ -243,7 +244,7 @@ def _answer(lm: LM, messages: Messages, args: ChatCommand, how: dict[str, Any], 
             "seconds": out.seconds, "finish": out.finish[0], "messages": len(messages),
         })  # fmt: skip
     else:
-        print(show.readable(out.text) if show.terminal() else out.text, flush=True)
+        print(readable(out.text) if show.terminal() else out.text, flush=True)
         clamped = how["max_tokens"] < (args.max_tokens or MAX_TOKENS)
         _remark(lm, messages, out.text, out.thinking[0], out.finish[0], clamped)
     return out.text

@@ -27,6 +27,7 @@ from mercury_jax.cli.arguments import (
     option,
 )
 from mercury_jax.config import at_least, refuse
+from mercury_jax.viz import readable
 
 if TYPE_CHECKING:
     from mercury_jax.tokenizer import AnyTokenizer
@@ -234,7 +235,7 @@ def run_info(argv: Sequence[str]) -> int:
     print("\n".join(_lines(record)))
     for sample in record["samples"]:
         text = sample["text"][:PREVIEW] + (" ..." if len(sample["text"]) > PREVIEW else "")
-        print(f"\n--- a document of {sample['tokens']:,} tokens\n{show.readable(text)}")
+        print(f"\n--- a document of {sample['tokens']:,} tokens\n{readable(text)}")
     return 0
 
 

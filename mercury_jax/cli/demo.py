@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Group, Int, Loading
 from mercury_jax.config import count
+from mercury_jax.viz import readable, terminal
 
 if TYPE_CHECKING:
     from mercury_jax.types import LM
@@ -100,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
     args = arguments.read(Demo, argv, "mercury demo")
     arguments.check_request(args.seed, None)
     lm = args.loading.load()
-    say = (lambda text: None) if args.json else (lambda text: print(show.readable(text), flush=True))
+    say = (lambda text: None) if args.json else (lambda text: print(readable(text), flush=True))
     say(f"{lm.name}: {lm.parameters:,} parameters, on {show.device()}")
     live = show.terminal() and not (args.no_live or args.json)
     asked, began = scenes(lm, args.seed), time.perf_counter()
@@ -379,8 +380,8 @@ def _watch(lm: LM, scene: Scene) -> str:
     """Shows an answer live, slowly enough to follow; returns its text."""
     from rich.console import Console
 
-    pace = min(max(SECONDS / LIVE_STEPS, show.PACE), SLOWEST_FRAME)
+    pace = min(max(SECONDS / LIVE_STEPS, terminal.PACE), SLOWEST_FRAME)
     size = min(TOKENS, lm.model.config.block)
     console, frames = Console(highlight=False), _frames(lm, scene.prompt)
-    last = show.follow(console, lm.tokenizer, scene.before, size, frames, pace=pace, first="noise")
+    last = terminal.follow(console, lm.tokenizer, scene.before, size, frames, pace=pace, first="noise")
     return last.text

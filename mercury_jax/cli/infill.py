@@ -21,6 +21,7 @@ from mercury_jax.cli.arguments import (
     option,
 )
 from mercury_jax.config import count, refuse
+from mercury_jax.viz import readable
 
 if TYPE_CHECKING:
     from mercury_jax.decode.infill import InfillOutput
@@ -141,7 +142,7 @@ def _print(pieces: Sequence[str | int], out: InfillOutput) -> None:
     holes, shown = iter(out.holes), Text()
     for piece in pieces:
         hole = isinstance(piece, int)
-        shown.append(show.readable(next(holes) if hole else piece), "bold cyan" if hole else "")
+        shown.append(readable(next(holes) if hole else piece), "bold cyan" if hole else "")
     Console(highlight=False).print(shown)
 
 
@@ -219,7 +220,7 @@ def run_edit(argv: Sequence[str]) -> int:
         tokens = len(out.tokens[0])
         show.emit(dict(text=out.text, changes=found, tokens=tokens, forwards=nfe, seconds=out.seconds))
         return 0
-    print(show.readable(out.text) if show.terminal() else out.text)
+    print(readable(out.text) if show.terminal() else out.text)
     for change in changes:
         show.say(f"  token {change.at}: {change.before!r} -> {change.after!r}")
     changed, passes = count(len(changes), "token"), count(nfe, "forward pass")

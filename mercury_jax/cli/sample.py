@@ -6,9 +6,9 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mercury_jax import install
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
     Decoding,
@@ -25,6 +25,7 @@ from mercury_jax.cli.arguments import (
     option,
 )
 from mercury_jax.config import refuse
+from mercury_jax.viz import readable, terminal
 
 if TYPE_CHECKING:
     from mercury_jax.decode.sample import Output
@@ -123,7 +124,9 @@ def run(argv: Sequence[str]) -> int:
         out = _timed(lm, prompts, args.decoding.seed, args.warm, how | guided)
         _print(out, texts, args)
         if shared:
-            _share(out, texts[0], args)
+            for path in (args.html, args.gif):
+                if path is not None:
+                    show.say(str(out.save(path, prompt=texts[0])))
     if not (args.chat or args.json) and show.terminal(sys.stderr) and _has_chat_format(lm):
         show.say("the text was continued; --chat asks the model a question")
     return 0
@@ -136,22 +139,8 @@ def _has_chat_format(lm: LM) -> bool:
         return False
 
 
-def _share(out: Output, prompt: str, args: Sample) -> None:
-    """Writes the files of --html and --gif."""
-    from mercury_jax.decode import display
-
-    if args.html is not None:
-        body = display.prompt_html(prompt) + display.output_html(out)
-        Path(args.html).write_text(display.page(body, "mercury_jax"), encoding="utf-8")
-        show.say(args.html)
-    if args.gif is not None and out.tokenizer is not None:
-        display.save_gif({"": display.traces(out)[0]}, out.tokenizer, args.gif)
-        show.say(args.gif)
-
-
 def _check(args: Sample, texts: list[str]) -> None:
     """Refuses what no model takes, before one is loaded."""
-    from mercury_jax.decode import display
     from mercury_jax.decode.inputs import MAX_TOKENS
 
     if not texts:
@@ -173,7 +162,7 @@ def _check(args: Sample, texts: list[str]) -> None:
             raise refuse(name, path, f"a file that ends in {' or '.join(endings)}")
         show.check_writable(name, path)
     if args.gif is not None:
-        display.check_matplotlib("--gif")
+        install.check("--gif", "matplotlib", "plot")
     if "" in args.stop:
         raise refuse("--stop", "", "a text of at least one character")
     if "" in args.bad_words:
@@ -209,8 +198,8 @@ def _print(out: Output, texts: list[str], args: Sample) -> None:
             print()
         if several and show.terminal():
             answer = f", answer {i % out.n + 1}" if out.n > 1 else ""
-            print(f"--- {show.readable(texts[i // out.n])!r}{answer}")
-        print(show.readable(text) if show.terminal() else text)
+            print(f"--- {readable(texts[i // out.n])!r}{answer}")
+        print(readable(text) if show.terminal() else text)
         if args.chat and not text.strip():
             show.say(show.no_answer(out.thinking[i], out.finish[i]))
     if not args.temperature and out.n > 1 and all(len(set(group)) == 1 for group in out.groups):
@@ -249,7 +238,7 @@ def _watch(lm: LM, args: Sample, texts: list[str], prompts: list[Any], how: dict
     for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         before, seed = text + "\n" if args.chat else text, args.decoding.seed + i
         size = min(args.max_tokens, args.decoding.block or lm.model.config.block)
-        last = show.follow(console, lm.tokenizer, before, size, stream(lm, prompt, seed=seed, **how))
+        last = terminal.follow(console, lm.tokenizer, before, size, stream(lm, prompt, seed=seed, **how))
         seconds = _timed(lm, prompt, seed, True, how).seconds if args.warm else None
         if args.chat and not last.text.strip():
             show.say(

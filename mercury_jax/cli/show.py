@@ -1,4 +1,4 @@
-"""What commands print: JSON for programs, one line of figures for people, progress while they wait, the live view.
+"""What commands print: JSON for programs, one line of figures for people, progress while they wait.
 
 Used by every command. Imports neither JAX nor rich at the top: help answers at once, and `mercury bench gpu` needs
 neither rich nor tyro.
@@ -6,13 +6,11 @@ neither rich nor tyro.
 
 from __future__ import annotations
 
-import codecs
 import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -20,19 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from mercury_jax.config import count, refuse
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.text import Text
-
-    from mercury_jax.decode.stream import StreamOutput
-    from mercury_jax.tokenizer import AnyTokenizer
     from mercury_jax.types import LM
-
-NOISE, NOISE_STYLE = "░", "grey50"
-ACCEPTED, MARKER = "bold", "italic magenta"
-UNKNOWN = 0.25  # a guess less probable than this is shown as noise
-PALE, VIVID = (128, 128, 128), (0, 175, 215)  # RGB of guesses at UNKNOWN and at certainty
-PACE = 0.06  # least seconds of a frame: a small model is done before the eye has seen anything
-
 
 # --- output
 
@@ -62,12 +48,6 @@ def _plain(value: Any) -> Any:
 def say(text: str) -> None:
     """A remark for people, on standard error: standard output is for the answer alone."""
     print(text, file=sys.stderr, flush=True)
-
-
-def readable(text: str) -> str:
-    """The text without characters that would move the cursor or change the terminal's state."""
-    shown = text.replace("\t", "    ")
-    return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
 def no_answer(thinking: str | None, finish: str) -> str:
@@ -218,126 +198,6 @@ def progress(
     with rich.Progress(*columns, console=Console(stderr=True), transient=kind != "bytes") as bar:
         item = bar.add_task(text, total=total)
         yield lambda **changes: bar.update(item, **changes)
-
-
-# --- the live view: a canvas in a terminal, repainted after every denoising step
-#
-# Accepted tokens are bold. Guesses are coloured by the model's confidence, from grey to blue, and positions without a
-# usable guess show noise.
-
-
-def style(accepted: bool, confidence: float) -> str:
-    """The style of one token in rich's words: bold, or a colour between PALE and VIVID by its confidence.
-
-    Args:
-        accepted: Whether the token is accepted.
-        confidence: Its probability.
-
-    Returns:
-        A style in rich's words.
-    """
-    if accepted:
-        return ACCEPTED
-    share = min(max((confidence - UNKNOWN) / (1 - UNKNOWN), 0.0), 1.0)
-    return "rgb({},{},{})".format(*(round(a + share * (b - a)) for a, b in zip(PALE, VIVID, strict=True)))
-
-
-def paint(
-    tok: AnyTokenizer, tokens: Sequence[int], accepted: Sequence[bool], confidence: Sequence[float]
-) -> Text:
-    """Tokens as styled text.
-
-    Args:
-        tok: Tokenizer of the model.
-        tokens: Ids [L].
-        accepted: Whether each is accepted [L].
-        confidence: Probability of each [L].
-
-    Returns:
-        The text. Where the bytes of one character come from several tokens, the last of them styles it.
-    """
-    from rich.text import Text
-
-    text, decoder = Text(), codecs.getincrementaldecoder("utf-8")("replace")
-    marks = tok.thinking
-    names = {} if marks is None else {marks.opening[0]: "[thinking] ", marks.close: "\n[answer] "}
-    for token, sure, p in zip(map(int, tokens), accepted, confidence, strict=True):
-        if token == tok.mask or (not sure and p < UNKNOWN):
-            text.append(NOISE, NOISE_STYLE)
-        elif token in names:
-            text.append(names[token], MARKER)
-        else:
-            piece = tok.pieces[token] if token < len(tok.pieces) else b""  # the last ids may be unused
-            text.append(readable(decoder.decode(piece)), style(bool(sure), float(p)))
-    return text
-
-
-def tail(text: Text, console: Console, spare: int = 3) -> Text:
-    """The last lines that fit the screen, `spare` left free: what has scrolled away cannot be repainted.
-
-    Args:
-        text: The whole text.
-        console: Its width and height count.
-        spare: Lines to leave free.
-
-    Returns:
-        The wrapped last lines.
-    """
-    from rich.text import Text
-
-    lines = text.wrap(console, console.width)
-    return Text("\n").join(lines[-max(console.height - spare, 1) :])
-
-
-def follow(
-    console: Console,
-    tok: AnyTokenizer,
-    before: str,
-    size: int,
-    frames: Iterable[StreamOutput],
-    *,
-    pace: float = PACE,
-    first: str = "compiling the first step ...",
-) -> StreamOutput:
-    """Shows an answer behind its prompt while it is denoised.
-
-    Args:
-        console: Where to draw.
-        tok: Tokenizer of the model.
-        before: The prompt.
-        size: Tokens of noise to begin with.
-        frames: Of `decode.stream`, shown as they come.
-        pace: Least seconds of a frame.
-        first: The line under the noise before the first frame.
-
-    Returns:
-        The last frame.
-    """
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    def draw(frame: StreamOutput | None) -> RenderableType:
-        if frame is None:
-            canvas, caption = Text(NOISE * size, NOISE_STYLE), first
-        else:
-            canvas = paint(tok, frame.tokens.tolist(), frame.accepted.tolist(), frame.confidence.tolist())
-            caption = f"step {frame.step}: {int(frame.accepted.sum())} of {len(frame.tokens)} tokens accepted"
-        body = Text.assemble((readable(before), "dim"), canvas)
-        if frame is not None and frame.done:
-            return body
-        return Group(tail(body, console), Text(caption, "dim"))
-
-    last: Any = None
-    with Live(draw(None), console=console, auto_refresh=False) as view:
-        due = time.monotonic() + pace
-        for last in frames:
-            time.sleep(max(due - time.monotonic(), 0.0))
-            due = time.monotonic() + pace
-            if last.done:
-                view.vertical_overflow = "visible"
-            view.update(draw(last), refresh=not last.done)  # leaving the view paints the last frame
-    return last
 
 
 # --- model and machine

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax import sharding
+from mercury_jax import decode, sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.decode_config import DecodeConfig, prefill_width
@@ -173,12 +173,7 @@ class Output:
         Example:
             >>> mj.sample(lm, prompt, history=True).plot()
         """
-        from mercury_jax.decode import display
-
-        found = display.traces(self)
-        if not 0 <= row < len(found):
-            raise refuse("row", row, f"0..{len(found) - 1}: the answers of this call")
-        return display.plot(found[row])
+        return decode.pictures().plot(self, row)
 
     def save(self, path: str | Path, row: int = 0, prompt: str = "", dark: bool = False) -> Path:
         """Writes an answer after every denoising step to a file to share: a page with a slider, or an animation.
@@ -187,7 +182,7 @@ class Output:
             path: The file; ".html" is a page that needs no network and no other file, ".gif" an animated picture.
             row: Index of the answer.
             prompt: A text to show above the answer in a page.
-            dark: Whether the ground of an animation is dark. A page is light or dark as the reader's system.
+            dark: Whether the background of an animation is dark. A page is light or dark as the reader's system.
 
         Returns:
             `path`.
@@ -200,14 +195,10 @@ class Output:
             >>> out = mj.sample(lm, prompt, history=True)
             >>> out.save("steps.html")
         """
-        from mercury_jax.decode import display
-
-        return display.save(self, path, row, prompt, dark)
+        return decode.pictures().save(self, path, row, prompt, dark)
 
     def _repr_html_(self) -> str:
-        from mercury_jax.decode import display
-
-        return display.output_html(self)
+        return decode.pictures().output(self)
 
 
 def sample(

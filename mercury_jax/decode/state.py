@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax import decode
 from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
@@ -179,9 +180,7 @@ class Frame(NamedTuple):
         return fields_shown(self, self._fields)
 
     def _repr_html_(self) -> str:
-        from mercury_jax.decode.display import frame_html
-
-        return frame_html(self)
+        return decode.pictures().frame(self)
 
 
 Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]  # one pass

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mercury_jax import decode
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.constrained import ConstrainedRow, Grammars
@@ -52,9 +53,7 @@ class StreamOutput:
         return f"StreamOutput({text}, {tokens}, step={self.step}, done={self.done})"
 
     def _repr_html_(self) -> str:
-        from mercury_jax.decode import display
-
-        return display.stream_html(self)
+        return decode.pictures().stream(self)
 
 
 def stream(

@@ -555,12 +555,10 @@ def plot(summaries: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     shown = [s for s in summaries if "accuracy" in s]
     if not shown:
         raise refuse("summaries", len(summaries), "at least one with an accuracy")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
-        raise refuse("plot", str(path), allowed) from None
+    install.check("plot", "matplotlib", "plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would look for a window system
     axes = figure.add_subplot()

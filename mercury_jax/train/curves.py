@@ -129,13 +129,11 @@ def write_report(runs: Sequence[RunCurves], path: str | Path, metrics: Sequence[
 
 def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> bytes:
     """Draws one panel per metric: training as a line, evaluation as a dashed line with dots, one colour per run."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
-        raise refuse("mercury report", "without matplotlib", allowed) from None
+    install.check("mercury report", "matplotlib", "plot")
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     columns = min(3, len(metrics))
     lines = math.ceil(len(metrics) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")

@@ -280,7 +280,7 @@ def test_the_plot_has_a_curve_a_rule(measured, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="rows"):
         decode.plot(made[-1:], tmp_path / "b.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"matplotlib is installed: pip install .*\[plot\]"):
+    with pytest.raises(ValueError, match=r"needs matplotlib: pip install .*\[plot\]"):
         decode.check_plot(tmp_path / "a.png")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mercury_jax.decode.display import TokenLabels
 from mercury_jax.serve.playground.frames import PRECISION
+from mercury_jax.viz import label
 
 MASK, UNSURE = "▒", 0.25
 CELLS = """run => [...document.querySelectorAll(`.run-card.${run} .cell`)].map(c => ({
@@ -28,12 +28,12 @@ def facts(page, run: str = "main") -> list[tuple[str, str, bool]]:
 
 def expected(lm, snapshots) -> list[list[tuple[str, str, bool]]]:
     """The same for each step of a run, from its snapshots alone."""
-    labels, out = TokenLabels(lm.tokenizer), []
+    out = []
     for snapshot in snapshots:
         step = []
         for token, settled, p, forced in zip(*snapshot[:4], strict=True):
             noise = not settled and round(float(p) * PRECISION) / PRECISION < UNSURE
-            text = MASK if noise else visible(labels.label(int(token))[0])
+            text = MASK if noise else visible(label(lm.tokenizer, int(token))[0])
             step.append(
                 (text, "settled" if settled else "noise" if noise else "guess", bool(forced) and not noise)
             )

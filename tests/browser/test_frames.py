@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.display import SPECIAL, TokenLabels
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.playground import frames
+from mercury_jax.viz import SPECIAL, label
 from tests.browser.scripted import shot
 from tests.marks import slow_except
 from tests.tiny import tiny
@@ -31,10 +31,10 @@ def walk(seed: int):
 @pytest.mark.parametrize("seed", range(4))
 def test_frames_rebuild_every_snapshot(seed):
     """Replayed from its changed cells alone, each pass has the snapshot's tokens, flags and confidences."""
-    labels, shown, cells, sure = TokenLabels(tiny().tokenizer), frames.NO_CELLS, {}, {}
+    tokenizer, shown, cells, sure = tiny().tokenizer, frames.NO_CELLS, {}, {}
     for snapshot in walk(seed):
         shown, changed = frames.changed_cells(shown, snapshot)
-        sent = json.loads(json.dumps(frames.frame_event(labels, shown, changed, snapshot)))
+        sent = json.loads(json.dumps(frames.frame_event(tokenizer, shown, changed, snapshot)))
         cells = {i: cell for i, cell in cells.items() if i < sent["n"]} | {c[0]: c for c in sent["cells"]}
         assert sorted(cells) == list(range(len(snapshot.tokens)))
         assert [cells[i][1] for i in range(sent["n"])] == snapshot.tokens.tolist()
@@ -61,14 +61,13 @@ def test_unchanged_cells_are_not_sent():
 
 def test_labels_lose_no_byte():
     """Text cells and byte cells together spell what the tokens spell; control tokens spell nothing."""
-    tok = (lm := tiny()).tokenizer
-    labels = TokenLabels(lm.tokenizer)
+    tok = tiny().tokenizer
     for token in range(tok.vocab_size):
-        text, kind = labels.label(token)
+        text, kind = label(tok, token)
         spelt = b"" if kind == SPECIAL else bytes.fromhex(text) if kind else text.encode()
         assert spelt == tok.pieces[token]
-    assert labels.label(tok.eos) == ("eos", SPECIAL)
-    assert labels.label(tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", SPECIAL)
+    assert label(tok, tok.eos) == ("eos", SPECIAL)
+    assert label(tok, tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", SPECIAL)
 
 
 @pytest.mark.long

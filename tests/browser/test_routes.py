@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.display import TokenLabels
 from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
+from mercury_jax.viz import label
 from tests.browser.asking import ask, events
 from tests.browser.conftest import Served
 from tests.browser.scripted import Scripted, shot, unveiled
@@ -250,7 +250,7 @@ def test_each_model_has_its_own_info_stream_and_tokens(lm):
         for one, body in zip(engines, (CHAT, CHAT | {"model": "mine"}), strict=True):
             start, frame, *_ = events(url + "stream", body)
             assert start["model"] == one.lm.name and start["block"] == one.block
-            assert frame["cells"][0][2] == TokenLabels(one.lm.tokenizer).label(300)[0]
+            assert frame["cells"][0][2] == label(one.lm.tokenizer, 300)[0]
             assert one.tickets[-1].request.prompt == tuple(one.lm.tokenizer.render(CHAT["messages"]))
         assert [len(one.tickets) for one in engines] == [1, 1]
         for path, body in (("stream", {}), ("top", {"tokens": [], "settled": [], "start": 0, "index": 0})):

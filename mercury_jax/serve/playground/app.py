@@ -28,7 +28,6 @@ from starlette.staticfiles import StaticFiles
 
 from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
-from mercury_jax.decode.display import TokenLabels
 from mercury_jax.decode.grammar import Grammar, JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
 from mercury_jax.decode.thinking import decode_answer
@@ -53,6 +52,7 @@ from mercury_jax.serve.protocol import (
 from mercury_jax.serve.service import AnswerHandle, ServedModels, Service, check_ready, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 from mercury_jax.types import LM
+from mercury_jax.viz import label
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
@@ -200,7 +200,6 @@ class Playground:
 
     def __init__(self, models: ServedModels):
         self.models, self.options = models, models.options
-        self.labels = {s: TokenLabels(s.engine.lm.tokenizer) for s in models.services}
         names = [service.engine.lm.name for service in models.services]
         locked = bool(models.options.keys)
         self.infos = {s: page_info(s.engine, locked) | {"models": names} for s in models.services}
@@ -342,7 +341,7 @@ class Playground:
                 shown, changed = frames.changed_cells(shown, snapshot)
                 if snapshot.finish is None or len(changed):
                     step += 1
-                    event = frames.frame_event(self.labels[service], shown, changed, snapshot)
+                    event = frames.frame_event(lm.tokenizer, shown, changed, snapshot)
                     yield sse_event(event | {"step": step, "ms": round(1000 * seconds, 3)})
                 if snapshot.finish is not None:
                     # The whole text as `sample` would return it, its calls of tools, and the cost.
@@ -362,7 +361,7 @@ class Playground:
         top = frames.top_tokens(lm, read)
         cells = []
         for token, p in zip(top.ids, top.p, strict=True):
-            text, kind = self.labels[service].label(token)
+            text, kind = label(lm.tokenizer, token)
             cells.append({"id": token, "text": text, "kind": kind, "p": p})
         # With a grammar the result is never exact: frames do not show tokens that the grammar rejected after a pass.
         return {
@@ -587,7 +586,7 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         "baselines": [LEFT_TO_RIGHT] * decodes_left_to_right(lm) + [ONE_PER_PASS] * (ONE_PER_PASS in rules.names),
         "temperature": number(rules.own.temperature),
         "efforts": {name: effort._asdict() for name, effort in EFFORTS.items()},
-        "mask": None if mask is None else TokenLabels(lm.tokenizer).label(mask)[0],
+        "mask": None if mask is None else label(lm.tokenizer, mask)[0],
         "limits": {
             "max_tokens": max(1, min(MAX_TOKENS, engine.context - 1)), "steps": MAX_STEPS, "temperature": 2,
             "characters": MAX_CHARACTERS,

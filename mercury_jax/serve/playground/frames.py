@@ -18,13 +18,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.decode_config import bucket as padded_size
-from mercury_jax.decode.display import TokenLabels
 from mercury_jax.decode.rules import autoregressive
 from mercury_jax.decode.stream import stream
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
+from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM, Model, Params, Pass
+from mercury_jax.viz import label
 
 ACCEPTED, FORCED = 1, 2  # bits of a cell's flags, beside those of its label
 PRECISION = 1000  # steps of a confidence; finer steps would send changes that are not visible
@@ -73,12 +74,12 @@ def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np
 
 
 def frame_event(
-    labels: TokenLabels, shown: ShownCells, changed: Iterable[int], snapshot: Snapshot
+    tokenizer: AnyTokenizer, shown: ShownCells, changed: Iterable[int], snapshot: Snapshot
 ) -> dict[str, Any]:
     """Makes the event of one pass.
 
     Args:
-        labels: Labels of tokens.
+        tokenizer: The model's tokenizer.
         shown: The cells after the pass.
         changed: Indices of the cells to send.
         snapshot: The output after the pass.
@@ -89,7 +90,7 @@ def frame_event(
     cells = []
     for i in map(int, changed):
         token = int(shown.tokens[i])
-        text, kind = labels.label(token)
+        text, kind = label(tokenizer, token)
         cells.append([i, token, text, int(shown.flags[i]) | kind, int(shown.confidence[i]) / PRECISION])
     sizes = {"forwards": snapshot.forwards, "start": snapshot.start, "n": len(shown.tokens)}
     return {"type": "frame", **sizes, "cells": cells}

@@ -10,7 +10,8 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.cli.app import main
-from mercury_jax.decode import display
+from mercury_jax.viz import html as notebook, plots
+from mercury_jax.viz.trace import AnswerTrace, trace_of
 from tests.tiny import tiny
 
 PUZZLE = [{"role": "user", "content": "0200\n4302\n3401\n0004"}]
@@ -34,7 +35,7 @@ def data(html: str) -> list[dict]:
 
 @pytest.mark.long
 def test_the_last_step_of_a_trace_is_the_answer_and_each_token_keeps_its_step(solved):
-    for row, found in enumerate(display.traces(solved)):
+    for row, found in enumerate(trace_of(solved, row) for row in range(2)):
         assert len(found.tokens) == solved.forwards[row]
         np.testing.assert_array_equal(found.tokens[-1], solved.tokens[row])
         assert (found.since[-1] > 0).all() and found.since[-1].max() <= len(found.tokens)
@@ -48,7 +49,7 @@ def test_the_last_step_of_a_trace_is_the_answer_and_each_token_keeps_its_step(so
 @pytest.mark.parametrize("rule", [mj.rules.wino(), mj.rules.remdm_confidence(), mj.rules.threshold(0.9)])
 def test_a_rule_that_takes_tokens_back_is_traced_to_its_answer(rule):
     out = mj.sample(tiny("bidirectional"), ["def x", "import"], max_tokens=20, sampler=rule, history=True)
-    for row, found in enumerate(display.traces(out)):
+    for row, found in enumerate(trace_of(out, row) for row in range(2)):
         np.testing.assert_array_equal(found.tokens[-1], out.tokens[row])
 
 
@@ -70,13 +71,13 @@ def test_text_of_a_model_never_becomes_markup():
     out = mj.sample(lm, "x", max_tokens=32, history=True)
     hostile = "</script><img onerror=x>&<b>"
     ids = lm.tokenizer.encode(hostile)
-    found = display.AnswerTrace(np.array([ids]), np.ones((1, len(ids)), int), np.ones((1, len(ids))))
+    found = AnswerTrace(np.array([ids]), np.ones((1, len(ids)), int), np.ones((1, len(ids))))
     out.texts[0], out.history[:] = hostile, []
     frames = [*mj.stream(lm, "x", max_tokens=4)]
     evil = frames[-1].__class__(**{**vars(frames[-1]), "tokens": np.array(ids), "accepted": np.ones(len(ids), bool),
                                    "confidence": np.ones(len(ids))})  # fmt: skip
-    traced = display.trace_html(found, lm.tokenizer, hostile)
-    for html in (traced, out._repr_html_(), display.page("", hostile), evil._repr_html_()):
+    traced = notebook.trace_html(found, lm.tokenizer, hostile)
+    for html in (traced, out._repr_html_(), notebook.page("", hostile), evil._repr_html_()):
         assert "<img" not in html and "<b>" not in html
     assert traced.count("</script>") == 2  # the two that we wrote
     (shown,) = data(traced)
@@ -84,12 +85,12 @@ def test_text_of_a_model_never_becomes_markup():
 
 
 def test_a_long_answer_is_cut_and_says_so():
-    lm, steps, size = mj.load(), display.MOST_STEPS + 10, display.MOST_TOKENS + 5
+    lm, steps, size = mj.load(), notebook.MOST_STEPS + 10, notebook.MOST_TOKENS + 5
     ones = np.ones((steps, size), int)
-    html = display.trace_html(display.AnswerTrace(ones * 300, ones, ones.astype(float)), lm.tokenizer)
+    html = notebook.trace_html(AnswerTrace(ones * 300, ones, ones.astype(float)), lm.tokenizer)
     (shown,) = data(html)
     assert (
-        len(shown["steps"]) == display.MOST_STEPS + 1 and len(shown["steps"][0]["t"]) == display.MOST_TOKENS
+        len(shown["steps"]) == notebook.MOST_STEPS + 1 and len(shown["steps"][0]["t"]) == notebook.MOST_TOKENS
     )
     assert "not shown: 10 steps, 5 tokens" in html
 
@@ -126,8 +127,8 @@ def test_a_plot_tells_high_probabilities_apart_and_has_whole_numbers_for_few_pos
     figure.draw_without_rendering()
     assert [t.get_text() for t in figure.axes[1].get_yticklabels()][:4] == ["0", "0.9", "0.99", "0.999"]
     for n in (1, 2, 3):
-        few = display.AnswerTrace(np.ones((n, n), int), np.ones((n, n), int), np.ones((n, n)))
-        for axis in (display.plot(few).axes[0].xaxis, display.plot(few).axes[0].yaxis):
+        few = AnswerTrace(np.ones((n, n), int), np.ones((n, n), int), np.ones((n, n)))
+        for axis in (plots.draw(few).axes[0].xaxis, plots.draw(few).axes[0].yaxis):
             assert all(float(tick).is_integer() for tick in axis.get_majorticklocs())
 
 
@@ -155,7 +156,6 @@ def test_html_takes_its_colours_from_the_notebook(solved):
 
 def test_what_is_missing_for_a_plot_is_named(monkeypatch, solved):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(display.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="plot.*matplotlib.*pip install"):
         solved.plot()
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path, monkeypatch, solved):
         solved.save(tmp_path / "x.html", 2)
     with pytest.raises(ValueError, match="path is .*can be written"):
         solved.save(tmp_path / "no" / "x.html")
-    monkeypatch.setattr(display.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"\.gif.*matplotlib.*pip install"):
         solved.save(tmp_path / "x.gif")
     assert not [*tmp_path.iterdir()]
