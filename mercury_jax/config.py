@@ -728,7 +728,8 @@ class Plan:
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=, fuse_commit=, times=, whole_blocks=)"
+            named = "block=, steps=, refresh=, revise=, lookahead=, fuse_commit=, times=, whole_blocks="
+            allowed = f"named ones: Plan({named})"
             raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 

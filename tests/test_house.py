@@ -1,6 +1,7 @@
 """The laws of the house: who may import whom, and how light `import mercury_jax` is."""
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -111,6 +112,55 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(source)
     assert violations(tmp_path) == []
+
+
+def loop(root: Path, room: str) -> list[str]:
+    """A loop of imports among the files of `room`, as their names below `root`; empty where there is none."""
+    graph: dict[str, set[str]] = {}
+    files = {
+        path.relative_to(root).with_suffix("").as_posix().removesuffix("/__init__"): path
+        for path in (root / room).rglob("*.py")
+    }
+    for name, path in files.items():
+        package = ["mercury_jax", *path.relative_to(root).parts[:-1]]
+        targets = (t.split(".")[1:] for _, t in imports(ast.parse(path.read_text()), package))
+        # `from mercury_jax.decode import state` imports a file, `from mercury_jax.decode.state import State` a name.
+        named = ({"/".join(parts), "/".join(parts[:-1])} for parts in targets)
+        graph[name] = {max(found, key=len) for names in named if (found := names & files.keys())} - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize("room", ["decode", "viz"])
+def test_no_files_import_each_other_in_a_loop(room):
+    """Inside functions and under TYPE_CHECKING too: a reader can begin with a file that needs no other."""
+    assert loop(PACKAGE, room) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from mercury_jax.decode.request import Request",
+        "from . import request",
+        "def f():\n    import mercury_jax.decode.request",
+        "if TYPE_CHECKING:\n    from .request import Request",
+    ],
+)
+def test_a_loop_of_imports_is_found(tmp_path, back):
+    (tmp_path / "decode").mkdir()
+    for name, source in {
+        "__init__": "",
+        "request": "from mercury_jax.decode import stops, types",
+        "stops": "from mercury_jax.decode.drafting import Draft",
+        "drafting": back,
+    }.items():
+        (tmp_path / "decode" / f"{name}.py").write_text(source)
+    assert set(loop(tmp_path, "decode")) == {"decode/request", "decode/stops", "decode/drafting"}
+    (tmp_path / "decode" / "drafting.py").write_text("from mercury_jax.decode import Pictures")
+    assert loop(tmp_path, "decode") == []
 
 
 IMPORT = """

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +59,6 @@ from mercury_jax.decode.state import (
 from mercury_jax.decode.token_stats import draw, search_cdf
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import LM, Model, Params
-
-if TYPE_CHECKING:
-    from mercury_jax.decode.request import Request
 
 Method = Literal["same_seed", "rejection"]
 ACCEPTANCE_KEY = 0x7FFFFFFE  # folded into a row's key for the uniforms that accept drafts
@@ -142,48 +140,42 @@ class DraftParams(NamedTuple):
 # --- before decoding
 
 
-def with_drafter(lm: LM, request: Request, **others: Any) -> tuple[LM, Request]:
+def with_drafter(
+    lm: LM, draft: Draft | LM, sampler: SamplerLike | None, others: Mapping[str, Any]
+) -> tuple[LM, Draft, SamplerLike | None]:
     """Checks that one model can draft for another, and joins both into one `LM`.
 
     Args:
         lm: The verifier.
-        request: The request, with `draft` set; its sampler is that of the verifier.
-        others: Other arguments of the call that do not work with drafts, by name.
+        draft: The drafter.
+        sampler: Sampler of the verifier, or None.
+        others: Arguments of the call that do not work with drafts, by name.
 
     Returns:
-        The verifier with `DraftParams` as its parameters, and the request with the verifier's sampler.
+        The verifier with `DraftParams` as its parameters, the drafter, and the verifier's sampler.
 
     Raises:
         ValueError: Names the argument that does not fit.
     """
-    draft, config = request.draft, lm.model.config
-    if isinstance(draft, LM):
-        draft = Draft(draft)
+    config, draft = lm.model.config, Draft(draft) if isinstance(draft, LM) else draft
     if not isinstance(draft, Draft):
         raise refuse("draft", draft, "a diffusion model, or mj.Draft(lm, tokens=, steps=)")
     check_lm(draft.lm)
     if not config.predicts_next:
         raise refuse("lm", lm.name, "a model whose encoding pass predicts the next token, to verify drafts")
-    excluded: dict[str, Any] = {
-        name: getattr(request, name) for name in ("state", "guidance", "negative", "schema")
-    }
-    for name, value in (excluded | others).items():
+    for name, value in others.items():
         if value is not None and value is not False:
             raise refuse(name, value, f"{None if value is not True else False} with draft=")
-    if request.plan != Plan():
-        raise refuse("plan", request.plan, "None with draft=: mj.Draft(tokens=, steps=) plans the drafts")
     _check_same_tokens(lm, draft.lm)
     leaves, tree = jax.tree.flatten(draft.lm.params)
     _check_drafter_params(draft.lm.model, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
-    sampler = request.sampler
     if sampler is None and not config.autoregressive:
         sampler = rules.autoregressive()
     if sampler is not None and check_sampler(sampler).speculate != 0:
         allowed = "rules.autoregressive(), or None; mj.Draft(sampler=) chooses how drafts are made"
         raise refuse("sampler", check_sampler(sampler).rule.name, allowed)
     params = DraftParams(lm.params, draft.lm.params)
-    joined = dataclasses.replace(lm, model=_verifier_model(lm.model), params=params)
-    return joined, request._replace(draft=draft, sampler=sampler)
+    return dataclasses.replace(lm, model=_verifier_model(lm.model), params=params), draft, sampler
 
 
 def _check_same_tokens(lm: LM, drafter: LM) -> None:

@@ -295,17 +295,20 @@ def sample(
     if prompt is None and state is None:
         allowed = "a prompt; or None with state=, which passes= and keep=True put into Output.state"
         raise refuse("prompt", None, allowed)
+    if draft is not None:  # its own settings plan the drafts
+        plan = None if plan == Plan() else plan
+        others = dict(
+            plan=plan, state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words,
+            keep=keep, passes=passes,
+        )  # fmt: skip
+        lm, draft, sampler = with_drafter(lm, draft, sampler, others)
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
         mesh=mesh, schema=schema, n=n, stop=stop, draft=draft,
     ).checked()  # fmt: skip
     if bad_words is not None:
-        if draft is not None:
-            raise refuse("bad_words", bad_words, "None with draft=")
         request = constrained.without_bad_words(lm, request, bad_words)
-    if draft is not None:
-        lm, request = with_drafter(lm, request, keep=keep, passes=passes)
     grammars = None if request.schema is None else constrained.rows_of_request(lm, request, passes)
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)

@@ -205,6 +205,7 @@ def test_what_does_not_fit_is_refused_by_name():
         (dict(draft=draft, guidance=1.0), "guidance"),
         (dict(draft=draft, keep=True), "keep"),
         (dict(draft=draft, passes=3), "passes"),
+        (dict(draft=draft, bad_words="x"), "bad_words is .x.; allowed: None with draft="),
         (dict(draft=draft, schema={"type": "null"}), "schema"),
         (dict(draft=draft, sampler=mj.rules.threshold()), "sampler is 'threshold'"),
         (dict(draft=mj.Draft(drafter(), sampler=mj.rules.predictor_corrector(), tokens=4)), "sampler.rule"),
