@@ -7,7 +7,7 @@ optim, step   the optimizer, and one update on a mesh
 lora          training a part of the parameters: adapters or unfrozen leaves
 loop          train, log, evaluate, show samples, save, resume
 distributed   several processes: joining, failing together, signals
-report        progress, metrics and samples of a run; curves draws them, throughput computes MFU
+report        progress, metrics, samples and MFU of a run; curves draws them
 
 `mercury_jax.api.train` puts them together. This module finds recipe files without importing JAX, so that `mercury init`
 and `mercury train --help` start fast.

@@ -25,8 +25,7 @@ from mercury_jax.train import lora, optim, step as steps
 from mercury_jax.train.data import BatchSource
 from mercury_jax.train.distributed import DataState, gather_data_state, watch_signals
 from mercury_jax.train.recipe import TrainConfig, resolved
-from mercury_jax.train.report import Reporter
-from mercury_jax.train.throughput import flops_per_position, peak_flops
+from mercury_jax.train.report import Reporter, flops_per_position, peak_flops
 from mercury_jax.types import Batch, Model, Params
 
 CONFIG, CHECKPOINTS, PROFILE = "config.json", "checkpoints", "profile"  # in the run's folder

@@ -10,8 +10,8 @@ import pytest
 from mercury_jax import models
 from mercury_jax.bench import chips
 from mercury_jax.config import Experts, ModelConfig
-from mercury_jax.train import report, throughput
-from mercury_jax.train.throughput import flops_per_position, peak_flops
+from mercury_jax.train import report
+from mercury_jax.train.report import flops_per_position, peak_flops
 
 CONFIG = ModelConfig(vocab=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=32)
 
@@ -93,8 +93,8 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
         def memory_stats(self):
             return {"bytes_in_use": self.used, "peak_bytes_in_use": 2 * self.used}
 
-    monkeypatch.setattr(throughput.jax, "local_devices", lambda: [Device(10**9), Device(3 * 10**9)])
-    assert throughput.memory() == {"device_memory_gb": 3.0, "device_memory_peak_gb": 6.0}
+    monkeypatch.setattr(report.jax, "local_devices", lambda: [Device(10**9), Device(3 * 10**9)])
+    assert report.memory() == {"device_memory_gb": 3.0, "device_memory_peak_gb": 6.0}
 
 
 class Wandb:
