@@ -28,11 +28,12 @@ step() { # name, seconds, words of a benchmark
   fi
 }
 
-# Parts of the names of cases, see `mercury bench gpu --help`. A small check covers all forms.
+# Parts of the names of cases, see `mercury bench gpu --help`. A small check leaves out products that take a minute each
+# to interpret.
 forms=(--only "attention-"{64,256,512}"-bfloat16 b" "grouped-"{bfloat16,int8,float8_e4m3fn}" rows"
   "grouped-"{bfloat16,int8,float8_e4m3fn}-gated norm routing dispatch heads graphs)
 model="decoding diffusiongemma-26b-a4b, fp8_dynamic"
-[ -z "$small" ] || { forms=() model=decoding; }
+[ -z "$small" ] || { forms=(--only attention grouped-int8-gated norm routing dispatch heads graphs) model=decoding; }
 step check 120 mercury_jax bench gpu check "${forms[@]}"
 step profile 90 mercury_jax bench gpu profile --only int8 --png "$out/profile.png"
 step grouped 40 benchmarks.gpu speed --only "grouped"
