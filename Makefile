@@ -26,9 +26,10 @@ test: $(VENV)/.test  ## run the quick tests; ARGS="-k sample --jaxtyping" goes t
 test-all: $(VENV)/.test  ## run the long and the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
-lint: $(VENV)/.dev  ## formatting and lint, changing nothing
+lint: $(VENV)/.dev  ## formatting, lint and who imports whom, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh tests/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
 
 types: $(VENV)/.dev  ## the type checker

@@ -14,11 +14,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray as Key
 
 from mercury_jax.config import NoiseConfig, refuse, schedule_values
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.types import Key
 
 Schedule = Callable[[Array], Array]
 Kind = Literal["absorbing", "uniform", "hybrid"]
