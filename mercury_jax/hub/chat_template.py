@@ -35,16 +35,14 @@ class RenderLimits:
         source: Characters of the template; the longest known templates have 20,000.
         data: Characters and items of the messages.
         output: Characters of the rendered text.
-        steps: Iterations of loops plus operations.
-        units: Characters, and bytes of lists, of all intermediate values together.
+        units: Characters of all values that the template makes, and 64 for each value and iteration of a loop.
         seconds: Wall-clock time.
     """
 
     source: int = 100_000
     data: int = 8_000_000
     output: int = 16_000_000
-    steps: int = 2_000_000
-    units: int = 256_000_000
+    units: int = 128_000_000
     seconds: float = 5.0
 
 
@@ -105,15 +103,11 @@ class ChatTemplate:
         copied |= {name: own(value) for name, value in (names or {}).items()}
 
         def run() -> TracedText:
-            most, parts, size = self.limits, [], 0
-            sandbox = Sandbox(most.steps, most.units, most.seconds)
+            sandbox = Sandbox(self.limits.units, self.limits.seconds)
             template = sandbox.template_class.from_code(sandbox, self._code, sandbox.globals)
-            for part in template.root_render_func(template.new_context(copied)):
-                parts.append(part)
-                size += len(part)
-                if size > most.output:
-                    raise ValueError("writes too much text")
-            text = joined(parts)
+            text = joined(template.root_render_func(template.new_context(copied)))
+            if len(text) > self.limits.output:
+                raise ValueError(f"writes more than {self.limits.output} characters")
             valid(text, "its text")
             return text if isinstance(text, TracedText) else TracedText(text, bytes(len(text)))
 

@@ -5,10 +5,10 @@ Python's internals and changes to the input, but limits neither time nor memory:
 in a loop, `x | center(10**9)` and `[x, x]` nested forty times all run until memory is exhausted. This module adds, in
 the same thread:
 
-- An allowlist of methods, filters and functions (those that chat templates use), with a size check before operations
-  whose result may be much larger than their arguments (`*`, `**`, `%`, replace, join, split, indent, round).
-- A budget of steps, characters and seconds for each render. Every iteration of a loop and every value that the template
-  makes is charged to it. The size and depth of values are limited, so that every single operation is short.
+- A budget of units for each render, and a deadline. Every iteration of a loop and every value that the template makes
+  is charged: a unit for each character, and `ITEM` for each value, at all depths.
+- An allowlist of the filters and text methods that chat templates use. Each takes time and memory in proportion to its
+  arguments, or is charged before it runs (`_COSTS`).
 - A mask of the characters that the template wrote (`TracedText`).
 
 The charges are filters, which `_Rewriter` inserts into the syntax tree. Each render has its own `Sandbox` with its own
@@ -35,27 +35,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-MAX_WEIGHT = 32_000_000  # characters and items in one value, at all depths
-MAX_ITEMS = 200_000  # items in one value, at all depths
-MAX_DEPTH = 64  # nesting depth: printing and comparing nested lists recurse in C
-MAX_UNITS = 64_000_000  # characters, or bytes of a list, that one operation may make
+ITEM = 64  # units of a value, of an item of a list and of an iteration: about its bytes
 MAX_BITS = 4096  # bits of an integer
-POINTER, OBJECT = 8, 64  # bytes of one slot of a list, and of a short string
 
-STR_METHODS = """
+METHODS = """
     strip lstrip rstrip split rsplit splitlines partition rpartition replace join startswith endswith
     removeprefix removesuffix upper lower title capitalize swapcase casefold find rfind index rindex count format
     isdigit isalpha isalnum isspace isupper islower isnumeric isdecimal istitle
-"""
-METHODS: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, frozenset(STR_METHODS.split())),
-    (dict, frozenset({"get", "items", "keys", "values"})),
-    (list, frozenset({"index", "count"})),
-    (tuple, frozenset({"index", "count"})),
-)
+"""  # of texts; those of lists and mappings are limited by jinja2
 FILTERS = """
-    abs capitalize count d default dictsort e escape first float int items last length list lower map max min
-    reject rejectattr reverse select selectattr sort string title trim truncate unique upper
+    abs capitalize count d default dictsort e escape first float indent int items last length list lower map max min
+    reject rejectattr replace reverse select selectattr sort string trim truncate unique upper
 """
 CONTAINERS = list | tuple | dict | type({}.keys()) | type({}.values()) | type({}.items())
 # Filters that `_Rewriter` inserts. A template cannot name them: its filters have no leading space.
@@ -163,9 +153,7 @@ def _traced(name: str) -> Callable[..., Any]:
     @wraps(plain)
     def method(self: TracedText, *args: Any, **named: Any) -> Any:
         found = plain(self, *args, **named)
-        if isinstance(
-            found, str
-        ):  # the same characters in another case; untraced if there are more (ß becomes SS)
+        if isinstance(found, str):  # in another case; untraced if there are more characters (ß becomes SS)
             return TracedText(found, self.mask) if len(found) == len(self) else found
         sep = named.get("sep", args[0] if args and "split" in name else None)
         lines = [len(line) for line in str.splitlines(self, True)] if name == "splitlines" else []
@@ -263,6 +251,8 @@ class _Rewriter(NodeTransformer):
             raise SecurityError(f"line {node.lineno}: {what} is not allowed in a chat template")
         if isinstance(node, nodes.For) and node.recursive:
             raise SecurityError(f"line {node.lineno}: a recursive loop is not allowed in a chat template")
+        if isinstance(node, nodes.Compare) and len(node.ops) > 8:
+            raise SecurityError(f"line {node.lineno}: compares more than 9 values at once")
         super().generic_visit(node, *args, **kwargs)
         through: Callable[[Any, str], nodes.Filter] = lambda value, name: nodes.Filter(
             value, name, [], [], None, None, lineno=node.lineno
@@ -276,7 +266,7 @@ class _Rewriter(NodeTransformer):
         elif isinstance(node, nodes.Concat):
             return through(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
         elif (
-            isinstance(node, nodes.List | nodes.Dict)
+            isinstance(node, nodes.List | nodes.Dict | nodes.Compare)
             or (isinstance(node, nodes.Tuple) and node.ctx == "load")
             or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice))
         ):
@@ -301,37 +291,36 @@ class Sandbox(ImmutableSandboxedEnvironment):
     A failing template raises `LimitExceeded`, or an exception of jinja2 or Python.
 
     Attributes:
-        steps: Remaining iterations of loops plus operations.
-        units: Remaining characters, and bytes of lists, that may be made.
+        units: Remaining units; see the top of this module.
         until: Deadline, in seconds of `time.monotonic`.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})  # the other operators cannot make large values
 
-    def __init__(self, steps: int = 0, units: int = 0, seconds: float = 0.0) -> None:
-        self.steps, self.units, self.until = steps, units, time.monotonic() + seconds
+    def __init__(self, units: int = 0, seconds: float = 0.0) -> None:
+        self.units, self.until = units, time.monotonic() + seconds
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, finalize=self._text,
             extensions=[_Generation, loopcontrols],
         )  # fmt: skip
-        checked: dict[str, Callable[..., Any]] = {name: library.FILTERS[name] for name in FILTERS.split()} | {
-            "format": lambda text, *args, **kwargs: self.call_binop(
-                None, "%", self._text(None, text), kwargs or args
-            ),
-            "indent": self._indent,
-            "join": self.concat,
-            "replace": self._replace,
+        remainder = lambda value, by: self.call_binop(None, "%", value, by)
+        allowed: dict[str, Callable[..., Any]] = {name: library.FILTERS[name] for name in FILTERS.split()} | {
+            "format": lambda text, *args, **kwargs: remainder(self._text(None, text), kwargs or args),
             "round": _round,
             "safe": lambda value: value,  # there is no HTML escaping to switch off
             "sum": self._sum,
             "title": _title,
             "tojson": _tojson,
         }
-        self.filters = {name: self._checked(f) for name, f in checked.items()}
-        self.tests = self.tests | {
-            "divisibleby": lambda value, num: self.call_binop(None, "%", value, num) == 0
+        self.filters = {name: self._charged(name, function) for name, function in allowed.items()}
+        self.filters |= {
+            OWN: own,
+            EACH: self._each,
+            MADE: self._made,
+            CONCAT: self.concat,
+            "join": self.concat,
         }
-        self.filters |= {OWN: own, EACH: self._each, MADE: self._made, CONCAT: self.concat}
+        self.tests = self.tests | {"divisibleby": lambda value, num: remainder(value, num) == 0}
         self.globals = {
             "range": safe_range,
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
@@ -345,52 +334,44 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # --- the budget
 
-    def _spend(self, units: int = 0) -> None:
-        """Takes one step and `units` from the budget; raises `LimitExceeded` if it is used up."""
-        self.steps -= 1
-        self.units -= units
-        if self.steps < 0:
-            raise LimitExceeded("takes too many steps: a loop that does not end?")
-        if self.units < 0 or units > MAX_UNITS:
-            raise LimitExceeded("writes too much text")
+    def _spend(self, units: int) -> None:
+        """Takes units from the budget; raises `LimitExceeded` if it is used up, or the time is."""
+        self.units -= max(units, 0)
+        if self.units < 0:
+            raise LimitExceeded("writes too much text, or takes too many steps: a loop that does not end?")
         if time.monotonic() > self.until:
             raise LimitExceeded("takes too long")
 
     def _weigh(self, *values: Any) -> int:
-        """Counts characters and items of nested values; raises `LimitExceeded` beyond the limits."""
-        total, items = 0, len(values)
-        stack = [(value, 0) for value in values]
+        """Units of values, at all depths; raises `LimitExceeded` as soon as they are more than the budget has."""
+        total, stack = 0, list(values)
         while stack:
-            value, depth = stack.pop()
-            total += 1 + (len(value) if isinstance(value, str) else 0)
-            if isinstance(value, CONTAINERS):
-                items += len(value)
-                if items <= MAX_ITEMS:
-                    inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-                    stack.extend((v, depth + 1) for v in inside)
-            if items > MAX_ITEMS or total > MAX_WEIGHT or depth > MAX_DEPTH:
-                raise LimitExceeded("makes lists too large or too deep")
+            value = stack.pop()
+            total += ITEM + (len(value) if isinstance(value, str) else 0)
+            if isinstance(value, dict):
+                stack += [*value.keys(), *value.values()]
+            elif isinstance(value, CONTAINERS):
+                stack += value
+            if total > self.units:
+                raise LimitExceeded("makes too much text, or lists too large or too deep")
         return total
 
     def _made(self, value: Any) -> Any:
         """Charges for a new value, and returns it. A lazy iterator is charged for each item instead."""
-        if isinstance(value, Iterator):
-            return self._each(value)
         if isinstance(value, str):
-            self._spend(len(value))
-        elif isinstance(value, CONTAINERS):
-            self._weigh(value)
-            self._spend(POINTER * len(value))
+            self._spend(ITEM + len(value))
+        elif isinstance(value, Iterator):
+            return self._each(value)
         elif isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise LimitExceeded("computes with huge numbers")
         else:
-            self._spend()
+            self._spend(self._weigh(value))
         return value
 
     def _each(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Yields the items, and charges one step for each."""
+        """Yields the items, and charges for each iteration."""
         for value in values:
-            self._spend()
+            self._spend(ITEM)
             yield value
 
     def concat(self, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
@@ -406,21 +387,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         pick = (lambda x: x) if attribute is None else library.make_attrgetter(self, attribute)
         parts, between = [self._text(None, pick(x)) for x in self._each(value)], self._text(None, d)
-        self._spend(sum(map(len, parts)) + len(between) * len(parts))
+        self._spend(_COSTS["join"](between, parts))
         return joined(parts, between)
 
     @pass_context  # jinja2 does not evaluate such a function while compiling
     def _text(self, context: Context | None, value: Any) -> str:
-        return value if isinstance(value, str) else self._made(str(value))
+        """The text of a value, which is charged: also one that is only written again takes memory in the output."""
+        return self._made(value if isinstance(value, str) else str(value))
 
     # --- operators, attributes and calls
 
     def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
-        """Applies a binary operator, after checking the size of its result.
+        """Applies +, *, ** or %, after charging for a result that may be much larger than the operands.
 
         Args:
             context: Unused.
-            operator: The operator, "+", "*", "**" or "%".
+            operator: The operator.
             left: First operand.
             right: Second operand.
 
@@ -432,13 +414,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             SecurityError: A format would pad to a large width.
         """
         numbers = isinstance(left, int) + isinstance(right, int)
-        if operator == "*" and numbers == 2 and left.bit_length() + right.bit_length() > MAX_BITS:
-            raise LimitExceeded("computes with huge numbers")
         if operator == "**" and numbers == 2 and left.bit_length() * abs(right) > MAX_BITS:
             raise LimitExceeded("computes with huge numbers")
         if operator == "*" and numbers == 1:
             count, what = (left, right) if isinstance(left, int) else (right, left)
-            self._spend(0 if isinstance(what, float) else POINTER * self._weigh(what) * max(count, 0))
+            self._spend(count * (len(what) if isinstance(what, str) else self._weigh(what)))
         if operator == "%" and isinstance(left, str):
             if re.search(r"%[^a-zA-Z%]*(\d{4}|\*)", left):
                 raise SecurityError("a format of such a width is not allowed")
@@ -455,12 +435,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             value: Value of the attribute.
 
         Returns:
-            True for the methods in `METHODS`, and for attributes of loops, macros and namespaces that jinja2 allows.
+            True for `METHODS` of texts, and what jinja2 allows of lists, mappings, loops, macros and namespaces.
         """
-        for kind, names in METHODS:
-            if isinstance(obj, kind):
-                return attr in names
-        known = isinstance(obj, LoopContext | Namespace | Macro)
+        if isinstance(obj, str):
+            return attr in METHODS.split()
+        known = isinstance(obj, list | tuple | dict | LoopContext | Namespace | Macro)
         return known and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
@@ -473,29 +452,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         Raises:
             SecurityError: Always.
         """
-        kinds = {str: "text", dict: "mapping", list: "list", tuple: "list"}
-        kind = next((words for kind, words in kinds.items() if isinstance(obj, kind)), type(obj).__name__)
+        kind = "text" if isinstance(obj, str) else type(obj).__name__
         raise SecurityError(f"reaches for {attribute!r} of a {kind}, which is not supported")
 
     def wrap_str_format(self, value: Any) -> None:
         """Returns None, so that jinja2 offers no sandboxed `str.format`, which could pad to any width."""
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Reads an attribute, or an entry of a dict. Names with a leading underscore are allowed for entries only.
-
-        Args:
-            obj: The object.
-            attribute: The name.
-
-        Returns:
-            The value, or jinja2's undefined value.
-        """
-        if attribute.startswith("_") and not (isinstance(obj, dict) and attribute in obj):
-            return self.unsafe_undefined(obj, attribute)
-        return super().getattr(obj, attribute)
-
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a macro, a method or a function, after checking the size of its result.
+        """Calls a macro, a method or a function, after charging for what it costs.
 
         Args:
             __context: The variables of the template.
@@ -507,40 +471,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
             The result, which is charged to the budget.
         """
         target, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        args = tuple(list(__self._each(a)) if isinstance(a, Iterator) else a for a in args)
+        named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
+        weight = __self._weigh(*args, *named.values())  # a macro may collect its arguments in `varargs`
         if isinstance(target, str) and name == "format":
-            named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
-            __self._spend(len(target) + target.count("{") * __self._weigh(*args, *named.values()))
+            __self._spend(len(target) + target.count("{") * weight)
             return __self._made(formatted(target, args, named))
-        if isinstance(__obj, Macro):  # a macro may collect its arguments in `varargs`
-            __self._weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
-        elif isinstance(target, str) and name in _METHOD_SIZES:
-            args = tuple(list(__self._each(a)) if isinstance(a, Iterator) else a for a in args)
-            named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
-            __self._spend(_METHOD_SIZES[name](target, *args, **named))
+        if isinstance(target, str) and name in _COSTS:
+            __self._spend(_COSTS[name](target, *args, **named))
         return __self._made(super().call(__context, __obj, *args, **kwargs))
 
     # --- filters
 
-    def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)  # keeps the attribute by which jinja2 passes the context to some filters
+    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter, whose costs and result are charged."""
+        passed = int(hasattr(function, "jinja_pass_arg"))  # whether jinja2 puts an argument of its own first
+
+        @wraps(function)  # keeps the attribute
         def run(*args: Any, **kwargs: Any) -> Any:
-            for text in (a for a in args if isinstance(a, str)):
-                self._spend(OBJECT * len(text) if function in (library.do_list, library.do_sort) else 0)
+            if name in _COSTS:
+                self._spend(_COSTS[name](*args[passed:], **kwargs))
             return self._made(function(*args, **kwargs))
 
         return run
-
-    def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
-        value, old, new = (self._text(None, x) for x in (value, old, new))
-        self._spend(_METHOD_SIZES["replace"](value, old, new))
-        return value.replace(old, new, -1 if count is None else count)
-
-    def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-        if (len(width) if isinstance(width, str) else width) > 64:
-            raise SecurityError("indent takes a width of at most 64")
-        text = self._text(None, value)
-        self._spend(64 * text.count("\n"))
-        return library.do_indent(text, width, first, blank)
 
     def _sum(self, values: Iterable[Any], start: Any = 0) -> Any:
         for value in self._each(values):
@@ -548,23 +501,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return start
 
 
-def _joined_size(between: str, parts: Iterable[Any]) -> int:
-    if isinstance(parts, str):
-        return (OBJECT + len(between)) * len(parts)
-    parts = list(parts)
-    return sum(len(p) for p in parts if isinstance(p, str)) + (POINTER + len(between)) * len(parts)
+def _split_cost(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
+    """Units of the parts. Python searches for a separator from the right in time len(text) * len(sep)."""
+    return ITEM * (text.count(sep) if sep else len(text) // 2) + len(text) * len(sep or "")
 
 
-_METHOD_SIZES: dict[str, Callable[..., int]] = {  # upper bounds of the bytes that a method returns
-    "replace": lambda text, old, new, count=-1: len(text) + text.count(old) * len(new),
-    "split": lambda text, sep=None, maxsplit=-1: (
-        len(text) + OBJECT * (text.count(sep) if sep else len(text) // 2)
+def _search_cost(text: str, what: str | None = None, *limits: Any) -> int:
+    """Units of the time len(text) * len(what), of a search from the right and of stripping a set of characters."""
+    return len(str(text)) * len(what or "")
+
+
+# Units of what a method of a text or a filter makes, where that may be much more than its arguments, and of its time.
+_COSTS: dict[str, Callable[..., int]] = {
+    "replace": lambda text, old, new, count=-1: str(text).count(str(old)) * len(str(new)),
+    "indent": lambda text, width=4, *_, **__: (
+        (str(text).count("\n") + 2) * (width if isinstance(width, int) else len(width))
     ),
-    "rsplit": lambda text, sep=None, maxsplit=-1: (
-        len(text) + OBJECT * (text.count(sep) if sep else len(text) // 2)
+    "join": lambda between, parts: (
+        sum(len(part) for part in parts if isinstance(part, str)) + (ITEM + len(between)) * len(parts)
     ),
-    "splitlines": lambda text, keepends=False: len(text) + OBJECT * (len(text) // 2),
-    "join": _joined_size,
+    "splitlines": lambda text, keepends=False: ITEM * len(text) // 2,
+    **dict.fromkeys(["split", "rsplit"], _split_cost),
+    **dict.fromkeys(["rfind", "rindex", "rpartition", "strip", "lstrip", "rstrip", "trim"], _search_cost),
+    **dict.fromkeys(["list", "sort"], lambda x, *_, **__: ITEM * len(x if isinstance(x, str) else "")),
 }
 
 
@@ -592,18 +551,7 @@ def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
 
 
 class _Namespace(Namespace):
-    """jinja2's namespace, without private names. Printing omits its contents, because it may contain itself."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        Namespace.__init__(self)
-        for name, value in dict(*rest, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if not isinstance(name, str) or name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
+    """jinja2's namespace. Printing omits its contents: it may hold others many times, and no budget sees them."""
 
     def __repr__(self) -> str:
         return "<Namespace>"

@@ -18,7 +18,7 @@ CHAT = [
     {"role": "user", "content": "again"},
 ]
 GROW = "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-QUICK = RenderLimits(steps=20_000, units=8_000_000, seconds=2.0)
+QUICK = RenderLimits(units=8_000_000, seconds=20.0)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -179,9 +179,18 @@ def test_a_method_that_is_not_supported_is_named(method: str):
         ("{{ '%99999999d' is divisibleby(1) }}", "width"),
         ("{{ ('a' * 999) | round(9, 'ceil') }}", "round"),
         ("{{ ('%(a)s' * 9999)[0:] | trim | string | replace('', '') % {'a': 'a' * 9999} }}", "too much text"),
+        ("{{ ('a' * 200000).rfind('ab' ~ 'a' * 100000) }}", "too much text"),
+        ("{{ ('a' * 200000).rsplit('ab' ~ 'a' * 100000) }}", "too much text"),
+        ("{{ ('a' * 200000).rpartition('ab' ~ 'a' * 100000) }}", "too much text"),
+        ("{{ ('b' * 300000).strip('a' * 100000 ~ 'b') }}", "too much text"),
+        ("{{ ('b' * 300000) | trim('a' * 100000 ~ 'b') }}", "too much text"),
+        ("{% for i in range(999) %}" + "x" * 50000 + "{% endfor %}", "too much text"),
+        ("{% for i in range(9999) %}{{ messages[0].content ~ 'x' * 999 }}{% endfor %}", "too much text"),
+        ("{% if " + "==".join(["messages"] * 10) + " %}{% endif %}", "more than 9 values"),
         ("{{ 'a' | center(10**9) }}", "No filter named 'center'"),
         ("{{ strftime_now('%99999999d') }}", "strftime_now"),
-        ("{{ 'x' | indent(10**9) }}", "indent"),
+        ("{{ 'x' | indent(10**9) }}", "too much text"),
+        ("{{ 'x' | indent(-(10**9)) }}{{ 'a' * -(10**9) }}{{ ('a' * 10**8) | length }}", "too much text"),
         ("{{ 1.5 | round(10**9, 'ceil') }}", "round"),
         ("{% for i in [1] recursive %}{{ loop([i]) }}{% endfor %}", "recursive"),
         ("{% include 'x' %}", "include"),
@@ -197,8 +206,6 @@ def test_a_template_that_exceeds_a_limit_is_stopped(source: str, words: str):
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.long
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -216,8 +223,8 @@ def test_no_way_of_making_nested_values_escapes_the_limit(make: str):
     source = (
         "{% set n = namespace(t=(1,)) %}" + keep + "{% for i in range(60) %}" + make + "{% endfor %}{{ n.t }}"
     )
-    with pytest.raises(ValueError, match="too large or too deep"):
-        ChatTemplate(source, RenderLimits(seconds=20.0)).render(CHAT)
+    with pytest.raises(ValueError, match="too large or too deep|too many steps"):
+        ChatTemplate(source, QUICK).render(CHAT)
 
 
 def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
@@ -225,8 +232,6 @@ def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
     assert ChatTemplate(source).render(CHAT) == "<Namespace>[<Namespace>]<Namespace>"
 
 
-@pytest.mark.long
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "use",
     [
@@ -240,10 +245,8 @@ def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
 )
 def test_a_small_value_that_contains_itself_many_times_is_refused_when_made(use: str):
     twice = "{% for i in range(60) %}{% set n.t = (n.t, n.t) %}{% set n.u = (n.u, n.u) %}{% endfor %}"
-    template = ChatTemplate(
-        "{% set n = namespace(t=(1,), u=(1,)) %}" + twice + use, RenderLimits(seconds=20.0)
-    )
-    with pytest.raises(ValueError, match="too large or too deep"):
+    template = ChatTemplate("{% set n = namespace(t=(1,), u=(1,)) %}" + twice + use, QUICK)
+    with pytest.raises(ValueError, match="too large or too deep|too many steps"):
         template.render(CHAT)
 
 
@@ -264,7 +267,6 @@ def test_time_is_limited_without_another_thread():
         "{{ messages.__class__ }}",
         "{{ messages['__class__'] }}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ messages._x }}",
         "{{ messages | attr('__class__') }}",
         "{{ messages | map(attribute='__class__') | list }}",
         "{{ raise_exception.__globals__ }}",
@@ -273,13 +275,13 @@ def test_time_is_limited_without_another_thread():
         "{{ messages.append(1) }}",
         "{{ messages[0].update(a=1) }}",
         "{{ 'x'.encode() }}",
-        "{{ namespace(__class__=1) }}",
-        "{% set n = namespace() %}{% set n.__init__ = 1 %}",
+        "{% set n = namespace() %}{% set n.__init__ = 1 %}{{ n.__init__ }}",
         "{{ self.__init__ }}",
         "{{ loop.__class__ }}",
         "{{ cycler.__init__ }}",
         "{{ dict.mro() }}",
-        "{{ range.__self__ }}",
+        "{{ range.__globals__ }}",
+        "{{ (5).to_bytes(9, 'big') }}",
         "{% for m in messages %}{{ loop._iterable }}{% endfor %}",
         "{% macro f() %}{% endmacro %}{{ f._func }}",
         "{{ lipsum.__globals__ }}",
@@ -324,6 +326,8 @@ def test_the_sizes_of_data_and_templates_are_limited():
         deep = [deep]
     with pytest.raises(ValueError, match="lists within lists"):
         ChatTemplate("x").render([{"role": "user", "content": "", "deep": deep}])
+    with pytest.raises(ValueError, match="more than 9 characters"):
+        ChatTemplate("{{ 'x' * 10 }}", RenderLimits(output=9)).render(CHAT)
     with pytest.raises(ValueError, match="100001 characters"):
         ChatTemplate("x" * 100_001)
     with pytest.raises(ValueError, match="chat_template is 'int'"):
