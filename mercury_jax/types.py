@@ -225,7 +225,7 @@ class Device(NamedTuple):
     """The accelerator that a program is compiled for, if it differs from the accelerator of this machine.
 
     Attributes:
-        kind: "sm_90a" (Hopper), "sm_100a" (Blackwell), "sm_80", "sm_89", "sm_120" or "tpu". The kernels for this kind
+        kind: "sm_90a" (Hopper), "sm_100a" (Blackwell), "tpu", or another GPU. The kernels for this kind
             are used.
         interpret: Parameters of the interpreter that runs the kernels on a CPU (Mosaic GPU's `InterpretGPUParams`,
             or True for a TPU); None compiles them.

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -546,8 +544,6 @@ def forms(name: str, tuning: bool = False) -> list[KernelForm]:
     device = kernel_device.target(name)
     if tuning:
         return [*tuned_forms(device)]
-    if name not in BACKENDS:  # only the kernels in Triton
-        return [*_grouped(device)]
     attention = (*_attention(BACKENDS[name], device), *_training(device), *_paged(device))
     return [*attention, *_grouped(device), *_rows(device)]
 
@@ -729,49 +725,14 @@ def compile_forms(name: str, tuning: bool = False) -> list[dict[str, Any]]:
         except ValueError as error:
             record |= {"refused": str(error), "fallback": FALLBACK[form.kernel]}
             continue
-        with hlo.captured_output() as read, tempfile.TemporaryDirectory() as folder:
-            lowered.compile({"xla_dump_to": folder})
-            found = hlo.gpu_kernels(read()) or triton_kernels(folder, target.chip.kernels)
+        with hlo.captured_output() as read:
+            lowered.compile()
+            found = hlo.gpu_kernels(read())
         if not found:
             raise RuntimeError(f"ptxas reports nothing for {form.kernel}, {form.shape}")
         # A gradient has several kernels: the record is of the one that needs more.
         record |= max(found, key=lambda row: (row["spill_bytes"], row["registers"]))
     return records
-
-
-def triton_kernels(folder: str, kind: str) -> list[dict[str, Any]]:
-    """Asks ptxas for the registers of kernels in Triton, which XLA compiles without a report.
-
-    Args:
-        folder: Where XLA wrote the PTX of its programs.
-        kind: Device that they are for, such as "sm_80".
-
-    Returns:
-        Records as of `hlo.gpu_kernels`, of our kernels only.
-
-    Raises:
-        RuntimeError: There is no ptxas, or it refuses the PTX.
-    """
-    spec = importlib.util.find_spec("nvidia")
-    packages = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    tools = [str(tool) for place in packages for tool in place.glob("*/bin/ptxas")]
-    ptxas = shutil.which("ptxas") or next(iter(tools), None)
-    if ptxas is None:
-        raise RuntimeError("no ptxas: install the extra `deviceless`")
-    text = ""
-    for file in sorted(Path(folder).glob("*.ptx")):
-        source = file.read_text(encoding="utf-8")
-        if ".version" not in source:  # a program without a kernel
-            continue
-        arch = re.search(r"^\.target (\w+)", source, re.MULTILINE)
-        told = subprocess.run(
-            [ptxas, "-v", f"-arch={arch[1] if arch else kind}", str(file), "-o", os.devnull],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if told.returncode:
-            raise RuntimeError(f"ptxas refuses {file.name}: {told.stderr.strip()[:500]}")
-        text += source + told.stderr
-    return [row for row in hlo.gpu_kernels(text) if "grouped" in row["name"]]
 
 
 # --- the child process

@@ -397,9 +397,7 @@ def gpu_kernels(text: str) -> list[dict[str, Any]]:
 
     Returns:
         One record per kernel, in the order of compilation: `name`, `arch`, `registers`, `spill_bytes`, `stack_bytes`,
-        `shared_bytes` (static plus dynamic; None for a kernel of Triton, whose dynamic part is chosen when it is
-        launched and stands nowhere in the output), and `products`, the number of tensor-core instructions in its PTX
-        by kind.
+        `shared_bytes` (static plus dynamic), and `products`, the number of tensor-core instructions in its PTX by kind.
     """
     found: list[dict[str, Any]] = []
     products: dict[str, Counter[str]] = {}
@@ -421,5 +419,5 @@ def gpu_kernels(text: str) -> list[dict[str, Any]]:
             found[-1] |= {"registers": int(used[1]), "shared_bytes": int(shared[1]) if shared else 0}
     dynamic = {name: int(size) for name, size in _DYNAMIC.findall(text)}
     for one in found:
-        one["shared_bytes"] = (one["shared_bytes"] + dynamic.get(one["name"], 0)) or None
+        one["shared_bytes"] += dynamic.get(one["name"], 0)
     return found

@@ -136,8 +136,7 @@ def kernel_line(r: Mapping[str, Any]) -> str:
     """A row of the table of kernels; where there is no such form, the reason and what runs instead."""
     if "refused" in r:
         return f"{r['kernel']:10} {r['shape']:72} none: {r['refused']}; instead: {r['fallback']}"
-    spilled = f"{r['spill_bytes']} B"
-    shared = "at launch" if r["shared_bytes"] is None else f"{r['shared_bytes']} B"
+    spilled, shared = f"{r['spill_bytes']} B", f"{r['shared_bytes']} B"
     return LINE.format(r["kernel"], r["shape"], r["registers"], spilled, shared)
 
 
@@ -198,7 +197,7 @@ def table(r: Mapping[str, Any]) -> str:
             text = f"{k['name']} x {k['count']}: {format_bytes(k['vmem_bytes'])} of VMEM, where the compiler says so"
         else:
             text = f"{k['name']}: {k['registers']} registers, {k['spill_bytes']} bytes spilled"
-            text += "" if k["shared_bytes"] is None else f", {k['shared_bytes']} bytes of shared memory"
+            text += f", {k['shared_bytes']} bytes of shared memory"
         lines.append(f"  {'kernel':14} {text}")
     for row in r["largest"][:5]:
         text = f"{row['shape']} x {row['count']}  {row['of'][-60:] or 'by XLA itself'}"

@@ -34,12 +34,8 @@ from mercury_jax.types import Device
 SWITCH = "MERCURY_KERNELS"
 FILE, FOLDER = "MERCURY_KERNEL_CHECKS", "MERCURY_CACHE"
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # matrix instructions: wgmma, tcgen05
-AMPERE, ADA, BLACKWELL_RTX = "sm_80", "sm_89", "sm_120"
-TRITON = (AMPERE, ADA, BLACKWELL_RTX, BLACKWELL)  # those that run the kernels in Triton
 TPU = "tpu"  # all generations use the same kernels
-_BY_CAPABILITY = {
-    "8.0": AMPERE, "8.6": AMPERE, "8.7": AMPERE, "8.9": ADA, "9.0": HOPPER, "10.0": BLACKWELL, "12.0": BLACKWELL_RTX
-}  # fmt: skip
+_BY_CAPABILITY = {"9.0": HOPPER, "10.0": BLACKWELL}
 
 
 # --- the device
@@ -51,7 +47,7 @@ def target(kind: str) -> Device:
     Compile for one device per process: Mosaic's cache does not distinguish them.
 
     Args:
-        kind: "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120" or "tpu".
+        kind: "sm_90a", "sm_100a" or "tpu".
 
     Returns:
         The device.
@@ -59,7 +55,7 @@ def target(kind: str) -> Device:
     Raises:
         ValueError: For another kind.
     """
-    if kind not in (allowed := (*dict.fromkeys(_BY_CAPABILITY.values()), TPU)):
+    if kind not in (allowed := (*_BY_CAPABILITY.values(), TPU)):
         raise refuse("device", kind, ", ".join(allowed))
     return Device(kind)
 

@@ -1,8 +1,8 @@
 """`grouped_matmul`: multiplies rows that are sorted by expert by the matrix of their expert; few rows per expert.
 
-The kernels are `hopper.grouped_matmul` and, for other GPUs, `triton`. This module decides whether one supports a call,
-and defines the gradient. `models.moe` calls it for experts, and uses `tiles_of` for its loop in plain jnp; `models.ops`
-calls `few_rows_matmul`, the Hopper kernel with one matrix, for the dense products of a canvas.
+The kernel is `hopper.grouped_matmul`. This module decides whether it supports a call, and defines the gradient.
+`models.moe` calls it for experts, and uses `tiles_of` for its loop in plain jnp; `models.ops` calls `few_rows_matmul`,
+the kernel with one matrix, for the dense products of a canvas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.kernels import device as kernel_device, tuned
-from mercury_jax.kernels.device import AMPERE, HOPPER, TRITON, grouped_form
+from mercury_jax.kernels.device import HOPPER, grouped_form
 from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.types import Device
 
@@ -219,9 +219,8 @@ def refuses(
     Returns:
         The reason in words; None: it supports them.
     """
-    kind = kernel_device.present(device)
-    if kind not in (HOPPER, *TRITON):
-        return f"the kernels are for {HOPPER}, {', '.join(TRITON)}, not for {kind or 'this machine'}"
+    if (kind := kernel_device.present(device)) != HOPPER:
+        return f"the kernel is for {HOPPER}, not for {kind or 'this machine'}"
     matrices = w if isinstance(w, tuple) else (w,)
     if x.dtype != jnp.bfloat16 and (x.dtype not in QUANTISED or x.dtype != matrices[0].dtype):
         return f"rows are {x.dtype}, neither bfloat16 nor like matrices of 8 bits"
@@ -237,8 +236,6 @@ def refuses(
     for one in matrices:
         if one.dtype not in (jnp.bfloat16, *QUANTISED):
             return f"matrices are {one.dtype}, not bfloat16, int8 or float8_e4m3fn"
-        if kind == AMPERE and one.dtype == jnp.float8_e4m3fn:
-            return f"matrices are {one.dtype}, which {kind} cannot convert"
         if (one.dtype in QUANTISED) != (scale is not None):
             return "8-bit matrices have a scale, and no others have"
         inputs, width = one.shape[1:] if scale is None else one.shape[:0:-1]
@@ -321,8 +318,6 @@ def few_rows_refuses(
     Returns:
         The reason in words; None: it supports them.
     """
-    if kernel_device.present(device) in TRITON:
-        return "XLA writes such products in Triton too"
     if x.shape[0] > FEW_ROWS:
         return f"{x.shape[0]} rows are more than {FEW_ROWS}: XLA's products are as fast"
     stack = lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype)
@@ -450,15 +445,6 @@ def _kernel_product(
     p = product_of(x, matrices, static.dtype, transposed, static.act)
     tile = static.knobs.tile if static.knobs else default_tile(p, static.count)
     # Imported here, because importing Mosaic takes time.
-    if kernel_device.present(static.device) in TRITON:
-        from mercury_jax.kernels import triton
-
-        if row_scale:
-            x = (x.astype(jnp.float32) * row_scale[0][:, None]).astype(jnp.bfloat16)
-        return triton.run(
-            x, tuple(matrices), tuple(scales), offsets, len(x), tile, static.dtype,
-            transposed=transposed, act=static.act, device=static.device,
-        )  # fmt: skip
     from mercury_jax.kernels.hopper import grouped_matmul as kernel
 
     knobs = static.knobs or tuned.find(GroupedKnobs, p.form, p.shapes, static.device)

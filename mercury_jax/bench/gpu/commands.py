@@ -18,7 +18,7 @@ from mercury_jax.config import refuse
 
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
 BF16, FP16, INT8, FP8 = "bfloat16", "float16", "int8", "float8_e4m3fn"
-HOPPER, BLACKWELL, TPU = "sm_90a", "sm_100a", "tpu"  # as in `kernels.device`, which would import JAX
+HOPPER = "sm_90a"  # as in `kernels.device`, which would import JAX
 KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
 # XLA would time candidates for the products of each reference, most of the time of a check; a kernel has no candidates.
 UNTUNED = (("XLA_FLAGS", "--xla_gpu_autotune_level=0"),)
@@ -268,12 +268,10 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
         found += _grouped_cases({"gradient": True})
         if chip == HOPPER:
             found += _training_cases()
-        else:  # the others have attention without pages, the grouped product in Triton, or both
-            attention, grouped = chip in (BLACKWELL, TPU), chip != TPU
-            plain = lambda c: (
-                attention and c.args["operation"] == "attention" and not c.args["shape"].get("page")
-            )
-            found = [c for c in found if plain(c) or (grouped and c.args["operation"] == "grouped")]
+        else:  # the others have attention without pages
+            found = [
+                c for c in found if c.args["operation"] == "attention" and not c.args["shape"].get("page")
+            ]
     draws = 1 if small else 2
     env = KERNELS if small else KERNELS + UNTUNED
     found = [c._replace(args=c.args | {"seed": seed, "draws": draws}, env=env) for c in found]
