@@ -17,6 +17,7 @@ from mercury_jax.config import refuse
 from mercury_jax.kernels import device as kernel_device
 from mercury_jax.kernels.device import HOPPER
 from mercury_jax.kernels.grouped_matmul import offsets_of
+from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, refuse_gradient
 from mercury_jax.types import Device, accumulation_dtype
 
 COUNTED_ROWS = 4096  # rows up to which a GPU sorts them by counting
@@ -45,7 +46,7 @@ class Dispatched(NamedTuple):
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. More numbers may follow.
     """
 
-    rows: Float[Array, "M D"]
+    rows: Rows
     rank: Int[Array, "N k"]
     offsets: Int[Array, "offsets"]
 
@@ -93,13 +94,11 @@ def sort_rows(expert: Int[Array, "M"], count: int, by_counting: bool) -> SortedR
     return SortedRows(order, rank, offsets_of(jnp.bincount(expert, length=count)))
 
 
-def dispatch(
-    x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, by_counting: bool = False
-) -> Dispatched:
+def dispatch(x: Rows, expert: Int[Array, "N k"], count: int, by_counting: bool = False) -> Dispatched:
     """Copies the hidden states of each token to the rows of its experts.
 
     Args:
-        x: Hidden states.
+        x: Hidden states [N, D].
         expert: Experts of each token; E: none, such rows come last.
         count: E, number of experts.
         by_counting: As in `sort_rows`.
@@ -108,7 +107,8 @@ def dispatch(
         The rows.
     """
     found = sort_rows(expert.reshape(-1), count, by_counting)
-    return Dispatched(x[found.order // expert.shape[1]], found.rank.reshape(expert.shape), found.offsets)
+    rows = jax.tree.map(lambda y: y[found.order // expert.shape[1]], x)
+    return Dispatched(rows, found.rank.reshape(expert.shape), found.offsets)
 
 
 def combine(outputs: ExpertOutputs, held: Bool[Array, "*s k"] | None = None) -> Float[Array, "*s D"]:
@@ -138,7 +138,7 @@ def refuses(
     """Gives the reason why the kernel does not compute `dispatch`.
 
     Args:
-        x: Hidden states [N, D].
+        x: Hidden states [N, D], or the values of rounded ones.
         expert: Experts of each token [N, k].
         count: E.
         device: Device to compile for; None: the device of this machine.
@@ -148,8 +148,8 @@ def refuses(
     """
     if kernel_device.present(device) != HOPPER:
         return f"the kernel is for {HOPPER}"
-    if x.dtype != jnp.bfloat16 or expert.dtype != jnp.int32:
-        return f"hidden states are {x.dtype} and ids {expert.dtype}, not bfloat16 and int32"
+    if x.dtype not in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn) or expert.dtype != jnp.int32:
+        return f"hidden states are {x.dtype} and ids {expert.dtype}, not bfloat16 or of 8 bits, and int32"
     if x.shape[-1] % WIDTH_QUANTUM or x.shape[-1] > WIDEST or 0 in x.shape:
         return f"the width is {x.shape[-1]}, no multiple of {WIDTH_QUANTUM} up to {WIDEST}"
     if expert.size % THREADS or not 0 < expert.size <= COUNTED_ROWS:
@@ -174,12 +174,12 @@ def offsets_each(tokens: int, count: int) -> int:
 
 
 def kernel_dispatch(
-    x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, device: Device | None = None
+    x: Rows, expert: Int[Array, "N k"], count: int, device: Device | None = None
 ) -> Dispatched:
-    """Computes `dispatch` with the kernel. Differentiable in x.
+    """Computes `dispatch` with the kernel. Differentiable in x if it is an array.
 
     Args:
-        x: Hidden states.
+        x: Hidden states [N, D].
         expert: Experts of each token; E: none, such rows come last.
         count: E, number of experts.
         device: Device to compile for; None: the device of this machine.
@@ -190,22 +190,24 @@ def kernel_dispatch(
     Raises:
         ValueError: If `refuses` gives a reason.
     """
-    if (why := refuses(x, expert, count, device)) is not None:
-        raise refuse("x", f"{x.dtype}{list(x.shape)}", f"others: {why}")
+    values = x.values if isinstance(x, QuantisedRows) else x
+    if (why := refuses(values, expert, count, device)) is not None:
+        raise refuse("x", f"{values.dtype}{list(values.shape)}", f"others: {why}")
 
     @jax.custom_vjp
-    def run(x: Array, expert: Array) -> Dispatched:
+    def run(x: Rows, expert: Array) -> Dispatched:
         from mercury_jax.kernels.hopper import dispatch  # here, because importing Mosaic takes time
 
         return Dispatched(*dispatch.run(x, expert, count, device))
 
-    def forward(x: Array, expert: Array) -> tuple[Dispatched, Array]:
+    def forward(x: Rows, expert: Array) -> tuple[Dispatched, Array]:
         found = run(x, expert)
         return found, found.rank
 
     def backward(rank: Array, dy: Dispatched) -> tuple[Array, None]:
-        exact = accumulation_dtype(x.dtype)
-        return dy.rows[rank].astype(exact).sum(axis=1).astype(x.dtype), None
+        refuse_gradient(isinstance(x, QuantisedRows))
+        exact = accumulation_dtype(values.dtype)
+        return dy.rows[rank].astype(exact).sum(axis=1).astype(values.dtype), None
 
     run.defvjp(forward, backward)
     return run(x, expert)

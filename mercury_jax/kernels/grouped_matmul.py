@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.kernels import device as kernel_device, tuned
 from mercury_jax.kernels.device import HOPPER, grouped_form
+from mercury_jax.kernels.quantised_rows import refuse_gradient
 from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.types import Device
 
@@ -378,10 +379,7 @@ def _forward(
 def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
     """Computes dx = dy w^T with the same kernel, or with a loop if this form is off; and dw by `outer_products`."""
     x, row_scale, matrices, offsets, scales = saved
-    if row_scale:
-        raise refuse(
-            "quantise", "int8_dynamic or fp8_dynamic", "int8, fp8 or None, under which rows have a gradient"
-        )
+    refuse_gradient(bool(row_scale))
     no_gradient = np.zeros(offsets.shape, jax.dtypes.float0)
     offsets = offsets[: matrices[0].shape[0] + 1]
     dys = (dy,) if static.act is None else _gate_gradients(static, saved, dy)

@@ -7,9 +7,10 @@ five, each of which reads every hidden state again. The kernel is `hopper.residu
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from mercury_jax.config import refuse
 from mercury_jax.kernels import device as kernel_device
 from mercury_jax.kernels.device import HOPPER
 from mercury_jax.kernels.dispatch import ExpertOutputs, combine
+from mercury_jax.kernels.quantised_rows import Rows, quantise_rows, refuse_gradient
 from mercury_jax.types import Device, accumulation_dtype
 
 WIDTH_QUANTUM = 256  # numbers that the 128 threads of a program load at once, two each
@@ -61,8 +63,12 @@ class Residual(NamedTuple):
 
 
 def residual_norms(
-    x: Float[Array, "*s D"], residual: Residual, factors: Sequence[Float[Array, "D"]], eps: float
-) -> tuple[Float[Array, "*s D"], list[Float[Array, "*s D"]]]:
+    x: Float[Array, "*s D"],
+    residual: Residual,
+    factors: Sequence[Float[Array, "D"]],
+    eps: float,
+    rounded: Sequence[Any] = (),
+) -> tuple[Float[Array, "*s D"], list[Rows]]:
     """Adds what a layer computed to x, and normalises the sum.
 
     Args:
@@ -70,9 +76,10 @@ def residual_norms(
         residual: What is added.
         factors: Factors of each norm of the new hidden states.
         eps: Added to the mean squares.
+        rounded: For each norm the dtype of 8 bits to which its rows are rounded; None, or too few: the dtype of x.
 
     Returns:
-        The new hidden states, and their norms, one for each of `factors`, in the dtype of x.
+        The new hidden states, and their norms, one for each of `factors`; those that are rounded as `QuantisedRows`.
     """
     norm = lambda y, factor: y if factor is None else (rms_normalise(y, eps) * factor).astype(x.dtype)
     branches = [combine(y) if isinstance(y, ExpertOutputs) else y for y in residual.branches]
@@ -83,7 +90,9 @@ def residual_norms(
         if residual.choice is not None:
             scale = jnp.where(residual.choice[..., None], residual.scales[1], scale)
         total = total * scale.astype(x.dtype)
-    return total, [norm(total, factor) for factor in factors]
+    found = [norm(total, factor) for factor in factors]
+    pairs = itertools.zip_longest(found, rounded)
+    return total, [y if dtype is None else quantise_rows(y, dtype) for y, dtype in pairs]
 
 
 def refuses(x: Array | jax.ShapeDtypeStruct, device: Device | None = None) -> str | None:
@@ -111,8 +120,9 @@ def kernel_residual_norms(
     factors: Sequence[Float[Array, "D"]],
     eps: float,
     device: Device | None = None,
-) -> tuple[Float[Array, "*s D"], list[Float[Array, "*s D"]]]:
-    """Computes `residual_norms` with the kernel; gradients are the plain ones.
+    rounded: Sequence[Any] = (),
+) -> tuple[Float[Array, "*s D"], list[Rows]]:
+    """Computes `residual_norms` with the kernel; gradients are the plain ones, and there are none of rounded rows.
 
     Args:
         x: Hidden states.
@@ -120,6 +130,7 @@ def kernel_residual_norms(
         factors: Factors of each norm of the new hidden states.
         eps: Added to the mean squares.
         device: Device to compile for; None: the device of this machine.
+        rounded: As in `residual_norms`.
 
     Returns:
         As `residual_norms`.
@@ -131,7 +142,7 @@ def kernel_residual_norms(
         raise refuse("x", f"{x.dtype}{list(x.shape)}", f"others: {why}")
 
     @jax.custom_vjp
-    def run(x: Array, residual: Residual, factors: list[Array]) -> tuple[Array, list[Array]]:
+    def run(x: Array, residual: Residual, factors: list[Array]) -> tuple[Array, list[Rows]]:
         from mercury_jax.kernels.hopper import residual_norm  # here, because importing Mosaic takes time
 
         flat = lambda y: y.reshape(-1, y.shape[-1])
@@ -143,9 +154,12 @@ def kernel_residual_norms(
             for y in residual.branches
         )
         rows = residual._replace(branches=branches, choice=choice)
-        found = residual_norm.run(flat(x), rows, factors, eps, device)
-        return jax.tree.map(lambda y: y.reshape(x.shape), found)
+        found = residual_norm.run(flat(x), rows, factors, eps, tuple(rounded), device)
+        return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], *y.shape[1:]), found)
 
-    plain = functools.partial(residual_norms, eps=eps)
-    run.defvjp(lambda *args: (run(*args), args), lambda args, dy: jax.vjp(plain, *args)[1](dy))
+    def backward(args: Any, dy: Any) -> Any:
+        refuse_gradient(any(rounded))
+        return jax.vjp(functools.partial(residual_norms, eps=eps), *args)[1](dy)
+
+    run.defvjp(lambda *args: (run(*args), args), backward)
     return run(x, residual, list(factors))

@@ -11,17 +11,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Experts, ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
 from mercury_jax.kernels.qk_norm_rope import HeadFactors, rotate
+from mercury_jax.kernels.quantised_rows import Rows, dense
 from mercury_jax.kernels.residual_norm import Residual, rms_normalise
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import (
@@ -220,7 +222,7 @@ class GemmaAttention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Rows,
         inputs: NetworkInputs,
         kv: kv_cache.KV | None,
         shared: kv_cache.KV | None,
@@ -242,7 +244,7 @@ class GemmaAttention(nn.Module):
         linear = lambda heads, name: Linear((c.width,), (heads, width), ops=self.ops, name=name)
         frequencies = rotary_frequencies(c, c.is_global(self.layer))
         table = rope_table(
-            inputs.positions, frequencies, context=c.context, dtype=accumulation_dtype(x.dtype)
+            inputs.positions, frequencies, context=c.context, dtype=accumulation_dtype(jnp.dtype(c.dtype))
         )
         query, q_norm = linear(c.heads, "q"), norm(name="q_norm")
         if shared is not None:
@@ -320,7 +322,7 @@ class GemmaExperts(nn.Module):
         self.router = GemmaRouter(self.config, self.ops)
 
     @nn.compact
-    def term(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> Term:
+    def term(self, routed: Float[Array, "B T D"], x: Rows) -> Term:
         """Returns the output of the branch as a term of a sum.
 
         Args:
@@ -407,6 +409,13 @@ class PerLayerInput(nn.Module):
         return Residual((out,), (RMSNorm(c.norm_eps, False, name="norm").factors(c.width),))
 
 
+class InputNorm(NamedTuple):
+    """The norm that a layer reads: its factors, and the dtype of 8 bits to which its rows are rounded, or None."""
+
+    factors: Float[Array, "D"]
+    rows: Any = None
+
+
 class GemmaBlock(nn.Module):
     """One layer: attention, then the feed-forward branches, each with a norm before and after and a residual.
 
@@ -421,36 +430,42 @@ class GemmaBlock(nn.Module):
         """Creates the norm that the layer before computes."""
         self.attention_norm = RMSNorm(self.config.norm_eps, False)
 
-    def input_factors(self) -> Float[Array, "D"]:
-        """Returns the factors of the norm of this layer's input."""
-        return self.attention_norm.factors(self.config.width)
+    def input_norm(self) -> InputNorm:
+        """Returns how the input of this layer is normalised."""
+        projections = (f"attention/{name}/w" for name in "qkv")
+        return InputNorm(self.attention_norm.factors(self.config.width), self._row_dtype(*projections))
+
+    def _row_dtype(self, *paths: str) -> Any:
+        """The dtype to which the rows of products with some of the layer's matrices are rounded, or None."""
+        params = flatten_dict(self.variables.get("params", {}), sep="/")
+        return self.ops.row_dtype(*(params[path] for path in paths if path in params))
 
     @nn.compact
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        normed: Float[Array, "B T D"],
+        normed: Rows,
         inputs: NetworkInputs,
         kv: kv_cache.KV | None,
         shared: kv_cache.KV | None,
         clean: Bool[Array, "B T"],
         embedding: Float[Array, "B T P"] | None,
-        after: Float[Array, "D"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], kv_cache.KV]:
+        after: InputNorm,
+    ) -> tuple[Float[Array, "B T D"], Rows, kv_cache.KV]:
         """Computes the layer.
 
         Args:
             x: Hidden states.
-            normed: Their norm, with `input_factors`.
+            normed: Their norm, as `input_norm` says.
             inputs: Positions, slots, and the key ranges of this kind of layer.
             kv: The cache of this layer; None: a pass without a cache.
             shared: Keys and values of an earlier layer to read; None: this layer computes its own.
             clean: Whether each token is encoded (True) or denoised.
             embedding: Per-layer embedding of each token; None: the model has none.
-            after: Factors of the norm that follows the layer, which is computed with its last sum.
+            after: The norm that follows the layer, which is computed with its last sum.
 
         Returns:
-            Hidden states, their norm with the factors `after`, and the keys and values of the layer.
+            Hidden states, the norm `after` of them, and the keys and values of the layer.
         """
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_eps, False)
@@ -461,14 +476,16 @@ class GemmaBlock(nn.Module):
         mlp = _gated_mlp(c, ffn, self.ops, "mlp")
         # The dense branch, the router and the experts each read x with a norm of their own.
         factors = [norm(name="mlp_norm").factors(c.width)]
+        rounded = [self._row_dtype("mlp/gate/w", "mlp/up/w")]
         if c.experts is not None:
             experts = GemmaExperts(c, self.ops, name="moe")
             factors += [experts.router.factors(), norm(name="moe_norm").factors(c.width)]
+            rounded += [None, self._row_dtype("moe/gate_up")]
         post = norm(name="attention_post_norm").factors(c.width)
-        x, read = self.ops.residual_norms(x, Residual((y,), (post,)), factors, c.norm_eps)
+        x, read = self.ops.residual_norms(x, Residual((y,), (post,)), factors, c.norm_eps, rounded)
         branches = [mlp.term(read[0])]
         if c.experts is not None:
-            branches.append(experts.term(*read[1:]))
+            branches.append(experts.term(dense(read[1]), read[2]))
         # Each branch is normalised before the branches are added. They are therefore two sums, in one all-reduce.
         found = self.ops.sum_terms(*([branch] for branch in branches))
         names = ("mlp_branch_norm", "moe_branch_norm") if len(found) > 1 else ()
@@ -481,7 +498,7 @@ class GemmaBlock(nn.Module):
         if c.encoder_scalars:
             scalars += (self.param("encoder_scalar", nn.initializers.ones, (1,)),)
         residual = residual._replace(scales=scalars, choice=clean if c.encoder_scalars else None)
-        x, (normed,) = self.ops.residual_norms(x, residual, [after], c.norm_eps)
+        x, (normed,) = self.ops.residual_norms(x, residual, [after.factors], c.norm_eps, [after.rows])
         return x, normed, kv
 
 
@@ -545,17 +562,17 @@ class Gemma(nn.Module):
         if cache is not None and (size := kv_cache.ring_slots(c, cache, tokens.shape[1])) is not None:
             sliding = masks.in_ring(sliding, size)
         kvs: list[kv_cache.KV] = []
-        # The factors of the norm before each layer and after the last.
-        factors = [*(block.input_factors() for block in self.blocks), self.norm.factors(c.width)]
-        normed = (rms_normalise(x, c.norm_eps) * factors[0]).astype(dtype)
+        # The norm before each layer and after the last.
+        norms = [*(block.input_norm() for block in self.blocks), InputNorm(self.norm.factors(c.width))]
+        normed: Rows = (rms_normalise(x, c.norm_eps) * norms[0].factors).astype(dtype)
         for i, block in enumerate(self.blocks):
             shared = kvs[c.source(i)] if c.source(i) != i else None
             kv = cache[i] if cache is not None and shared is None else None
             embedding = None if per_layer is None else per_layer[:, :, i]
             seen = inputs if c.is_global(i) else sliding
-            x, normed, kv = block(x, normed, seen, kv, shared, clean, embedding, factors[i + 1])
+            x, normed, kv = block(x, normed, seen, kv, shared, clean, embedding, norms[i + 1])
             kvs.append(kv)
-        return normed, tuple(kvs[: c.layers - c.shared_kv])
+        return dense(normed), tuple(kvs[: c.layers - c.shared_kv])
 
 
 # --- the model as pure functions

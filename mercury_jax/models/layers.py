@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import RopeScaling
 from mercury_jax.kernels.qk_norm_rope import Table, rotate
+from mercury_jax.kernels.quantised_rows import Rows
 from mercury_jax.kernels.residual_norm import rms_normalise
 from mercury_jax.models.ops import Activation, Ops, Term, Weight
 from mercury_jax.models.weight_quant import QuantisedWeight
@@ -110,10 +111,10 @@ class Linear(nn.Module):
         w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
         return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
-    def __call__(self, x: Float[Array, "*s"]) -> Float[Array, "*o"]:
+    def __call__(self, x: Rows) -> Float[Array, "*o"]:
         w, bias = self.parameters()
         y = self.ops.dot(x, w, len(self.inputs))
-        return y if bias is None else y + bias.astype(x.dtype)
+        return y if bias is None else y + bias.astype(y.dtype)
 
 
 class OutputProjection(Linear):
@@ -166,21 +167,21 @@ class GatedMLP(nn.Module):
         self.up = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
         self.down = OutputProjection((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
 
-    def term(self, x: Float[Array, "B T D"]) -> Term:
+    def term(self, x: Rows) -> Term:
         """Returns the output as a term of a sum. Only without biases.
 
         Args:
-            x: Hidden states.
+            x: Hidden states [B, T, D].
 
         Returns:
             The output [B, T, D].
         """
         return self.down.term(self._hidden(x))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Rows) -> Float[Array, "B T D"]:
         return self.down(self._hidden(x))
 
-    def _hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+    def _hidden(self, x: Rows) -> Float[Array, "B T F"]:
         (gate, gate_bias), (up, _) = self.gate.parameters(), self.up.parameters()
         if gate_bias is None:
             return self.ops.gated_dot(x, gate, up, self.act)

@@ -19,15 +19,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels import qk_norm_rope, residual_norm, routing
+from mercury_jax.kernels.device import HOPPER, present
 from mercury_jax.kernels.dispatch import ExpertOutputs
 from mercury_jax.kernels.grouped_matmul import few_rows_matmul, few_rows_refuses
+from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, kernel_quantise_rows
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
 from mercury_jax.models.weight_quant import (
     QuantisedWeight,
     RowQuantisedWeight,
     lookup,
     multiply,
-    quantise_rows,
     unscaled,
 )
 from mercury_jax.sharding import constrain_rows
@@ -57,7 +58,7 @@ class Term(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) -> Float[Array, "*o"]:
+def dot(x: Rows, w: Weight, count: int, mesh: Mesh | None = None) -> Float[Array, "*o"]:
     """Contracts the last `count` axes of x with the first `count` axes of w.
 
     Args:
@@ -72,11 +73,12 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
     """
     if isinstance(w, LoraWeight):
         low_rank = dot(dot(x, w.a, count, mesh), w.b, 1, mesh)
-        return dot(x, w.base, count, mesh) + jnp.asarray(w.scale, x.dtype) * low_rank
-    x = x if mesh is None else constrain_rows(x, mesh)
+        return dot(x, w.base, count, mesh) + jnp.asarray(w.scale, low_rank.dtype) * low_rank
+    x = x if mesh is None else constrain_rows(dense(x), mesh)
     if isinstance(w, QuantisedWeight):
         y = multiply(x, w, count)
     else:
+        x = dense(x)
         axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
         y = jax.lax.dot_general(x, w.astype(x.dtype), (axes, ((), ())))
     return y if mesh is None else constrain_rows(y, mesh)
@@ -98,7 +100,7 @@ def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, product: Callable
 
 
 def gated_dot(
-    x: Float[Array, "*s D"],
+    x: Rows,
     gate: Weight,
     up: Weight,
     act: Activation,
@@ -119,9 +121,7 @@ def gated_dot(
     return act(product(x, gate, 1)) * product(x, up, 1)
 
 
-def local_dot(
-    x: Float[Array, "*s"], w: Weight, count: int, device: Device | None = None
-) -> Float[Array, "*o"]:
+def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> Float[Array, "*o"]:
     """Computes `dot` on one device, of few rows with the kernel (`few_rows_matmul`).
 
     Args:
@@ -175,7 +175,7 @@ def local_exact_dot(x: Float[Array, "*s D"], w: Weight, device: Device | None = 
 
 
 def local_gated_dot(
-    x: Float[Array, "*s D"], gate: Weight, up: Weight, act: Activation, device: Device | None = None
+    x: Rows, gate: Weight, up: Weight, act: Activation, device: Device | None = None
 ) -> Float[Array, "*s F"]:
     """Computes `gated_dot` on one device, of few rows with the kernel (`few_rows_matmul`).
 
@@ -194,7 +194,7 @@ def local_gated_dot(
 
 
 def _few_rows(
-    x: Array,
+    x: Rows,
     matrices: tuple[Weight, ...],
     count: int,
     act: Activation | None,
@@ -206,30 +206,34 @@ def _few_rows(
         return None  # low-rank additions, and matrices with a scale for each group of inputs
     if len({type(w) if isinstance(w, QuantisedWeight) else None for w in matrices}) > 1:
         return None
-    lead, inputs = x.shape[: x.ndim - count], math.prod(x.shape[x.ndim - count :])
-    rows = math.prod(lead)
-    first = matrices[0]
+    first, like = matrices[0], jax.eval_shape(dense, x)
+    if isinstance(x, QuantisedRows) and not isinstance(first, RowQuantisedWeight):
+        return None
+    lead, inputs = like.shape[: like.ndim - count], math.prod(like.shape[like.ndim - count :])
+    rows, dtype = math.prod(lead), like.dtype
     outputs = first.scale.shape if isinstance(first, QuantisedWeight) else first.shape[count:]
     unpacked = lambda f: f if act is not None else f[0]  # one matrix or a pair
 
     def operands(*matrices: Any) -> tuple[Any, Any]:
         """The matrices [I, O] in the dtype of x; or [O, I] in 8 bits, and their scales [O]."""
         if not isinstance(first, QuantisedWeight):
-            return unpacked(tuple(w.astype(x.dtype).reshape(inputs, -1) for w in matrices)), None
+            return unpacked(tuple(w.astype(dtype).reshape(inputs, -1) for w in matrices)), None
         values = tuple(w.values.reshape(-1, inputs) for w in matrices)
         return unpacked(values), unpacked(tuple(w.scale.reshape(-1) for w in matrices))
 
     shapes = jax.eval_shape(operands, *matrices)
-    flat = jax.ShapeDtypeStruct((rows, inputs), x.dtype)
+    flat = jax.ShapeDtypeStruct((rows, inputs), dtype)
     if few_rows_refuses(flat, *shapes, act=act, device=device) is not None:
         return None
 
-    def kernel(x: Array, *matrices: Array | QuantisedWeight) -> Array:
-        how: Any = dict(act=act, dtype=x.dtype, device=device)
-        x = x.reshape(rows, inputs)
+    def kernel(x: Rows, *matrices: Array | QuantisedWeight) -> Array:
+        how: Any = dict(act=act, dtype=dtype, device=device)
         if isinstance(first, RowQuantisedWeight):
-            x, how["row_scale"] = quantise_rows(x, first.values.dtype)
-        y = few_rows_matmul(x, *operands(*matrices), **how)
+            if not isinstance(x, QuantisedRows):
+                x = kernel_quantise_rows(x.reshape(rows, inputs), first.values.dtype, device)
+            x, how["row_scale"] = x.values, x.scale.reshape(rows)
+        assert not isinstance(x, QuantisedRows)
+        y = few_rows_matmul(x.reshape(rows, inputs), *operands(*matrices), **how)
         return y.reshape(*lead, *outputs)
 
     return jax.lax.platform_dependent(x, *matrices, cuda=kernel, default=default)
@@ -249,8 +253,22 @@ def embed(table: Array | QuantisedWeight, tokens: Int[Array, "B T"], then: Activ
     return Term(lambda tokens, table: then(lookup(table, tokens)), (tokens, table))
 
 
+def row_dtype(*weights: Weight, device: Device | None = None) -> Any:
+    """The dtype of 8 bits to which the norm that some products read is rounded by the kernel that computes it.
+
+    Args:
+        *weights: The matrices of these products.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The dtype; None: the norm stays in the dtype of the hidden states.
+    """
+    found = {w.values.dtype if isinstance(w, RowQuantisedWeight) and w.plain else None for w in weights}
+    return found.pop() if len(found) == 1 and present(device) == HOPPER else None
+
+
 def experts(
-    x: Float[Array, "B T D"],
+    x: Rows,
     ids: Int[Array, "B T k"],
     weights: Float[Array, "B T k"],
     stacks: tuple[Weight, Weight],
@@ -293,8 +311,9 @@ def local_residual_norms(
     residual: residual_norm.Residual,
     factors: Sequence[Float[Array, "D"]],
     eps: float,
+    rounded: Sequence[Any] = (),
     device: Device | None = None,
-) -> tuple[Float[Array, "*s D"], list[Float[Array, "*s D"]]]:
+) -> tuple[Float[Array, "*s D"], list[Rows]]:
     """Computes `kernels.residual_norm.residual_norms` on one device, with the kernel where there is one.
 
     Args:
@@ -302,6 +321,7 @@ def local_residual_norms(
         residual: What a layer adds to them.
         factors: Factors of each norm of the new hidden states.
         eps: Added to the mean squares.
+        rounded: Dtypes of 8 bits of the norms, from `row_dtype`, or None.
         device: Device to compile kernels for; None: the device of this machine.
 
     Returns:
@@ -309,12 +329,12 @@ def local_residual_norms(
     """
     if residual_norm.refuses(x, device) is not None:
         return residual_norm.residual_norms(x, residual, factors, eps)
-    kernel = functools.partial(residual_norm.kernel_residual_norms, eps=eps, device=device)
-    plain = functools.partial(residual_norm.residual_norms, eps=eps)
+    kernel = functools.partial(residual_norm.kernel_residual_norms, eps=eps, device=device, rounded=rounded)
+    plain = functools.partial(residual_norm.residual_norms, eps=eps, rounded=rounded)
     return jax.lax.platform_dependent(x, residual, list(factors), cuda=kernel, default=plain)
 
 
-def project_heads(x: Float[Array, "B T D"], matrices: Sequence[Weight | None]) -> qk_norm_rope.Projections:
+def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> qk_norm_rope.Projections:
     """Projects hidden states to queries, keys and values on one device.
 
     With quantised matrices the scales of the outputs are left to what reads the products: XLA computes one product of
@@ -329,7 +349,7 @@ def project_heads(x: Float[Array, "B T D"], matrices: Sequence[Weight | None]) -
     """
     given = [w for w in matrices if w is not None]
     quantised = [w for w in given if isinstance(w, QuantisedWeight)]
-    if len(quantised) < len(given) or x.dtype == jnp.float16:  # whose unscaled products are fp32
+    if len(quantised) < len(given) or dense(x).dtype == jnp.float16:  # whose unscaled products are fp32
         heads, scales = [dot(x, w, 1) for w in given], ()
     else:
         heads, scales = [unscaled(x, w, 1) for w in quantised], tuple(w.scale for w in quantised)
@@ -432,7 +452,8 @@ class Ops(NamedTuple):
         dot_term: dot_term(x, w, count) -> Term.
         gated_dot: gated_dot(x, gate, up, act) -> array.
         exact_dot: exact_dot(x, w) -> array in fp32.
-        residual_norms: residual_norms(x, residual, factors, eps) as `kernels.residual_norm.residual_norms`.
+        residual_norms: residual_norms(x, residual, factors, eps, rounded) as `kernels.residual_norm.residual_norms`.
+        row_dtype: row_dtype(*weights) -> dtype to which `residual_norms` rounds the rows of their products, or None.
         embed: embed(table, tokens, then) -> Term.
         experts: experts(x, ids, weights, stacks, act, combined) -> Term.
         sum_terms: sum_terms(*sequences of terms) -> their sums. Sums that are needed at the same time are passed
@@ -450,7 +471,8 @@ class Ops(NamedTuple):
     dot_term: Callable[..., Term] = dot_term
     gated_dot: Callable[..., Array] = gated_dot
     exact_dot: Callable[..., Array] = exact_dot
-    residual_norms: Callable[..., tuple[Array, list[Array]]] = residual_norm.residual_norms
+    residual_norms: Callable[..., tuple[Array, list[Rows]]] = residual_norm.residual_norms
+    row_dtype: Callable[..., Any] = lambda *weights: None
     embed: Callable[..., Term] = embed
     experts: Callable[..., Term] = experts
     sum_terms: Callable[..., list[Any]] = sum_terms

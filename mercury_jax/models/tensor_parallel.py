@@ -52,6 +52,7 @@ def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
             exact_dot=functools.partial(ops.local_exact_dot, device=device),
             norm_rope_write=functools.partial(ops.local_norm_rope_write, device=device),
             residual_norms=functools.partial(ops.local_residual_norms, device=device),
+            row_dtype=functools.partial(ops.row_dtype, device=device),
             route=functools.partial(ops.local_route, device=device),
         )
     return Ops(

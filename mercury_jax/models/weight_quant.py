@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
+from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, largest, quantise_rows
 from mercury_jax.types import LoraWeight, Params, accumulation_dtype
 
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa, no infinity
@@ -170,11 +171,6 @@ def quantise(w: Any, kind: WeightFormat, inputs: int, batch: int = 0) -> Quantis
     return (RowQuantisedWeight if kind.rows else QuantisedWeight)(*found)
 
 
-def largest(dtype: Any) -> float:
-    """The largest number of int8 or float8_e4m3fn that is used; int8 is symmetric."""
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-
-
 def lookup(table: Array | QuantisedWeight, ids: Int[Array, "*s"]) -> Float[Array, "*s *w"]:
     """Looks up rows of a table; rows of a quantised one are multiplied by their scales.
 
@@ -213,7 +209,7 @@ def check_not_quantised(params: Params) -> None:
 # --- products
 
 
-def multiply(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
+def multiply(x: Rows, w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     """Contracts the last `count` axes of x with the inputs of a quantised matrix without batch axes.
 
     Without groups, the values are converted inside of the product and the scales multiply its result: nothing of the
@@ -228,11 +224,12 @@ def multiply(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Arr
     Returns:
         The product in the dtype of x.
     """
-    exact = accumulation_dtype(x.dtype)
-    return (unscaled(x, w, count).astype(exact) * w.scale.astype(exact)).astype(x.dtype)
+    dtype = dense(x).dtype
+    exact = accumulation_dtype(dtype)
+    return (unscaled(x, w, count).astype(exact) * w.scale.astype(exact)).astype(dtype)
 
 
-def unscaled(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
+def unscaled(x: Rows, w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     """Computes what `multiply` multiplies by the scale of each output.
 
     Args:
@@ -243,46 +240,15 @@ def unscaled(x: Float[Array, "*s"], w: QuantisedWeight, count: int) -> Float[Arr
     Returns:
         The product, in the dtype of x or, of fp16, in fp32.
     """
-    last = tuple(range(x.ndim - count, x.ndim))
     values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
-    if isinstance(w, RowQuantisedWeight):
+    if isinstance(w, RowQuantisedWeight) and not isinstance(x, QuantisedRows):
         x = _rounded(x, w.values.dtype, count)
+    x = dense(x)
+    last = tuple(range(x.ndim - count, x.ndim))
     # Unscaled values of up to 448 could exceed the range of fp16.
     total = accumulation_dtype(x.dtype) if x.dtype == jnp.float16 else x.dtype
     return jax.lax.dot_general(
         x, values.astype(x.dtype), ((last, inputs), ((), ())), preferred_element_type=total
-    )
-
-
-class QuantisedRows(NamedTuple):
-    """Rows x = values * scale.
-
-    Attributes:
-        values: int8 or float8_e4m3fn, of the shape of x.
-        scale: fp32, without the axes that are contracted.
-    """
-
-    values: Array
-    scale: Array
-
-
-def quantise_rows(x: Float[Array, "*s"], dtype: Any, count: int = 1) -> QuantisedRows:
-    """Rounds rows to 8 bits, with a scale for each.
-
-    Args:
-        x: Rows.
-        dtype: int8 or float8_e4m3fn.
-        count: Number of axes of a row, the last ones.
-
-    Returns:
-        The rows; a scale is the largest magnitude over the largest number of the dtype.
-    """
-    exact, last = x.astype(jnp.float32), tuple(range(x.ndim - count, x.ndim))
-    most = largest(dtype)
-    scale = jnp.maximum(jnp.abs(exact).max(axis=last, keepdims=True), 1e-12) / most
-    values = jnp.clip(exact / scale, -most, most)
-    return QuantisedRows(
-        (jnp.rint(values) if dtype == jnp.int8 else values).astype(dtype), scale.squeeze(last)
     )
 
 

@@ -16,6 +16,7 @@ from mercury_jax.kernels.dispatch import (
     sort_rows,
 )
 from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.quantised_rows import quantise_rows
 
 N, E, K, D = 48, 20, 8, 256
 ROUTINGS = {
@@ -55,6 +56,17 @@ def test_the_kernel_equals_the_plain_computation(name, tokens):
     np.testing.assert_array_equal(found.offsets[: E + 1], want.offsets[: E + 1])
     np.testing.assert_array_equal(np.asarray(found.rows, np.float32), np.asarray(want.rows, np.float32))
     assert np.isnan(np.asarray(found.rows, np.float32)).sum() == K
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_rounded_rows_are_copied_with_their_scales(dtype):
+    rng = np.random.default_rng(0)
+    x = quantise_rows(jnp.asarray(rng.normal(size=(16, D)), jnp.bfloat16), dtype)
+    expert = jnp.asarray(rng.integers(0, E, (16, K)), jnp.int32)
+    found = jax.jit(lambda x, expert: kernel_dispatch(x, expert, E, interpreted()))(x, expert)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(dispatch(x, expert, E)), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got[: len(want)], want)
 
 
 def test_it_is_differentiable_in_the_hidden_states():

@@ -8,6 +8,7 @@ import pytest
 from mercury_jax.kernels.device import target
 from mercury_jax.kernels.dispatch import ExpertOutputs, combine
 from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.quantised_rows import kernel_quantise_rows, quantise_rows
 from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms, refuses, residual_norms
 
 
@@ -44,6 +45,45 @@ def test_the_kernel_equals_the_plain_computation(case, dtype):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=2**-6, atol=1e-2)
         assert (a == b).mean() > 0.97
+
+
+def rounded_alike(got, want):
+    """Equal, but for a number half-way between two: a division that is compiled may round its quotient otherwise."""
+    np.testing.assert_allclose(got.scale, want.scale, rtol=1e-6)
+    assert got.values.dtype == want.values.dtype
+    a, b = (np.asarray(y.values, np.float32) for y in (got, want))
+    np.testing.assert_allclose(a, b, rtol=1 / 8, atol=1)
+    assert (a == b).mean() > 0.995
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_rows_are_rounded_as_the_plain_computation_rounds_the_norm(dtype):
+    x, residual, factors = drawn(256, "a norm")
+    run = lambda rounded: kernel_residual_norms(x, residual, factors, 1e-6, interpreted(), rounded)
+    total, found = jax.jit(lambda: run((dtype, None, dtype)))()
+    same, norms = jax.jit(lambda: run(()))()
+    np.testing.assert_array_equal(total, same)
+    np.testing.assert_array_equal(found[1], norms[1])
+    for got, norm in ((found[0], norms[0]), (found[2], norms[2])):
+        rounded_alike(got, quantise_rows(norm, dtype))
+    with pytest.raises(ValueError, match="quantise is .*dynamic"):
+        jax.eval_shape(
+            jax.grad(
+                lambda x: kernel_residual_norms(x, residual, [], 1e-6, interpreted(), (dtype,))[0].sum()
+            ),
+            x,
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(6, 704), (3, 256)], ids=["two rows a program", "one"])
+def test_rows_that_no_other_kernel_holds_are_rounded_alike(shape, dtype):
+    x = jnp.asarray(
+        np.random.default_rng(0).normal(size=shape) * np.resize([1.0, 30.0, 0.0], (shape[0], 1)), jnp.bfloat16
+    )
+    ours = jax.jit(lambda x: kernel_quantise_rows(x, dtype, interpreted()))
+    assert "name=quantise_rows" in str(jax.make_jaxpr(ours)(x))
+    rounded_alike(ours(x), quantise_rows(x, dtype))
 
 
 def test_the_outputs_of_experts_are_summed_as_the_plain_sum_is():

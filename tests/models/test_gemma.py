@@ -9,8 +9,10 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import Experts, from_dict, to_dict
+from mercury_jax.kernels.device import target
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.sharding import mesh, path_name, shardings
+from mercury_jax.models.weight_quant import FORMATS, quantise
+from mercury_jax.sharding import mesh, path_name, shardings, with_device
 from mercury_jax.types import LeaveOneOut, PackedPass, Pass
 
 BLOCK, WINDOW, SLOTS = 4, 5, 32
@@ -115,6 +117,37 @@ def test_rows_that_encode_and_rows_that_denoise_share_a_pass(full, text, carry, 
         np.abs(mixed - full.forward(text[:, 12:], encoded[1], [12] * 2, [4] * 2, [1, 0], carry)[0]).max()
         > 0.1
     )
+
+
+@pytest.mark.long
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", ["int8_dynamic", "fp8_dynamic"])
+def test_rows_that_a_norm_rounds_are_those_that_the_products_would_round(kind):
+    """With the operations of a GPU whose kernel of the norms also rounds rows; here all run in plain JAX."""
+    sizes = dict(
+        width=256, heads=2, kv_heads=1, head_dim=16, ffn=64, experts=Experts(count=4, active=2, width=64)
+    )
+    lm = Lm(dataclasses.replace(NEAR, layers=2, dtype="bfloat16", **sizes))
+    inputs = {"o": 2}  # axes that are contracted
+
+    def rounded(path, w):
+        name = path_name(path)
+        stack = name.endswith(("gate_up", "moe/down"))
+        if not stack and (not name.endswith("/w") or "router" in name):
+            return w
+        made = quantise(
+            np.asarray(w, np.float32), FORMATS[kind], inputs.get(name.split("/")[-2], 1), int(stack)
+        )
+        return jax.tree.map(jnp.asarray, made)
+
+    lm.params = jax.tree_util.tree_map_with_path(rounded, lm.params)
+    text = jnp.asarray(np.random.default_rng(0).integers(0, lm.config.vocab, (2, 4)), jnp.int32)
+    run = lambda: lm.forward(text, lm.model.empty_cache(2, SLOTS), [0] * 2, [4] * 2, [1, 1], ())[0]
+    want = np.asarray(run(), np.float32)
+    gpu = with_device(lm.model, target("sm_90a"))
+    lm.step = jax.jit(gpu.forward)
+    ours = np.asarray(run(), np.float32)
+    np.testing.assert_allclose(ours, want, atol=0.02 * np.abs(want).max())
 
 
 def test_a_gemma_row_does_not_depend_on_other_rows(full, text, carry, encoded):

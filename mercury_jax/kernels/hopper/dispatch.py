@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from mercury_jax.kernels.dispatch import THREADS, offsets_each
 from mercury_jax.kernels.hopper import registers
+from mercury_jax.kernels.quantised_rows import Rows
 from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
@@ -22,12 +23,12 @@ Value = Any  # an array in registers
 
 @traced_once
 def run(
-    x: Float[Array, "N D"], expert: Int[Array, "N k"], count: int, device: Device | None = None
-) -> tuple[Float[Array, "M D"], Int[Array, "N k"], Int[Array, "offsets"]]:
+    x: Rows, expert: Int[Array, "N k"], count: int, device: Device | None = None
+) -> tuple[Rows, Int[Array, "N k"], Int[Array, "offsets"]]:
     """Computes `kernels.dispatch.dispatch`.
 
     Args:
-        x: Hidden states, bfloat16; D is a multiple of 256.
+        x: Hidden states [N, D], bfloat16 or rounded; D is a multiple of 256.
         expert: Experts of each token; E: none. M = N * k is a multiple of 128, up to 4096.
         count: E, number of experts.
         device: To compile for.
@@ -35,16 +36,19 @@ def run(
     Returns:
         Rows, rank and offsets.
     """
-    (tokens, width), active = x.shape, expert.shape[1]
+    parts, structure = jax.tree.flatten(x)  # values and scales, or one array
+    (tokens, width), active = parts[0].shape, expert.shape[1]
     size, each = tokens * active, offsets_each(tokens, count)
     interpret = None if device is None else device.interpret
 
     load = functools.partial(registers.load, interpreted=interpret is not None)
 
-    def dispatch(expert: Ref, x: Ref, rows: Ref, rank: Ref, offsets: Ref) -> None:
+    def dispatch(expert: Ref, *refs: Ref) -> None:
+        x, rows, (rank, offsets) = refs[: len(parts)], refs[len(parts) : -2], refs[-2:]
         token = jax.lax.axis_index("token")
         first = token * active
-        vector = load(x.at[token], plgpu.Layout.WG_STRIDED((width,), vec_size=2))  # [D]
+        vector = load(x[0].at[token], plgpu.Layout.WG_STRIDED((width,), vec_size=2))  # [D]
+        copied = [vector, *(scale[token] for scale in x[1:])]
         # Keys are different, and ordered as the rows are to be: by expert, then by index.
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=math.gcd(size // THREADS, 4))
         keys = load(expert, layout) * size + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
@@ -53,14 +57,15 @@ def run(
         smaller = _smaller(keys, [*own, *bounds])
         for j, place in enumerate(smaller[:active]):
             rank[token, j] = place
-            rows[place] = vector
+            for to, y in zip(rows, copied, strict=True):
+                to[place] = y
         for i, offset in enumerate(smaller[active:]):
             offsets[token * each + i] = offset
 
     kernel = plgpu.kernel(
         dispatch,
         out_type=[
-            jax.ShapeDtypeStruct((size, width), x.dtype),
+            *(jax.ShapeDtypeStruct((size, *y.shape[1:]), y.dtype) for y in parts),
             jax.ShapeDtypeStruct((tokens, active), jnp.int32),
             jax.ShapeDtypeStruct((tokens * each,), jnp.int32),
         ],
@@ -69,8 +74,8 @@ def run(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    rows, rank, offsets = kernel(expert.reshape(-1), x)
-    return rows, rank, offsets
+    *rows, rank, offsets = kernel(expert.reshape(-1), *parts)
+    return jax.tree.unflatten(structure, rows), rank, offsets
 
 
 def _smaller(keys: Value, bounds: list[Value]) -> list[Value]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 
 from mercury_jax.kernels.dispatch import ExpertOutputs
 from mercury_jax.kernels.hopper import registers
+from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, quantised, row_scale
 from mercury_jax.kernels.residual_norm import Residual
 from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
@@ -27,8 +29,9 @@ def run(
     residual: Residual,
     factors: list[Float[Array, "D"]],
     eps: float,
+    rounded: tuple[Any, ...] = (),
     device: Device | None = None,
-) -> tuple[Float[Array, "M D"], list[Float[Array, "M D"]]]:
+) -> tuple[Float[Array, "M D"], list[Rows]]:
     """Computes `kernels.residual_norm.residual_norms`.
 
     Args:
@@ -36,31 +39,37 @@ def run(
         residual: What is added; `choice` as int32.
         factors: Factors of each norm of the new hidden states, bfloat16 or float32.
         eps: Added to the mean squares.
+        rounded: For each norm the dtype of 8 bits to which its rows are rounded; None, or too few: none.
         device: To compile for.
 
     Returns:
-        The new hidden states and their norms, bfloat16.
+        The new hidden states and their norms, bfloat16 or rounded.
     """
     interpret = None if device is None else device.interpret
     inputs, structure = jax.tree.flatten((x, residual, factors))
+    like: Any = lambda dtype: jax.ShapeDtypeStruct(x.shape, dtype)
+    scale: Any = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    pairs = list(itertools.zip_longest(factors, rounded))
+    norms = [like(x.dtype) if dtype is None else QuantisedRows(like(dtype), scale) for _, dtype in pairs]
+    outputs, results = jax.tree.flatten((like(x.dtype), norms))
 
     def residual_norms(*refs: Ref) -> None:  # the kernel's name in a profile
         given = jax.tree.unflatten(structure, refs[: len(inputs)])
-        _program(eps, interpret is not None, *given, *refs[len(inputs) :])
+        _program(eps, interpret is not None, *given, *jax.tree.unflatten(results, refs[len(inputs) :]))
 
-    total, *found = plgpu.kernel(
+    found = plgpu.kernel(
         residual_norms,
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * (1 + len(factors)),
+        out_type=outputs,
         grid=(x.shape[0],),
         grid_names=("row",),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
-    return total, found
+    return jax.tree.unflatten(results, found)
 
 
 def _program(
-    eps: float, interpreted: bool, x: Ref, residual: Any, factors: list[Ref], out: Ref, *normed: Ref
+    eps: float, interpreted: bool, x: Ref, residual: Any, factors: list[Ref], out: Ref, normed: list[Any]
 ) -> None:
     """One row; each value is rounded where the plain computation rounds it."""
     row, width, dtype = jax.lax.axis_index("row"), x.shape[1], x.dtype
@@ -98,4 +107,11 @@ def _program(
     if factors:
         base = normalise(total)
         for factor, to in zip(factors, normed, strict=True):
-            to[row] = (base * load(factor)).astype(dtype)
+            y = (base * load(factor)).astype(dtype)
+            if isinstance(to, QuantisedRows):
+                y = y.astype(jnp.float32)
+                scale = row_scale(jnp.max(jnp.abs(y)), to.values.dtype)
+                to.scale[row] = scale
+                to.values[row] = quantised(y, scale, to.values.dtype)
+            else:
+                to[row] = y

@@ -1,0 +1,112 @@
+"""Rows of 8 bits, each with a scale, which tensor cores multiply natively by matrices of 8 bits.
+
+`kernels.residual_norm` writes norms in this form, and `kernels.dispatch` copies it. Rows that no such kernel holds,
+attention outputs and hidden units, are rounded by the kernel `hopper.quantised_rows`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mercury_jax.config import refuse
+from mercury_jax.kernels import device as kernel_device
+from mercury_jax.kernels.device import HOPPER
+from mercury_jax.types import Device
+
+THREADS = 128  # of a program; it holds as many numbers in each thread
+MOST_NUMBERS = 12288  # of a program, as registers allow
+
+
+class QuantisedRows(NamedTuple):
+    """Rows x = values * scale.
+
+    Attributes:
+        values: int8 or float8_e4m3fn, of the shape of x.
+        scale: fp32, without the axes that are contracted.
+    """
+
+    values: Array
+    scale: Array
+
+
+Rows = Array | QuantisedRows
+
+
+def largest(dtype: Any) -> float:
+    """The largest number of int8 or float8_e4m3fn that is used; int8 is symmetric."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def quantise_rows(x: Float[Array, "*s"], dtype: Any, count: int = 1) -> QuantisedRows:
+    """Rounds rows to 8 bits, with a scale for each.
+
+    Args:
+        x: Rows.
+        dtype: int8 or float8_e4m3fn.
+        count: Number of axes of a row, the last ones.
+
+    Returns:
+        The rows; a scale is the largest magnitude over the largest number of the dtype.
+    """
+    exact, last = x.astype(jnp.float32), tuple(range(x.ndim - count, x.ndim))
+    scale = row_scale(jnp.abs(exact).max(axis=last, keepdims=True), dtype)
+    return QuantisedRows(quantised(exact, scale, dtype), scale.squeeze(last))
+
+
+def row_scale(peak: Array, dtype: Any) -> Array:
+    """The scale of a row whose largest magnitude is `peak`; kernels compute it in registers."""
+    return jnp.maximum(peak, 1e-12) / largest(dtype)
+
+
+def quantised(x: Float[Array, "*s"], scale: Array, dtype: Any) -> Array:
+    """Numbers in fp32 rounded to 8 bits; kernels compute it in registers."""
+    values = jnp.minimum(jnp.maximum(x / scale, -largest(dtype)), largest(dtype))
+    if dtype == jnp.int8:
+        values = jax.lax.round(values, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return values.astype(dtype)
+
+
+def dense(x: Rows) -> Array:
+    """The array that rows stand for, in bfloat16; arrays as they are."""
+    if not isinstance(x, QuantisedRows):
+        return x
+    scale = x.scale.reshape(*x.scale.shape, *[1] * (x.values.ndim - x.scale.ndim))
+    return (x.values.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+
+
+def refuse_gradient(rounded: bool) -> None:
+    """Refuses a gradient through rows that are rounded.
+
+    Raises:
+        ValueError: They are.
+    """
+    if rounded:
+        allowed = "int8, fp8 or None, under which rows have a gradient"
+        raise refuse("quantise", "int8_dynamic or fp8_dynamic", allowed)
+
+
+def kernel_quantise_rows(x: Float[Array, "M W"], dtype: Any, device: Device | None = None) -> QuantisedRows:
+    """Computes `quantise_rows` with the kernel; by XLA where there is none for the shape or the device.
+
+    Args:
+        x: Rows.
+        dtype: int8 or float8_e4m3fn.
+        device: Device to compile for; None: the device of this machine.
+
+    Returns:
+        The rows.
+    """
+    count = math.lcm(x.shape[1], THREADS) // x.shape[1]  # rows of a program
+    why = kernel_device.why_off(kernel_device.NORM_FORM, device)
+    if kernel_device.present(device) != HOPPER or why or x.dtype != jnp.bfloat16:
+        return quantise_rows(x, dtype)
+    if len(x) % count or not 0 < count * x.shape[1] <= MOST_NUMBERS:
+        return quantise_rows(x, dtype)
+    from mercury_jax.kernels.hopper import quantised_rows  # here, because importing Mosaic takes time
+
+    return quantised_rows.run(x, count, dtype, device)
