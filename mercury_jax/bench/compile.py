@@ -43,8 +43,9 @@ from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.dispatch import ExpertOutputs, kernel_dispatch
-from mercury_jax.kernels.grouped_matmul import few_rows_matmul, grouped_matmul
+from mercury_jax.kernels.grouped_matmul import grouped_matmul, grouped_matmuls, prepare
 from mercury_jax.kernels.qk_norm_rope import HeadFactors, Projections, kernel_norm_rope_write
+from mercury_jax.kernels.quantised_rows import QuantisedRows, kernel_quantise_rows
 from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms
 from mercury_jax.kernels.routing import kernel_route
 from mercury_jax.train import data, lora, objectives, optim, step as steps
@@ -88,8 +89,9 @@ FALLBACK = {  # what runs where a kernel has no such form
     "paged": "each row's pages gathered, then attention over them",
     "grouped": "tiles of rows in a loop, by XLA",
     "norms": "a kernel of each norm, by XLA",
+    "rows": "three kernels, by XLA",
     "routing": "softmax, a sort and a gather, by XLA",
-    "dispatch": "a sort by counting and a gather, by XLA",
+    "dispatch": "a sort and a gather, by XLA",
     "heads": "sums of squares, a transposition and scatters, by XLA",
 }
 WIDTHS, SLOTS = (64, 128, 256, 512), 8192  # head sizes; key slots of a row
@@ -613,24 +615,41 @@ def _grouped(device: Device) -> Iterator[KernelForm]:
         scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
         args = (x, w, offsets, scale) if kind.itemsize == 1 else (x, w, offsets)
         shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
-        product = functools.partial(grouped_matmul, device=device)
-        yield KernelForm("grouped", shape, product, args)
+        multiply = functools.partial(grouped_matmul, device=device)
+        yield KernelForm("grouped", shape, multiply, args)
         if outputs == 1408:
-            yield KernelForm("grouped", f"gated, {shape}", functools.partial(product, act=jax.nn.gelu), args)
+            yield KernelForm("grouped", f"gated, {shape}", functools.partial(multiply, act=jax.nn.gelu), args)
         if kind.itemsize == 2:
-            gradient = functools.partial(_row_gradient, product)
+            gradient = functools.partial(_row_gradient, multiply)
             yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
-    # One matrix: dense products of a canvas.
-    for (inputs, outputs), kind in itertools.product(((4096, 2816), (2816, 2112)), (BF16, jnp.dtype("int8"))):
-        quantised = kind.itemsize == 1
-        x = jax.ShapeDtypeStruct((256, inputs), BF16)
-        w = jax.ShapeDtypeStruct((outputs, inputs) if quantised else (inputs, outputs), kind)
-        gated = outputs == 2112
-        scale = jax.ShapeDtypeStruct((outputs,), jnp.float32) if quantised else None
-        run = functools.partial(few_rows_matmul, act=jax.nn.gelu if gated else None, device=device)
-        shape = f"{'gated, ' * gated}256 x {inputs} by {inputs} x {outputs} of {_short(kind)}"
-        scales = (scale, scale) if gated and scale is not None else scale
-        yield KernelForm("grouped", shape, run, (x, (w, w) if gated else w, scales))
+    # A dense product of a canvas, in one launch with that of experts; matrices of 8 bits with rows of 8 and of 16.
+    for act, kind in itertools.product((jax.nn.gelu, None), (BF16, *kinds[2:])):
+        for rows in dict.fromkeys((BF16, kind)):
+            dense, own = ((2816, 2112), (2816, 1408)) if act else ((2112, 2816), (704, 2816))
+            first, second = _product(1, 256, dense, kind, rows), _product(128, 2048, own, kind, rows)
+            if act:  # gate and up of the first are two arrays
+                first |= {"w": (first["w"],) * 2, "scale": first["scale"] and (first["scale"],) * 2}
+            shape = f"256 x {dense[0]} x {dense[1]}, and 2048 x {own[0]} by 128 x {own[0]} x {own[1]} of "
+            shape = f"{'gated, ' * bool(act)}{shape}{_short(kind)}, rows of {_short(rows)}"
+            run = functools.partial(_together, act, device)
+            yield KernelForm("grouped", shape, run, (first, second))
+
+
+def _product(count: int, rows: int, sizes: tuple[int, int], kind: Any, dtype: Any) -> dict[str, Any]:
+    """Shapes of the arguments of a product of `count` experts with these inputs and outputs."""
+    like, small, (inputs, outputs) = jax.ShapeDtypeStruct, kind.itemsize == 1, sizes
+    return {
+        "x": like((rows, inputs), dtype),
+        "w": like((count, outputs, inputs) if small else (count, inputs, outputs), kind),
+        "offsets": like((count + 1,), jnp.int32),
+        "scale": like((count, outputs), jnp.float32) if small else None,
+        "row_scale": like((rows,), jnp.float32) if dtype == kind and small else None,
+    }
+
+
+def _together(act: Any, device: Device, *products: dict[str, Any]) -> Any:
+    """Products in one launch."""
+    return grouped_matmuls(*(prepare(**one, act=act, device=device) for one in products))
 
 
 def _rows(device: Device) -> Iterator[KernelForm]:
@@ -650,27 +669,39 @@ def _rows(device: Device) -> Iterator[KernelForm]:
     yield KernelForm(
         "norms", "256 x 2816, 2 branches of which one is 8 experts, and a norm", norms, (x, *fed)
     )
+    for kind in (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")):
+        rounded = functools.partial(norms, rounded=(kind, None, kind))
+        shape = f"256 x 2816, a branch and 3 norms, of which 2 to {_short(kind)}"
+        yield KernelForm("norms", shape, rounded, (x, *attended))
+        for rows, width in ((256, 4096), (256, 2112), (2048, 704)):
+            run = functools.partial(kernel_quantise_rows, dtype=kind, device=device)
+            args = (jax.ShapeDtypeStruct((rows, width), BF16),)
+            yield KernelForm("rows", f"{rows} x {width} to {_short(kind)}", run, args)
     for experts in (128, 512):
         args = jax.ShapeDtypeStruct((256, experts), jnp.float32), jax.ShapeDtypeStruct((experts,), BF16)
         choose = functools.partial(kernel_route, active=8, device=device)
         yield KernelForm("routing", f"256 tokens, 8 of {experts} experts", choose, args)
-    for tokens, experts in ((256, 128), (512, 512), (32, 128)):
-        args = jax.ShapeDtypeStruct((tokens, 2816), BF16), jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
+    for tokens, experts, kind in (
+        (256, 128, BF16),
+        (256, 128, jnp.dtype("int8")),
+        (512, 512, BF16),
+        (32, 128, BF16),
+    ):
+        states: Any = jax.ShapeDtypeStruct((tokens, 2816), kind)
+        if kind != BF16:
+            states = QuantisedRows(states, cast(Any, jax.ShapeDtypeStruct((tokens,), jnp.float32)))
+        args = states, jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
         run = functools.partial(kernel_dispatch, count=experts, device=device)
-        yield KernelForm("dispatch", f"{tokens} x 2816, 8 of {experts} experts", run, args)
+        yield KernelForm("dispatch", f"{tokens} x 2816 of {_short(kind)}, 8 of {experts} experts", run, args)
     heads = functools.partial(kernel_norm_rope_write, eps=1e-6, device=device)
     shaped = lambda *shape, dtype=BF16: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
-    for (width, groups), int8 in itertools.product(((256, 8), (512, 2)), (False, True)):
-        counts = (
-            (16, groups, groups) if width == 256 else (16, groups)
-        )  # the values of the other are its keys
-        q, k, *v = (shaped(1, 256, n, width) for n in counts)
-        scales = tuple(shaped(n, width, dtype=jnp.float32) for n in counts)
-        x = Projections(q, k, v[0] if v else None, scales if int8 else ())
+    for width, groups in ((256, 8), (512, 2)):
+        q, k = (shaped(1, 256, n, width) for n in (16, groups))
+        x = Projections(q, k, k if width == 256 else None)  # the values of the other are its keys
         factors = HeadFactors(shaped(width), shaped(width))
         table = (shaped(1, 256, 1, width // 2, dtype=jnp.float32),) * 2
         kv, slots = (shaped(1, SLOTS, groups, width),) * 2, shaped(1, 256, dtype=jnp.int32)
-        shape = f"256 tokens, 16/{groups} heads of {width}{', int8 matrices' * int8}"
+        shape = f"256 tokens, 16/{groups} heads of {width}"
         yield KernelForm("heads", shape, heads, (x, factors, table, kv, slots))
 
 

@@ -20,21 +20,11 @@ from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, refuse_gradient
 from mercury_jax.types import Device, accumulation_dtype
 
-COUNTED_ROWS = 4096  # rows up to which a GPU sorts them by counting
+COUNTED_ROWS = 4096  # rows up to which the kernel sorts them by counting
 THREADS = 128  # of a program; it holds the keys of all rows, as many in each thread
 WIDTH_QUANTUM = 256  # numbers that the threads of a program load at once, two each
 WIDEST = 6144  # as registers allow
 MOST_COUNTS = 64  # numbers of smaller keys that a program computes
-
-
-class SortedRows(NamedTuple):
-    """Rows sorted by expert; rows of one expert keep their order."""
-
-    order: Int[Array, "M"]  # index of the row that is sorted to each place
-    rank: Int[Array, "M"]  # place of each row: the inverse of `order`
-    # Rows of expert e are sorted to the places offsets[e] .. offsets[e + 1] - 1. More numbers may follow: without a
-    # slice the kernels read the array in which they were computed.
-    offsets: Int[Array, "offsets"]
 
 
 class Dispatched(NamedTuple):
@@ -43,7 +33,8 @@ class Dispatched(NamedTuple):
     Attributes:
         rows: Sorted by expert, M = N * k.
         rank: For each token the places of its rows.
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. More numbers may follow.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. More numbers may follow: without a slice the
+            kernels read the array in which they were computed.
     """
 
     rows: Rows
@@ -65,50 +56,22 @@ class ExpertOutputs(NamedTuple):
     weights: Float[Array, "*s k"]
 
 
-def sort_rows(expert: Int[Array, "M"], count: int, by_counting: bool) -> SortedRows:
-    """Sorts rows by expert.
-
-    By counting, each place is the number of rows that come before, a sum over M^2 comparisons. Those are fewer than a
-    small GPU kernel can do while it starts, and two kernels do all of it, where a sort with its prefix sums and
-    scatters takes some twelve.
-
-    Args:
-        expert: Expert of each row; E: none, such rows come last.
-        count: E, number of experts.
-        by_counting: Whether to count, for at most COUNTED_ROWS rows.
-
-    Returns:
-        The sorted rows.
-    """
-    size = expert.size
-    index = jnp.arange(size, dtype=jnp.int32)
-    if by_counting and size <= COUNTED_ROWS:
-        keys = expert.astype(jnp.int32) * size + index
-        bounds = jnp.arange(count + 1, dtype=jnp.int32) * size  # smallest key of each expert
-        offsets = (keys < jnp.concatenate([bounds, keys])[:, None]).sum(axis=1, dtype=jnp.int32)
-        rank = offsets[count + 1 :]
-        order = jnp.where(rank == index[:, None], index, 0).sum(axis=1, dtype=jnp.int32)
-        return SortedRows(order, rank, offsets)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-    return SortedRows(order, rank, offsets_of(jnp.bincount(expert, length=count)))
-
-
-def dispatch(x: Rows, expert: Int[Array, "N k"], count: int, by_counting: bool = False) -> Dispatched:
+def dispatch(x: Rows, expert: Int[Array, "N k"], count: int) -> Dispatched:
     """Copies the hidden states of each token to the rows of its experts.
 
     Args:
         x: Hidden states [N, D].
         expert: Experts of each token; E: none, such rows come last.
         count: E, number of experts.
-        by_counting: As in `sort_rows`.
 
     Returns:
         The rows.
     """
-    found = sort_rows(expert.reshape(-1), count, by_counting)
-    rows = jax.tree.map(lambda y: y[found.order // expert.shape[1]], x)
-    return Dispatched(rows, found.rank.reshape(expert.shape), found.offsets)
+    flat = expert.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=jnp.int32), unique_indices=True)
+    rows = jax.tree.map(lambda y: y[order // expert.shape[1]], x)
+    return Dispatched(rows, rank.reshape(expert.shape), offsets_of(jnp.bincount(flat, length=count)))
 
 
 def combine(outputs: ExpertOutputs, held: Bool[Array, "*s k"] | None = None) -> Float[Array, "*s D"]:

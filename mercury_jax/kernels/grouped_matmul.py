@@ -1,15 +1,15 @@
 """`grouped_matmul`: multiplies rows that are sorted by expert by the matrix of their expert; few rows per expert.
 
 The kernel is `hopper.grouped_matmul`. This module decides whether it supports a call, and defines the gradient.
-`models.moe` calls it for experts, and uses `tiles_of` for its loop in plain jnp; `models.ops` calls `few_rows_matmul`,
-the kernel with one matrix, for the dense products of a canvas.
+`models.moe` calls it for experts, and uses `tiles_of` for its loop in plain jnp; `models.ops` for the dense products of
+a canvas, which are those of one expert.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ BLOCK = 64  # outputs of one matrix that a warpgroup multiplies by
 ACTIVATIONS = (jax.nn.silu, jax.nn.gelu)  # those that the kernel computes; gelu is the approximation by tanh
 
 Activation = Callable[[Array], Array]
+Given = ParamSpec("Given")
 Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
@@ -250,7 +251,43 @@ def refuses(
     return None
 
 
-def grouped_matmul(
+class Operands(NamedTuple):
+    """The arrays of a product, as the kernel takes them.
+
+    Attributes:
+        x: Rows, bfloat16 or in the dtype of 8-bit matrices.
+        row_scale: Scale of each row of 8 bits, or ().
+        matrices: [E, I, O], or [E, O, I] of 8 bits: one; with a gate two, gate and up, of the same shape. The two may
+            be one array of 2 O outputs, given once: the gate is its first half.
+        scales: fp32 [E, O] of each matrix of 8 bits, or ().
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. Numbers after the first E + 1 are not read.
+    """
+
+    x: Float[Array, "M I"] | Int[Array, "M I"]
+    row_scale: tuple[Float[Array, "M"], ...]
+    matrices: tuple[Array, ...]
+    scales: tuple[Array, ...]
+    offsets: Int[Array, "offsets"]
+
+
+class _Static(NamedTuple):
+    """What a product is traced for."""
+
+    dtype: Any  # of the result
+    count: int  # experts that the rows are for
+    knobs: GroupedKnobs | None
+    act: Activation | None
+    device: Device | None
+
+
+class Prepared(NamedTuple):
+    """A product that is ready to be launched, alone or with others."""
+
+    static: _Static
+    operands: Operands
+
+
+def prepare(
     x: Float[Array, "M I"] | Int[Array, "M I"],
     w: Array | tuple[Array, Array],
     offsets: Int[Array, "offsets"],
@@ -262,8 +299,8 @@ def grouped_matmul(
     total: int | None = None,
     knobs: GroupedKnobs | None = None,
     device: Device | None = None,
-) -> Float[Array, "M O"]:
-    """Computes y_m = x_m w_e (* scale_e), where e is the expert of row m, or act(x_m gate_e) * (x_m up_e).
+) -> Prepared:
+    """Prepares y_m = x_m w_e (* scale_e), where e is the expert of row m, or act(x_m gate_e) * (x_m up_e).
 
     Differentiable in x and w; 8-bit matrices and their scales are constants. If M is not a multiple of 8, x is copied.
 
@@ -282,7 +319,7 @@ def grouped_matmul(
         device: Device to compile for; None: the device of this machine.
 
     Returns:
-        The products [M, O], summed in fp32.
+        The product; its result [M, O] is summed in fp32.
 
     Raises:
         ValueError: If `refuses` gives a reason.
@@ -294,95 +331,70 @@ def grouped_matmul(
         raise refuse("x, w", given, f"others: {why}")
     scales = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
     static = _Static(jnp.dtype(dtype or jnp.bfloat16), total or matrices[0].shape[0], knobs, act, device)
-    return _grouped(
-        static, x, () if row_scale is None else (row_scale,), matrices, offsets.astype(jnp.int32), scales
-    )
+    rows = () if row_scale is None else (row_scale,)
+    return Prepared(static, Operands(x, rows, matrices, scales, offsets.astype(jnp.int32)))
 
 
-def few_rows_refuses(
-    x: Shaped,
-    w: Shaped | tuple[Shaped, ...],
-    scale: Shaped | tuple[Shaped, ...] | None,
-    *,
-    act: Activation | None = None,
-    device: Device | None = None,
-) -> str | None:
-    """Gives the reason why `few_rows_matmul` does not support its arguments.
+def _alone(prepare: Callable[Given, Prepared]) -> Callable[Given, Array]:
+    """Makes a function that launches the product that another one prepares."""
 
-    Args:
-        x: Rows [M, I].
-        w: Matrix [I, O], quantised [O, I]; with `act` gate and up.
-        scale: Scale of each output [O], of the structure of w; None: the matrix is not quantised.
-        act: As in `few_rows_matmul`.
-        device: Device to compile for.
+    @functools.wraps(prepare)
+    def run(*args: Given.args, **how: Given.kwargs) -> Array:
+        return grouped_matmuls(prepare(*args, **how))[0]
 
-    Returns:
-        The reason in words; None: it supports them.
-    """
-    if x.shape[0] > FEW_ROWS:
-        return f"{x.shape[0]} rows are more than {FEW_ROWS}: XLA's products are as fast"
-    stack = lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype)
-    return refuses(x, jax.tree.map(stack, w), jax.tree.map(stack, scale), act=act, device=device)
+    return run
 
 
-def few_rows_matmul(
-    x: Float[Array, "M I"] | Int[Array, "M I"],
-    w: Array | tuple[Array, Array],
-    scale: Array | tuple[Array, Array] | None,
-    *,
-    row_scale: Float[Array, "M"] | None = None,
-    act: Activation | None = None,
-    dtype: DTypeLike | None = None,
-    device: Device | None = None,
-) -> Float[Array, "M O"]:
-    """Multiplies few rows by a matrix with the grouped kernel: one expert, which has all rows.
-
-    For so few rows XLA divides the inputs and writes several partial sums in fp32; here the scales of an 8-bit matrix,
-    and the gate of a gated feed-forward, are applied to the sums before anything is written.
+def grouped_matmuls(*products: Prepared, joined: bool = False) -> list[Float[Array, "M O"]]:
+    """Computes products in one launch of the kernel if they are alike, otherwise in one each.
 
     Args:
-        x: Rows, at most `FEW_ROWS`.
-        w: Matrix [I, O] in bfloat16, or [O, I] in int8 or float8_e4m3fn; with `act` gate and up.
-        scale: Scale of each output [O], of the structure of w; None for bfloat16.
-        row_scale: As in `grouped_matmul`.
-        act: The result is act(x gate) * (x up); None: a plain product.
-        dtype: Dtype of the result, bfloat16 or float32; None: bfloat16.
-        device: Device to compile for; None: the device of this machine.
+        *products: Products, with the same activation and dtype of the result.
+        joined: Whether the results, of as many rows each, are to be columns of one array, which is returned alone.
 
     Returns:
-        The products [M, O], summed in fp32.
+        The result of each.
     """
-    one = functools.partial(jax.tree.map, lambda a: a[None])
-    offsets = jnp.asarray([0, len(x)], jnp.int32)
-    how: Any = dict(row_scale=row_scale, act=act, dtype=dtype, device=device)
-    return grouped_matmul(x, one(w), offsets, one(scale), **how)
+    if len({_alike(*product) for product in products}) == 1:
+        return _grouped(*zip(*products, strict=True), joined)
+    results = [_grouped((s,), (o,), False)[0] for s, o in products]
+    return [jnp.concatenate(results, axis=1)] if joined else results
 
 
-class _Static(NamedTuple):
-    """What a product is traced for."""
-
-    dtype: Any  # of the result
-    count: int  # experts that the rows are for
-    knobs: GroupedKnobs | None
-    act: Activation | None
-    device: Device | None
+def _alike(static: _Static, o: Operands) -> tuple[Any, ...]:
+    """What products of one launch have in common: dtypes, and all choices but the rows of a tile and the stages."""
+    knobs = _knobs(static, o, bool(o.scales))
+    return static._replace(count=0, knobs=None), o.x.dtype, o.matrices[0].dtype, knobs.workers, knobs.depth
 
 
 def _forward(
-    static: _Static, x: Array, row_scale: tuple[Array, ...], matrices: tuple[Array, ...], offsets: Array,
-    scales: tuple[Array, ...],
-) -> tuple[Array, Any]:  # fmt: skip
-    y = _kernel_product(static, x, matrices, offsets, scales, row_scale, transposed=bool(scales))
-    return y, (x, row_scale, matrices, offsets, scales)
+    statics: tuple[_Static, ...], operands: tuple[Operands, ...], joined: bool
+) -> tuple[list[Array], tuple[Operands, ...]]:
+    return _launch(statics, operands, bool(operands[0].scales), joined), operands
 
 
-def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
+def _backward(
+    statics: tuple[_Static, ...], joined: bool, saved: tuple[Operands, ...], dys: list[Array]
+) -> tuple[Any]:
+    if joined:
+        widths = [w.shape[1 if o.scales else 2] for o in saved for w in o.matrices]
+        dys = jnp.split(dys[0], np.cumsum(widths)[:-1], axis=1)
+    return (tuple(map(_gradients, statics, saved, dys)),)
+
+
+def _gradients(static: _Static, saved: Operands, dy: Float[Array, "M O"]) -> Operands:
     """Computes dx = dy w^T with the same kernel, or with a loop if this form is off; and dw by `outer_products`."""
-    x, row_scale, matrices, offsets, scales = saved
+    x, row_scale, matrices, scales, offsets = saved
     refuse_gradient(bool(row_scale))
     no_gradient = np.zeros(offsets.shape, jax.dtypes.float0)
     offsets = offsets[: matrices[0].shape[0] + 1]
-    dys = (dy,) if static.act is None else _gate_gradients(static, saved, dy)
+    dys, act = [dy], static.act
+    if act is not None:  # gate and up projections are computed again
+        operands = [Operands(x, (), (w,), scales[i : i + 1], offsets) for i, w in enumerate(matrices)]
+        plain = static._replace(dtype=x.dtype, act=None, knobs=None)
+        projected = jnp.concatenate(_launch((plain,) * len(operands), operands, bool(scales)), axis=-1)
+        gated = lambda y: act(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]
+        dys = jnp.split(jax.vjp(gated, projected)[1](dy.astype(x.dtype))[0], len(matrices), axis=-1)
     dx, dws = jnp.zeros((), x.dtype), []
     for i, (w, dy) in enumerate(zip(matrices, dys, strict=True)):
         # Tensor cores read 8-bit matrices in one order of their axes only, which is that of the product.
@@ -395,32 +407,17 @@ def _backward(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any
             dy = dy.astype(x.dtype)
             dws.append(outer_products(x, dy, offsets))
         if on:
-            dx += _kernel_product(plain, dy, (w,), offsets, (), transposed=True)
+            dx += _launch((plain,), (Operands(dy, (), (w,), (), offsets),), transposed=True)[0]
         else:
             back = w if scales else w.swapaxes(1, 2)
             dx += _loop_product(dy, back, offsets, x.dtype, tile_rows(len(dy), static.count))
-    return dx, (), tuple(dws), no_gradient, tuple(map(jnp.zeros_like, scales))
+    no_scales: Any = tuple(map(jnp.zeros_like, scales))
+    return Operands(dx, (), tuple(dws), no_scales, no_gradient)  # pyright: ignore[reportArgumentType]
 
 
-def _gate_gradients(static: _Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Array, ...]:
-    """Computes the cotangents of the projections of a gated product, which are computed again."""
-    x, _, matrices, offsets, scales = saved
-    assert static.act is not None
-    act, plain = static.act, static._replace(dtype=x.dtype, act=None, knobs=None)
-    each = scales or [None] * len(matrices)
-    projected = [
-        _kernel_product(plain, x, (w,), offsets, () if s is None else (s,), transposed=s is not None)
-        for w, s in zip(matrices, each, strict=True)
-    ]
-    joined = len(projected) == 1
-    gate, up = jnp.split(projected[0], 2, axis=-1) if joined else projected
-    _, back = jax.vjp(lambda gate, up: act(gate) * up, gate, up)
-    found = back(dy.astype(x.dtype))
-    return (jnp.concatenate(found, axis=-1),) if joined else found
-
-
-_grouped = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
+_grouped = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0, 2))
 _grouped.defvjp(_forward, _backward)
+grouped_matmul = _alone(prepare)
 
 
 def _scaled(
@@ -431,29 +428,36 @@ def _scaled(
     return (x * scale[expert]).astype(dtype)
 
 
-def _kernel_product(
-    static: _Static,
-    x: Array,
-    matrices: Sequence[Array],
-    offsets: Array,
-    scales: Sequence[Array],
-    row_scale: Sequence[Array] = (),
-    transposed: bool = False,
-) -> Float[Array, "M O"]:
-    p = product_of(x, matrices, static.dtype, transposed, static.act)
-    tile = static.knobs.tile if static.knobs else default_tile(p, static.count)
+def _knobs(static: _Static, o: Operands, transposed: bool) -> GroupedKnobs:
+    """The choices of a product: those that were asked for, or measured ones, or the heuristic's."""
+    from mercury_jax.kernels.hopper import grouped_matmul as kernel
+
+    if static.knobs is not None:
+        return static.knobs
+    p = product_of(o.x, o.matrices, static.dtype, transposed, static.act)
+    knobs = tuned.find(GroupedKnobs, p.form, p.shapes, static.device)
+    if knobs is None or kernel.unfit(p, knobs) is not None:
+        return kernel.default_knobs(p, default_tile(p, static.count))
+    return knobs
+
+
+def _launch(
+    statics: Sequence[_Static], operands: Sequence[Operands], transposed: bool, joined: bool = False
+) -> list[Float[Array, "M O"]]:
     # Imported here, because importing Mosaic takes time.
     from mercury_jax.kernels.hopper import grouped_matmul as kernel
 
-    knobs = static.knobs or tuned.find(GroupedKnobs, p.form, p.shapes, static.device)
-    if static.knobs is None and (knobs is None or kernel.unfit(p, knobs) is not None):
-        knobs = kernel.default_knobs(p, tile)
-    assert knobs is not None
-    readable = max(len(x) + -len(x) % ALIGN, knobs.tile)
-    more = (0, readable - len(x))
+    knobs = tuple(_knobs(s, o, transposed) for s, o in zip(statics, operands, strict=True))
+
+    def padded(knobs: GroupedKnobs, o: Operands) -> Operands:
+        more = (0, max(len(o.x) + -len(o.x) % ALIGN, knobs.tile) - len(o.x))
+        return o._replace(
+            x=jnp.pad(o.x, (more, (0, 0))), row_scale=tuple(jnp.pad(a, more) for a in o.row_scale)
+        )
+
     return kernel.run(
-        jnp.pad(x, (more, (0, 0))), tuple(jnp.pad(a, more) for a in row_scale), tuple(matrices), tuple(scales), offsets,
-        len(x), knobs, static.dtype, transposed=transposed, act=static.act, device=static.device,
+        tuple(map(padded, knobs, operands)), tuple(len(o.x) for o in operands), knobs, statics[0].dtype,
+        transposed=transposed, act=statics[0].act, joined=joined, device=statics[0].device,
     )  # fmt: skip
 
 

@@ -39,14 +39,11 @@ class Projections(NamedTuple):
         q: Queries.
         k: Keys.
         v: Values; None: the keys before their norm and RoPE.
-        scales: Scales of the matrices if these are quantised, by which q, k and v are still to be multiplied, one for
-            each of them that is not None; (): none.
     """
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T G K"]
     v: Float[Array, "B T G K"] | None
-    scales: tuple[Float[Array, "_ K"], ...] = ()
 
 
 class HeadFactors(NamedTuple):
@@ -107,9 +104,6 @@ def norm_rope(
         Queries, keys and values.
     """
     heads = [y for y in x[:3] if y is not None]
-    for i, scale in enumerate(x.scales):
-        exact = accumulation_dtype(heads[i].dtype)
-        heads[i] = (heads[i].astype(exact) * scale.astype(exact)).astype(heads[i].dtype)
     inverse = inverse_rms(heads, eps)
     q, k, v = heads[0], heads[1], heads[-1]
     normed = lambda y, factor, i: (rms_normalise(y, eps, inverse[i]) * factor).astype(y.dtype)

@@ -37,7 +37,7 @@ from mercury_jax.models.layers import (
 )
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.network import embed_mixture, lm_head, model_of, rematerialised
-from mercury_jax.models.ops import Ops, Term, Weight, project_heads
+from mercury_jax.models.ops import Ops, Term, Weight
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, Routing, SelfCond, accumulation_dtype
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
@@ -256,7 +256,7 @@ class GemmaAttention(nn.Module):
             if kv is not None and inputs.slots is not None and self.ops.whole_heads:
                 matrices = [None if y is None else y.parameters()[0] for y in (query, key, value)]
                 factors = HeadFactors(q_norm.factors(width), k_norm.factors(width))
-                heads = project_heads(x, matrices), factors, table
+                heads = self.ops.project_heads(x, matrices), factors, table
                 q, shared = self.ops.norm_rope_write(*heads, kv, inputs.slots, c.norm_eps)
             else:
                 q, k = query(x), key(x)  # [B, T, H or G, K]
@@ -483,11 +483,13 @@ class GemmaBlock(nn.Module):
             rounded += [None, self._row_dtype("moe/gate_up")]
         post = norm(name="attention_post_norm").factors(c.width)
         x, read = self.ops.residual_norms(x, Residual((y,), (post,)), factors, c.norm_eps, rounded)
-        branches = [mlp.term(read[0])]
-        if c.experts is not None:
-            branches.append(experts.term(dense(read[1]), read[2]))
-        # Each branch is normalised before the branches are added. They are therefore two sums, in one all-reduce.
-        found = self.ops.sum_terms(*([branch] for branch in branches))
+        routed = [experts.term(dense(read[1]), read[2])] if c.experts is not None else []
+        if routed and self.ops.feed_forwards is not None:
+            act = ACTIVATIONS[c.activation]
+            found = self.ops.feed_forwards(read[0], mlp.matrices(), routed[0], act)
+        else:
+            # Each branch is normalised before the branches are added. They are therefore two sums, in one all-reduce.
+            found = self.ops.sum_terms(*([branch] for branch in [mlp.term(read[0]), *routed]))
         names = ("mlp_branch_norm", "moe_branch_norm") if len(found) > 1 else ()
         own = tuple(norm(name=name).factors(c.width) for name in names) or (None,)
         residual = Residual(tuple(found), own, norm(name="mlp_post_norm").factors(c.width))

@@ -167,6 +167,11 @@ class GatedMLP(nn.Module):
         self.up = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
         self.down = OutputProjection((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
 
+    def matrices(self) -> tuple[Weight, Weight, Weight]:
+        """Returns the matrices of gate, up and down."""
+        gate, up, down = (layer.parameters()[0] for layer in (self.gate, self.up, self.down))
+        return gate, up, down
+
     def term(self, x: Rows) -> Term:
         """Returns the output as a term of a sum. Only without biases.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,9 @@ from mercury_jax.kernels.dispatch import (
     refuses as dispatch_refuses,
 )
 from mercury_jax.kernels.grouped_matmul import (
-    grouped_matmul,
+    Prepared,
+    grouped_matmuls,
+    prepare,
     refuses as grouped_refuses,
     tile_rows,
     tiles_of,
@@ -135,17 +137,15 @@ def expert_outputs(
     Returns:
         The outputs of the experts, in the dtype of x.
     """
-    count, like = gate_up.shape[0], jax.eval_shape(dense, x)
+    count = gate_up.shape[0]
     flat = jax.tree.map(lambda y: y.reshape(-1, *y.shape[ids.ndim - 1 :]), x)  # N tokens
     expert = ids.reshape(-1, ids.shape[-1])
     if first is not None:  # give rows of other devices' experts the id E, which sorts them last
         expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
 
-    # On GPUs the dispatch kernel is used where the products have kernels, too, and else a sort by counting.
-    rows, values = jax.ShapeDtypeStruct((expert.size, like.shape[-1]), like.dtype), jax.tree.leaves(flat)[0]
-    why = refuses(rows, gate_up, down, device) or dispatch_refuses(values, expert, count, device)
-    counting = functools.partial(dispatch, by_counting=True)
-    on_gpu = counting if why else functools.partial(kernel_dispatch, device=device)
+    # On GPUs the dispatch kernel is used where the products have kernels, too.
+    why = kernels_refuse(flat, expert, (gate_up, down), device)
+    on_gpu = dispatch if why else functools.partial(kernel_dispatch, device=device)
 
     def branch(
         products: Callable[..., Array], dispatch: Callable[..., Dispatched] = dispatch
@@ -163,6 +163,32 @@ def expert_outputs(
         default=branch(tiled),
     )  # fmt: skip
     return ExpertOutputs(rows, rank.reshape(ids.shape), weights)
+
+
+def kernels_refuse(
+    x: Rows,
+    expert: Int[Array, "N k"],
+    stacks: Sequence[Stack],
+    device: Device | None = None,
+    act: Activation | None = None,
+) -> str | None:
+    """Gives the reason why the kernels do not compute dispatch and products of these experts.
+
+    Args:
+        x: Hidden states [N, D].
+        expert: Experts of each token.
+        stacks: Matrices [E, D, 2F] and [E, F, D].
+        device: To compile for.
+        act: As in `refuses`.
+
+    Returns:
+        The reason in words; None: they do.
+    """
+    like, values = jax.eval_shape(dense, x), jax.tree.leaves(x)[0]
+    rows = jax.ShapeDtypeStruct((expert.size, like.shape[-1]), like.dtype)
+    gate_up, down = stacks
+    why = refuses(rows, gate_up, down, device, act)
+    return why or dispatch_refuses(values, expert, gate_up.shape[0], device)
 
 
 # --- the feed-forward of sorted rows
@@ -213,18 +239,42 @@ def grouped_or_tiled(
     if refuses(like, gate_up, down, device) is not None:
         return tiled(act, rows, offsets, gate_up, down, total)
 
-    def product(x: Rows, w: Any, act: Activation | None = None) -> Array:
-        how: Any = dict(act=act, dtype=like.dtype, total=total, device=device)
-        if isinstance(w, RowQuantisedWeight):
-            rows = x if isinstance(x, QuantisedRows) else kernel_quantise_rows(x, w.values.dtype, device)
-            return grouped_matmul(rows.values, w.values, offsets, w.scale, row_scale=rows.scale, **how)
-        if isinstance(w, QuantisedWeight):
-            return grouped_matmul(dense(x), w.values, offsets, w.scale, **how)
-        return grouped_matmul(dense(x), w.astype(like.dtype), offsets, **how)
+    def multiply(x: Rows, w: Stack, act: Activation | None = None) -> Array:
+        return grouped_matmuls(expert_product(x, w, offsets, act, total, device))[0]
 
     fused = refuses(like, gate_up, down, device, act) is None
-    hidden = product(rows, gate_up, act) if fused else gated(act, product(rows, gate_up))
-    return product(hidden, down)
+    hidden = multiply(rows, gate_up, act) if fused else gated(act, multiply(rows, gate_up))
+    return multiply(hidden, down)
+
+
+def expert_product(
+    x: Rows,
+    w: Any,
+    offsets: Int[Array, "offsets"],
+    act: Activation | None = None,
+    total: int | None = None,
+    device: Device | None = None,
+) -> Prepared:
+    """Prepares a product of the grouped kernel, which does not refuse it.
+
+    Args:
+        x: Rows [M, I] sorted by expert.
+        w: Matrices of all experts; with `act` gate and up.
+        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1.
+        act: Activation of the gate; None: a plain product.
+        total: Number of experts that the rows are for, on all devices; None: E.
+        device: To compile for.
+
+    Returns:
+        The product, whose result is bfloat16.
+    """
+    how: Any = dict(act=act, total=total, device=device)
+    if isinstance(w, RowQuantisedWeight):
+        rows = x if isinstance(x, QuantisedRows) else kernel_quantise_rows(x, w.values.dtype, device)
+        return prepare(rows.values, w.values, offsets, w.scale, row_scale=rows.scale, **how)
+    if isinstance(w, QuantisedWeight):
+        return prepare(dense(x), w.values, offsets, w.scale, **how)
+    return prepare(dense(x), w.astype(jnp.bfloat16), offsets, **how)
 
 
 def refuses(

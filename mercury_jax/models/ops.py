@@ -15,13 +15,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels import qk_norm_rope, residual_norm, routing
 from mercury_jax.kernels.device import HOPPER, present
-from mercury_jax.kernels.dispatch import ExpertOutputs
-from mercury_jax.kernels.grouped_matmul import few_rows_matmul, few_rows_refuses
+from mercury_jax.kernels.dispatch import ExpertOutputs, kernel_dispatch
+from mercury_jax.kernels.grouped_matmul import (
+    FEW_ROWS,
+    Prepared,
+    grouped_matmuls,
+    prepare as prepare_product,
+    refuses as grouped_refuses,
+)
 from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, kernel_quantise_rows
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
 from mercury_jax.models.weight_quant import (
@@ -29,7 +36,6 @@ from mercury_jax.models.weight_quant import (
     RowQuantisedWeight,
     lookup,
     multiply,
-    unscaled,
 )
 from mercury_jax.sharding import constrain_rows
 from mercury_jax.types import Device, LoraWeight, accumulation_dtype
@@ -122,7 +128,10 @@ def gated_dot(
 
 
 def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> Float[Array, "*o"]:
-    """Computes `dot` on one device, of few rows with the kernel (`few_rows_matmul`).
+    """Computes `dot` on one device, of few rows with the grouped kernel.
+
+    For so few rows XLA divides the inputs and writes several partial sums in fp32; the kernel applies the scales of an
+    8-bit matrix, and a gate, to the sums before anything is written.
 
     Args:
         x: Activations.
@@ -133,8 +142,12 @@ def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> F
     Returns:
         The product, in the dtype of x.
     """
-    found = _few_rows(x, (w,), count, None, lambda x, w: dot(x, w, count), device)
-    return dot(x, w, count) if found is None else found
+    prepare = _few_rows(x, (w,), count, None, device)
+    if prepare is None:
+        return dot(x, w, count)
+    like = jax.eval_shape(functools.partial(dot, count=count), x, w)
+    kernel = lambda x, w: grouped_matmuls(prepare(x, w))[0].reshape(like.shape)
+    return jax.lax.platform_dependent(x, w, cuda=kernel, default=lambda x, w: dot(x, w, count))
 
 
 def exact_dot(x: Float[Array, "*s D"], w: Weight) -> Float[Array, "*s F"]:
@@ -161,23 +174,17 @@ def local_exact_dot(x: Float[Array, "*s D"], w: Weight, device: Device | None = 
     Returns:
         The product.
     """
-    if not isinstance(w, jax.Array):  # quantised, or with a low-rank addition
+    prepare = _few_rows(x, (w,), 1, None, device, jnp.float32) if isinstance(w, jax.Array) else None
+    if prepare is None:  # also of quantised matrices, and those with a low-rank addition
         return exact_dot(x, w)
-    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    if few_rows_refuses(flat, jax.ShapeDtypeStruct(w.shape, x.dtype), None, device=device) is not None:
-        return exact_dot(x, w)
-
-    def kernel(x: Array, w: Array) -> Array:
-        y = few_rows_matmul(x.reshape(flat.shape), w.astype(x.dtype), None, dtype=jnp.float32, device=device)
-        return y.reshape(*x.shape[:-1], -1)
-
+    kernel = lambda x, w: grouped_matmuls(prepare(x, w))[0].reshape(*x.shape[:-1], -1)
     return jax.lax.platform_dependent(x, w, cuda=kernel, default=exact_dot)
 
 
 def local_gated_dot(
     x: Rows, gate: Weight, up: Weight, act: Activation, device: Device | None = None
 ) -> Float[Array, "*s F"]:
-    """Computes `gated_dot` on one device, of few rows with the kernel (`few_rows_matmul`).
+    """Computes `gated_dot` on one device, of few rows with the grouped kernel.
 
     Args:
         x: Activations.
@@ -189,19 +196,23 @@ def local_gated_dot(
     Returns:
         The hidden units.
     """
-    found = _few_rows(x, (gate, up), 1, act, lambda x, gate, up: gated_dot(x, gate, up, act), device)
-    return gated_dot(x, gate, up, act) if found is None else found
+    prepare, plain = _few_rows(x, (gate, up), 1, act, device), functools.partial(gated_dot, act=act)
+    if prepare is None:
+        return plain(x, gate, up)
+    like = jax.eval_shape(plain, x, gate, up)
+    kernel = lambda *args: grouped_matmuls(prepare(*args))[0].reshape(like.shape)
+    return jax.lax.platform_dependent(x, gate, up, cuda=kernel, default=plain)
 
 
 def _few_rows(
-    x: Rows,
+    x: Rows | jax.ShapeDtypeStruct,
     matrices: tuple[Weight, ...],
     count: int,
     act: Activation | None,
-    default: Callable[..., Array],
     device: Device | None,
-) -> Array | None:
-    """Computes a product with the kernel for few rows on a GPU, with `default` elsewhere; None if it refuses."""
+    result: Any = None,
+) -> Callable[..., Prepared] | None:
+    """Makes a function of x and the matrices that prepares their product by the kernel; None if the kernel refuses."""
     if not all(w.plain if isinstance(w, QuantisedWeight) else isinstance(w, jax.Array) for w in matrices):
         return None  # low-rank additions, and matrices with a scale for each group of inputs
     if len({type(w) if isinstance(w, QuantisedWeight) else None for w in matrices}) > 1:
@@ -209,34 +220,34 @@ def _few_rows(
     first, like = matrices[0], jax.eval_shape(dense, x)
     if isinstance(x, QuantisedRows) and not isinstance(first, RowQuantisedWeight):
         return None
-    lead, inputs = like.shape[: like.ndim - count], math.prod(like.shape[like.ndim - count :])
-    rows, dtype = math.prod(lead), like.dtype
-    outputs = first.scale.shape if isinstance(first, QuantisedWeight) else first.shape[count:]
+    inputs, dtype = math.prod(like.shape[like.ndim - count :]), like.dtype
+    rows = like.size // inputs
     unpacked = lambda f: f if act is not None else f[0]  # one matrix or a pair
 
     def operands(*matrices: Any) -> tuple[Any, Any]:
-        """The matrices [I, O] in the dtype of x; or [O, I] in 8 bits, and their scales [O]."""
+        """The matrices of one expert in the dtype of x; or in 8 bits, and their scales."""
         if not isinstance(first, QuantisedWeight):
-            return unpacked(tuple(w.astype(dtype).reshape(inputs, -1) for w in matrices)), None
-        values = tuple(w.values.reshape(-1, inputs) for w in matrices)
-        return unpacked(values), unpacked(tuple(w.scale.reshape(-1) for w in matrices))
+            return unpacked(tuple(w.astype(dtype).reshape(1, inputs, -1) for w in matrices)), None
+        values = tuple(w.values.reshape(1, -1, inputs) for w in matrices)
+        return unpacked(values), unpacked(tuple(w.scale.reshape(1, -1) for w in matrices))
 
     shapes = jax.eval_shape(operands, *matrices)
     flat = jax.ShapeDtypeStruct((rows, inputs), dtype)
-    if few_rows_refuses(flat, *shapes, act=act, device=device) is not None:
+    # XLA's products of more rows are as fast.
+    if rows > FEW_ROWS or grouped_refuses(flat, *shapes, act=act, dtype=result, device=device) is not None:
         return None
 
-    def kernel(x: Rows, *matrices: Array | QuantisedWeight) -> Array:
-        how: Any = dict(act=act, dtype=dtype, device=device)
+    def prepare(x: Rows, *matrices: Array | QuantisedWeight) -> Prepared:
+        how: Any = dict(act=act, dtype=result or dtype, device=device)
         if isinstance(first, RowQuantisedWeight):
             if not isinstance(x, QuantisedRows):
                 x = kernel_quantise_rows(x.reshape(rows, inputs), first.values.dtype, device)
             x, how["row_scale"] = x.values, x.scale.reshape(rows)
         assert not isinstance(x, QuantisedRows)
-        y = few_rows_matmul(x.reshape(rows, inputs), *operands(*matrices), **how)
-        return y.reshape(*lead, *outputs)
+        w, scale = operands(*matrices)
+        return prepare_product(x.reshape(rows, inputs), w, jnp.asarray([0, rows], jnp.int32), scale, **how)
 
-    return jax.lax.platform_dependent(x, *matrices, cuda=kernel, default=default)
+    return prepare
 
 
 def embed(table: Array | QuantisedWeight, tokens: Int[Array, "B T"], then: Activation) -> Term:
@@ -294,6 +305,57 @@ def experts(
     return Term(functools.partial(run, act=act, device=device), (x, ids, weights, *stacks))
 
 
+def local_feed_forwards(
+    x: Rows,
+    matrices: tuple[Weight, Weight, Weight],
+    routed: Term,
+    act: Activation,
+    device: Device | None = None,
+) -> list[Float[Array, "B T D"] | ExpertOutputs]:
+    """Computes a gated feed-forward and that of experts beside it on one device, their products in shared launches.
+
+    Args:
+        x: Input of the first.
+        matrices: Its gate, up and down matrices.
+        routed: Term of the experts, from `experts`, not combined.
+        act: Activation of both gates.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The output of the first, and the outputs of the experts.
+    """
+    states, ids, weights, *stacks = routed.args
+    gate, up, down = matrices
+
+    def plain(x: Rows, matrices: Any, args: Any) -> tuple[Array, Array, Array]:
+        gate, up, down = matrices
+        outputs = routed.run(*args)
+        return dot(gated_dot(x, gate, up, act), down, 1), outputs.rows, outputs.rank
+
+    like = jax.eval_shape(plain, x, matrices, routed.args)[0]
+    hidden = jax.eval_shape(functools.partial(gated_dot, act=act), x, gate, up)
+    first, second = _few_rows(x, (gate, up), 1, act, device), _few_rows(hidden, (down,), 1, None, device)
+    flat = lambda ids, states: (
+        ids.reshape(-1, ids.shape[-1]), jax.tree.map(lambda y: y.reshape(-1, *y.shape[ids.ndim - 1 :]), states)
+    )  # fmt: skip
+    expert, rows = jax.eval_shape(flat, ids, states)
+    if first is None or second is None or moe.kernels_refuse(rows, expert, stacks, device, act):
+        units = local_gated_dot(x, gate, up, act, device)
+        return sum_terms([dot_term(units, down, 1, functools.partial(local_dot, device=device))], [routed])
+
+    def kernel(x: Rows, matrices: Any, args: Any) -> tuple[Array, Array, Array]:
+        states, ids, _, gate_up, down = args
+        expert, rows = flat(ids, states)
+        found = kernel_dispatch(rows, expert, gate_up.shape[0], device)
+        multiply = functools.partial(moe.expert_product, offsets=found.offsets, device=device)
+        wide, narrow = grouped_matmuls(first(x, *matrices[:2]), multiply(found.rows, gate_up, act=act))
+        y, out = grouped_matmuls(second(wide.reshape(hidden.shape), matrices[2]), multiply(narrow, down))
+        return y.reshape(like.shape), out, found.rank.reshape(ids.shape)
+
+    y, out, rank = jax.lax.platform_dependent(x, matrices, routed.args, cuda=kernel, default=plain)
+    return [y, ExpertOutputs(out, rank, weights)]
+
+
 def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"] | ExpertOutputs]:
     """Computes sums of terms.
 
@@ -337,9 +399,6 @@ def local_residual_norms(
 def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> qk_norm_rope.Projections:
     """Projects hidden states to queries, keys and values on one device.
 
-    With quantised matrices the scales of the outputs are left to what reads the products: XLA computes one product of
-    all matrices, which the kernel of `local_norm_rope_write` can then read where it is.
-
     Args:
         x: Hidden states.
         matrices: Matrices [D, heads, K] of queries, keys and values; None for values that are the keys.
@@ -347,13 +406,38 @@ def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> qk_norm_rope.Pr
     Returns:
         The products.
     """
-    given = [w for w in matrices if w is not None]
-    quantised = [w for w in given if isinstance(w, QuantisedWeight)]
-    if len(quantised) < len(given) or dense(x).dtype == jnp.float16:  # whose unscaled products are fp32
-        heads, scales = [dot(x, w, 1) for w in given], ()
-    else:
-        heads, scales = [unscaled(x, w, 1) for w in quantised], tuple(w.scale for w in quantised)
-    return qk_norm_rope.Projections(heads[0], heads[1], heads[2] if len(heads) > 2 else None, scales)
+    q, k, *v = (dot(x, w, 1) for w in matrices if w is not None)
+    return qk_norm_rope.Projections(q, k, v[0] if v else None)
+
+
+def local_project_heads(
+    x: Rows, matrices: Sequence[Weight | None], device: Device | None = None
+) -> qk_norm_rope.Projections:
+    """Computes `project_heads`, of few rows in one launch of the kernel, whose result the next one reads where it is.
+
+    Args:
+        x: Hidden states [B, T, D].
+        matrices: As in `project_heads`.
+        device: Device to compile kernels for; None: the device of this machine.
+
+    Returns:
+        The products.
+    """
+    given = tuple(w for w in matrices if w is not None)
+    prepared = [_few_rows(x, (w,), 1, None, device) for w in given]
+    if not all(prepared):
+        return project_heads(x, matrices)
+    plain = lambda x, *given: tuple(dot(x, w, 1) for w in given)
+    shapes = [y.shape for y in jax.eval_shape(plain, x, *given)]
+
+    def kernel(x: Rows, *given: Weight) -> tuple[Array, ...]:
+        products = [prepare(x, w) for prepare, w in zip(prepared, given, strict=True) if prepare]
+        (y,) = grouped_matmuls(*products, joined=True)
+        parts = jnp.split(y, np.cumsum([math.prod(s[2:]) for s in shapes])[:-1], axis=1)
+        return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+
+    q, k, *v = jax.lax.platform_dependent(x, *given, cuda=kernel, default=plain)
+    return qk_norm_rope.Projections(q, k, v[0] if v else None)
 
 
 def norm_rope_write(
@@ -448,6 +532,7 @@ class Ops(NamedTuple):
         dot: dot(x, w, count) -> array.
         attend: attend(q, k, v, ranges, **options) as `kv_quant.attend`.
         write: write(kv, k, v, slots) as `cache.write`.
+        project_heads: project_heads(x, matrices) -> projections for `norm_rope_write`.
         norm_rope_write: norm_rope_write(x, factors, table, kv, slots, eps) -> queries and cache. Only if `whole_heads`.
         dot_term: dot_term(x, w, count) -> Term.
         gated_dot: gated_dot(x, gate, up, act) -> array.
@@ -456,6 +541,8 @@ class Ops(NamedTuple):
         row_dtype: row_dtype(*weights) -> dtype to which `residual_norms` rounds the rows of their products, or None.
         embed: embed(table, tokens, then) -> Term.
         experts: experts(x, ids, weights, stacks, act, combined) -> Term.
+        feed_forwards: feed_forwards(x, matrices, term of experts, act) -> outputs of a gated feed-forward and of
+            experts beside it; None: they are two terms.
         sum_terms: sum_terms(*sequences of terms) -> their sums. Sums that are needed at the same time are passed
             together, so that on a mesh they share one all-reduce.
         route: route(logits, factors, active, scale) as `kernels.routing.route`.
@@ -467,6 +554,7 @@ class Ops(NamedTuple):
     dot: Callable[..., Array] = dot
     attend: Callable[..., Any] = kv_quant.attend
     write: Callable[..., kv_cache.KV] = kv_cache.write
+    project_heads: Callable[..., qk_norm_rope.Projections] = project_heads
     norm_rope_write: Callable[..., tuple[Array, kv_cache.KV]] = norm_rope_write
     dot_term: Callable[..., Term] = dot_term
     gated_dot: Callable[..., Array] = gated_dot
@@ -475,6 +563,7 @@ class Ops(NamedTuple):
     row_dtype: Callable[..., Any] = lambda *weights: None
     embed: Callable[..., Term] = embed
     experts: Callable[..., Term] = experts
+    feed_forwards: Callable[..., list[Any]] | None = None
     sum_terms: Callable[..., list[Any]] = sum_terms
     route: Callable[..., tuple[Array, Array]] = routing.route
     map_rows: Callable[..., Any] = lambda f, x, *shared: f(x, *shared)

@@ -224,32 +224,18 @@ def multiply(x: Rows, w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     Returns:
         The product in the dtype of x.
     """
-    dtype = dense(x).dtype
-    exact = accumulation_dtype(dtype)
-    return (unscaled(x, w, count).astype(exact) * w.scale.astype(exact)).astype(dtype)
-
-
-def unscaled(x: Rows, w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
-    """Computes what `multiply` multiplies by the scale of each output.
-
-    Args:
-        x: Activations.
-        w: The matrix.
-        count: Number of contracted axes.
-
-    Returns:
-        The product, in the dtype of x or, of fp16, in fp32.
-    """
     values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
     if isinstance(w, RowQuantisedWeight) and not isinstance(x, QuantisedRows):
         x = _rounded(x, w.values.dtype, count)
     x = dense(x)
     last = tuple(range(x.ndim - count, x.ndim))
     # Unscaled values of up to 448 could exceed the range of fp16.
-    total = accumulation_dtype(x.dtype) if x.dtype == jnp.float16 else x.dtype
-    return jax.lax.dot_general(
+    exact = accumulation_dtype(x.dtype)
+    total = exact if x.dtype == jnp.float16 else x.dtype
+    y = jax.lax.dot_general(
         x, values.astype(x.dtype), ((last, inputs), ((), ())), preferred_element_type=total
     )
+    return (y.astype(exact) * w.scale.astype(exact)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -13,7 +13,6 @@ from mercury_jax.kernels.dispatch import (
     dispatch,
     kernel_dispatch,
     refuses,
-    sort_rows,
 )
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.kernels.quantised_rows import quantise_rows
@@ -30,16 +29,6 @@ ROUTINGS = {
         np.arange(n)[:, None] == 2, E, rng.integers(0, E, (n, K))
     ),
 }
-
-
-@pytest.mark.parametrize("ours", [False, True], ids=["all", "some experts elsewhere"])
-def test_rows_sorted_by_counting_are_those_of_a_stable_sort(ours):
-    expert = jnp.asarray(np.random.default_rng(3).integers(0, 9 if ours else 8, 500), jnp.int32)
-    counted, sorted_ = (sort_rows(expert, 8, by_counting) for by_counting in (True, False))
-    for a, b in zip(counted, sorted_):
-        np.testing.assert_array_equal(a[: len(b)], b)
-    np.testing.assert_array_equal(counted.order[counted.rank], np.arange(500))
-    assert counted.offsets[8] == (expert < 8).sum() and (jnp.diff(expert[counted.order]) >= 0).all()
 
 
 @pytest.mark.long

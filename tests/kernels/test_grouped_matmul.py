@@ -1,5 +1,6 @@
 """The grouped product, its kernel interpreted on a CPU: each row times its own expert's matrix."""
 
+import functools
 import itertools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from mercury_jax.kernels import grouped_matmul
 from mercury_jax.kernels.device import target
-from mercury_jax.kernels.grouped_matmul import few_rows_matmul, offsets_of, tiles_of
+from mercury_jax.kernels.grouped_matmul import offsets_of, tiles_of
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.kernels.tuned import GroupedKnobs
 from mercury_jax.models.weight_quant import quantise_rows
@@ -209,17 +210,19 @@ def test_gradients_of_a_gated_product_equal_those_of_the_plain_one(small):
 def test_a_dense_product_of_few_rows_is_one_of_one_expert(rows, gated, kind):
     x, w, scale = drawn((rows,), 128, 128, kind)
     y = plain(x, w, (rows,), scale)[0]
-    halves = lambda a, axis: None if a is None else tuple(jnp.split(a[0], 2, axis)) if gated else a[0]
-    act, outputs = jax.nn.gelu if gated else None, 1 if kind is None else 0
-    ours = jax.jit(
-        lambda x: few_rows_matmul(x, halves(w, outputs), halves(scale, 0), act=act, device=interpreted())
-    )(x)
+    halves = lambda a, axis: None if a is None else tuple(jnp.split(a, 2, axis)) if gated else a
+    act, outputs = jax.nn.gelu if gated else None, 2 if kind is None else 1
+    run = lambda x: grouped_matmul.grouped_matmul(
+        x, halves(w, outputs), offsets_of([rows]), halves(scale, 1), act=act, device=interpreted()
+    )
+    ours = jax.jit(run)(x)
     close(ours, jax.nn.gelu(y[:, :64]) * y[:, 64:] if gated else y)
 
 
 def test_a_narrow_product_in_16_bits_has_sums_in_fp32():
     x, w, _ = drawn((37,), 128, 64)
-    ours = jax.jit(lambda: few_rows_matmul(x, w[0], None, dtype=jnp.float32, device=interpreted()))()
+    run = functools.partial(grouped_matmul.grouped_matmul, dtype=jnp.float32, device=interpreted())
+    ours = jax.jit(lambda: run(x, w, offsets_of([37])))()
     close(ours, plain(x, w, (37,))[0], 1e-5)
 
 
@@ -229,9 +232,6 @@ def test_a_gate_that_the_kernel_does_not_know_is_refused():
     assert grouped_matmul.refuses(x, w, act=jax.nn.gelu, device=hopper) is None
     assert "relu" in str(grouped_matmul.refuses(x, w, act=jax.nn.relu, device=hopper))
     assert "64 by 128" in str(grouped_matmul.refuses(x, w[:, :, :64], act=jax.nn.silu, device=hopper))
-    assert "385 rows" in str(
-        grouped_matmul.few_rows_refuses(jnp.zeros((385, 64), jnp.bfloat16), w[0], None, device=hopper)
-    )
 
 
 def test_a_product_of_few_rows_has_work_for_all_processors():
@@ -276,3 +276,56 @@ def test_a_gradient_through_rows_of_8_bits_is_refused_by_name():
 
     with pytest.raises(ValueError, match="quantise is .*int8_dynamic or fp8_dynamic"):
         jax.eval_shape(jax.grad(total), rows.scale)
+
+
+TOGETHER = {
+    "bf16, gated": (None, None, jax.nn.silu),
+    "int8": (jnp.int8, None, None),
+    "rows of fp8, gated": (jnp.float8_e4m3fn, jnp.float8_e4m3fn, jax.nn.gelu),
+}
+
+
+@pytest.mark.long
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_products_in_one_launch_are_what_they_are_alone(name):
+    """A dense product of few rows beside that of experts: of other sizes, and in other tiles."""
+    kind, small, act = TOGETHER[name]
+    first, second = ((70,), 128, 256), ((13, 0, 20), 256, 128)
+
+    def prepare(sizes, inputs, outputs, tile):
+        x, w, scale = drawn(sizes, inputs, outputs, kind)
+        rows = (x, None) if small is None else quantise_rows(x, small)
+        how = dict(row_scale=rows[1], act=act, dtype=jnp.float32, device=interpreted())
+        how["knobs"] = GroupedKnobs(tile, 2, 64, 3)
+        return grouped_matmul.prepare(rows[0], w, offsets_of(sizes), scale, **how)
+
+    products = lambda: (prepare(*first, 64), prepare(*second, 32))
+    together = jax.jit(lambda: grouped_matmul.grouped_matmuls(*products()))
+    assert str(jax.make_jaxpr(together)()).count("name=grouped") == 1
+    alone = jax.jit(lambda: [grouped_matmul.grouped_matmuls(p)[0] for p in products()])
+    for got, want in zip(together(), alone(), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_joined_products_are_columns_of_one_array_also_for_their_gradients():
+    (x, first, _), (_, second, _) = drawn((20,), 64, 128), drawn((20,), 64, 256)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=(20, 384)), jnp.bfloat16)
+
+    def joined(x):
+        prepare = functools.partial(grouped_matmul.prepare, offsets=offsets_of([20]), device=interpreted())
+        return grouped_matmul.grouped_matmuls(prepare(x, first), prepare(x, second), joined=True)[0]
+
+    y, back = jax.jit(lambda x: (joined(x), jax.vjp(joined, x)[1](dy)[0]))(x)
+    both = np.concatenate([wide(first[0]), wide(second[0])], axis=1)
+    close(y, wide(x) @ both)
+    close(back, wide(dy) @ both.T)
+
+
+def test_products_that_are_not_alike_are_launched_alone():
+    x, w, _ = drawn((5,), 64, 64)
+    _, other, scale = drawn((5,), 64, 64, jnp.int8)
+    prepare = lambda *args: grouped_matmul.prepare(x, *args, device=target("sm_90a"))
+    offsets = offsets_of([5])
+    both = lambda: grouped_matmul.grouped_matmuls(prepare(w, offsets), prepare(other, offsets, scale))
+    assert str(jax.make_jaxpr(both)()).count("name=grouped") == 2

@@ -22,19 +22,17 @@ from mercury_jax.models.layers import rope_table
 B, S = 2, 11
 
 
-def drawn(width, heads, groups, tokens, own_values=True, scaled=False, dtype=jnp.bfloat16):
+def drawn(width, heads, groups, tokens, own_values=True, dtype=jnp.bfloat16):
     rng = np.random.default_rng(width + heads)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * 3, dtype)
     q, k, v = (normal(B, tokens, n, width) for n in (heads, groups, groups))
     factors = HeadFactors(*(1 + 0.2 * normal(width) for _ in range(2)))
-    counts = (heads, groups, groups) if own_values else (heads, groups)
-    scales = tuple(jnp.asarray(rng.uniform(0.01, 0.1, (n, width)), jnp.float32) for n in counts)
     frequencies = 1e4 ** (-np.arange(width // 2) / (width // 2))
     frequencies[width // 8 :] = 0.0  # pairs that are not rotated
     at = rng.integers(0, 2000, (B, 1)) + np.arange(tokens)
     slots = at % S  # a ring
     slots[0, 1], slots[1, 0] = S, S + 5  # not written
-    x = Projections(q, k, v if own_values else None, scales if scaled else ())
+    x = Projections(q, k, v if own_values else None)
     table = rope_table(jnp.asarray(at, jnp.int32), frequencies)
     kv = normal(B, S, groups, width), normal(B, S, groups, width)
     return x, factors, table, kv, jnp.asarray(slots, jnp.int32)
@@ -52,17 +50,17 @@ def check(ours, want):
 @pytest.mark.long
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
-    "width, heads, groups, tokens, own_values, scaled",
+    "width, heads, groups, tokens, own_values",
     [
-        (256, 4, 2, 3, True, False),
-        (256, 2, 2, 3, True, True),  # one query head for each key head
-        (512, 8, 1, 8, False, False),  # a whole block of the order that attention reads; keys as values
-        (512, 4, 2, 3, False, True),
-        (256, 3, 1, 3, True, False),  # a number of query heads that attention takes for further queries
+        (256, 4, 2, 3, True),
+        (256, 2, 2, 3, True),  # one query head for each key head
+        (512, 8, 1, 8, False),  # a whole block of the order that attention reads; keys as values
+        (512, 4, 2, 3, False),
+        (256, 3, 1, 3, True),  # a number of query heads that attention takes for further queries
     ],
 )
-def test_the_kernel_equals_the_plain_computation(width, heads, groups, tokens, own_values, scaled):
-    args = drawn(width, heads, groups, tokens, own_values, scaled)
+def test_the_kernel_equals_the_plain_computation(width, heads, groups, tokens, own_values):
+    args = drawn(width, heads, groups, tokens, own_values)
     ours = jax.jit(lambda: kernel_norm_rope_write(*args, 1e-6, interpreted()))()
     check(ours, norm_rope_write(*args, 1e-6))
     written = np.zeros((B, S), bool)

@@ -455,7 +455,7 @@ class DispatchShape(NamedTuple):
 
 
 class HeadsShape(NamedTuple):
-    """Head norms, RoPE and the cache write of two rows of `t` tokens, with scales of quantised matrices.
+    """Head norms, RoPE and the cache write of two rows of `t` tokens.
 
     Attributes:
         width: Head size.
@@ -484,10 +484,7 @@ class HeadsShape(NamedTuple):
             normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
             counts = [self.h, self.g, self.g][: 3 if self.g > 3 else 2]
             products = [normal(2, self.t, n, self.width) for n in counts]
-            scales = tuple(
-                jax.random.uniform(next(keys), (n, self.width), minval=0.01, maxval=0.1) for n in counts
-            )
-            x = Projections(products[0], products[1], products[2] if len(products) > 2 else None, scales)
+            x = Projections(products[0], products[1], products[2] if len(products) > 2 else None)
             factors = HeadFactors(1 + 0.3 * normal(self.width), 1 + 0.3 * normal(self.width))
             angle = jax.random.uniform(next(keys), (2, self.t, 1, self.width // 2), maxval=6.3)
             kv = normal(2, self.s, self.g, self.width), normal(2, self.s, self.g, self.width)

@@ -18,7 +18,7 @@ from mercury_jax.config import refuse
 
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
 BF16, FP16, INT8, FP8 = "bfloat16", "float16", "int8", "float8_e4m3fn"
-HOPPER = "sm_90a"  # as in `kernels.device`, which would import JAX
+HOPPER, TPU = "sm_90a", "tpu"  # as in `kernels.device`, which would import JAX
 KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
 # XLA would time candidates for the products of each reference, most of the time of a check; a kernel has no candidates.
 UNTUNED = (("XLA_FLAGS", "--xla_gpu_autotune_level=0"),)

@@ -62,17 +62,15 @@ def run(
         for i, offset in enumerate(smaller[active:]):
             offsets[token * each + i] = offset
 
-    kernel = plgpu.kernel(
+    kernel = registers.kernel(
         dispatch,
-        out_type=[
+        [
             *(jax.ShapeDtypeStruct((size, *y.shape[1:]), y.dtype) for y in parts),
             jax.ShapeDtypeStruct((tokens, active), jnp.int32),
             jax.ShapeDtypeStruct((tokens * each,), jnp.int32),
         ],
-        grid=(tokens,),
-        grid_names=("token",),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        device,
+        token=tokens,
     )
     *rows, rank, offsets = kernel(expert.reshape(-1), *parts)
     return jax.tree.unflatten(structure, rows), rank, offsets

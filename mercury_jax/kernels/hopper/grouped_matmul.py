@@ -20,10 +20,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mercury_jax.kernels import tuned
-from mercury_jax.kernels.grouped_matmul import BLOCK, PROCESSORS, Product, product_of
+from mercury_jax.kernels.grouped_matmul import BLOCK, PROCESSORS, Operands, Product, product_of
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.kernels.tuned import GroupedKnobs
@@ -74,13 +74,13 @@ class Scratch(NamedTuple):
     widened: Ref = None  # 16-bit parts of each worker, for the interpreter
 
 
-class Operands(NamedTuple):
-    """References to the arguments of `run` with these names."""
+class Part(NamedTuple):
+    """What one product of a launch reads and writes, as references."""
 
-    x: Ref
-    row_scale: tuple[Ref, ...]
-    matrices: tuple[Ref, ...]
-    scales: tuple[Ref, ...]
+    c: GroupedConfig
+    given: Any  # Operands
+    out: Ref
+    column: int  # of `out` at which its first output is stored
 
 
 class Work(NamedTuple):
@@ -95,20 +95,20 @@ class Work(NamedTuple):
 
 @traced_once
 def run(
-    x: Float[Array, "M I"] | Int[Array, "M I"],
-    row_scale: tuple[Array, ...],
-    matrices: tuple[Array, ...],
-    scales: tuple[Array, ...],
-    offsets: Int[Array, "offsets"],
-    rows: int,
-    knobs: GroupedKnobs,
+    products: tuple[Operands, ...],
+    rows: tuple[int, ...],
+    knobs: tuple[GroupedKnobs, ...],
     dtype: DTypeLike,
     *,
     transposed: bool = False,
     act: Callable[[Array], Array] | None = None,
+    joined: bool = False,
     device: Device | None = None,
-) -> Float[Array, "rows O"]:
-    """Multiplies the rows of every expert by its matrix.
+) -> list[Float[Array, "rows O"]]:
+    """Multiplies the rows of every expert by its matrix, in one launch for several products.
+
+    Products after the first cost no launch of their own, and their work fills the processors that the ones before
+    leave idle at their end.
 
     The first tile of an expert starts at the last multiple of 8 that is not after the expert's first row: TMA
     addresses x [M, I] as [M / 8, I / 64, 8, 64], and a load that starts inside a group of 8 rows would reach past the
@@ -117,41 +117,49 @@ def run(
     The alternative, padding the rows of every expert to a multiple of 8, would copy all rows twice.
 
     Args:
-        x: Rows, bfloat16 or in the dtype of 8-bit matrices; M is a multiple of 8 and at least `knobs.tile`.
-        row_scale: fp32 [M] of rows of 8 bits, or ().
-        matrices: [E, I, O], or [E, O, I] if `transposed`, which 8-bit ones are: one; with `act` two, gate and up, of
-            the same shape. The two may be one array of 2 O outputs, given once: the gate is its first half.
-        scales: fp32 [E, O] of each matrix, or () for matrices that are not quantised.
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; at most `rows` in all. Numbers after the
-            first E + 1 are not read.
-        rows: Rows of the result.
-        knobs: Rows of a tile, a multiple of 8, and more that fits (`unfit`).
-        dtype: Of the result.
-        transposed: See `matrices`.
-        act: The result is act(x gate) * (x up) instead of x w.
+        products: What is multiplied, with the same dtypes; x has a multiple of 8 rows, and at least those of a tile.
+        rows: Rows of each result.
+        knobs: Choices of each product, which fit (`unfit`); all have the same workers and depth.
+        dtype: Of the results.
+        transposed: Whether matrices are [E, O, I], which 8-bit ones are.
+        act: The results are act(x gate) * (x up) instead of x w.
+        joined: Whether the results, of as many rows each, are columns of one array.
         device: To compile for.
 
     Returns:
-        [rows, O]; rows of no expert hold anything.
+        Arrays [rows, O]; rows of no expert hold anything.
     """
-    p = product_of(x, matrices, dtype, transposed, act)
-    blocks = p.outputs // BLOCK // (1 if p.gated else knobs.workers)
-    programs = min(PROCESSORS, (rows // knobs.tile + p.experts) * blocks)
-    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    how: Any = dtype, transposed, act
+    described = [product_of(o.x, o.matrices, *how) for o in products]
+    blocks = [
+        p.outputs // BLOCK // (1 if p.gated else k.workers) for p, k in zip(described, knobs, strict=True)
+    ]
+    pieces = [
+        (n // k.tile + p.experts) * b for p, k, b, n in zip(described, knobs, blocks, rows, strict=True)
+    ]
+    stages = min(k.stages for k in knobs)
+    sums = jnp.int32 if products[0].x.dtype == jnp.int8 else jnp.float32
     interpreted = device is not None and device.interpret is not None
-    c = GroupedConfig(*knobs, blocks, programs, transposed, act, sums, interpreted)
-    given = jax.tree.structure((x, row_scale, matrices, scales))
+    rest = min(PROCESSORS, max(pieces)), transposed, act, sums, interpreted
+    configs = [
+        GroupedConfig(*k._replace(stages=stages), b, *rest) for k, b in zip(knobs, blocks, strict=True)
+    ]
+    c = max(configs, key=lambda c: c.tile)  # memory is for the largest tile
+    widths = [p.outputs for p in described]
+    columns = [sum(widths[:i]) * joined for i in range(len(widths))]
+    shapes = [(rows[0], sum(widths))] if joined else zip(rows, widths, strict=True)
+    inputs, given = jax.tree.flatten(products)
 
-    def grouped(offsets: Ref, *refs: Ref) -> None:
-        count = given.num_leaves
-        operands = Operands(*jax.tree.unflatten(given, refs[:count]))
-        _program(c, matrices[0].shape[0], offsets, operands, refs[count], Scratch(**refs[count + 1]))
+    def grouped(*refs: Ref) -> None:
+        operands = jax.tree.unflatten(given, refs[: len(inputs)])
+        outs = refs[len(inputs) : -1] * (len(widths) if joined else 1)
+        _program(list(map(Part, configs, operands, outs, columns)), Scratch(**refs[-1]))
 
-    grouped.__name__ = tuned.kernel_name("grouped", knobs)
+    grouped.__name__ = tuned.kernel_name("grouped", knobs[0])
     call = plgpu.kernel(
         grouped,
-        out_type=jax.ShapeDtypeStruct((rows, BLOCK * c.blocks * (c.workers if act is None else 1)), dtype),
-        scratch_types=[_scratch(c, x.dtype, matrices[0].dtype, dtype)],
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
+        scratch_types=[_scratch(c, products[0].x.dtype, products[0].matrices[0].dtype, dtype)],
         grid=(c.programs,),
         grid_names=("program",),
         num_threads=c.workers + 1,  # the one that loads
@@ -159,7 +167,7 @@ def run(
         interpret=None if device is None else device.interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return call(offsets, x, *row_scale, *matrices, *scales)
+    return call(*inputs)
 
 
 def default_knobs(p: Product, tile: int) -> GroupedKnobs:
@@ -233,17 +241,21 @@ def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 # --- the program
 
 
-def _program(c: GroupedConfig, experts: int, offsets: Ref, given: Operands, out: Ref, s: Scratch) -> None:
+def _program(parts: list[Part], s: Scratch) -> None:
     """One program of the grid: its warpgroups go through the same pieces of work."""
-    worker, (rows, inputs) = jax.lax.axis_index("warpgroup"), given.x.shape
-    each = functools.partial(_each_work, c, experts, offsets, rows)
-    steps = inputs // c.depth
+    worker, c = jax.lax.axis_index("warpgroup"), parts[0].c
+
+    def each(body: Callable[..., Value]) -> Value:
+        carry = jnp.int32(0), jnp.int32(0)
+        for part in parts:
+            carry = _each_work(part, functools.partial(body, part), carry)
+        return carry[1]
 
     @pl.when(worker == c.workers)
     def _() -> None:
         if c.workers == 2:  # the others take registers that this one releases
             plgpu.set_max_registers(40, action="decrease")
-        loaded = each(functools.partial(_load, c, s, steps, given))
+        loaded = each(functools.partial(_load, s))
         for slot in range(c.stages):  # nothing may be in flight at the end
             pl.when(slot < loaded)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
@@ -253,27 +265,33 @@ def _program(c: GroupedConfig, experts: int, offsets: Ref, given: Operands, out:
             plgpu.set_max_registers(232, action="increase")
         if c.act is not None:
             pl.when(worker == 0)(lambda: plgpu.barrier_arrive(s.read))
-        each(functools.partial(_compute, c, s, steps, worker, given, out))
+        each(functools.partial(_compute, s, worker))
         plgpu.wait_smem_to_gmem(0)
         if c.act is not None:
             pl.when(worker == 1)(lambda: plgpu.barrier_wait(s.read))
 
 
 def _each_work(
-    c: GroupedConfig, experts: int, offsets: Ref, rows: int, body: Callable[[Work, Value], Value]
-) -> Value:
+    part: Part, body: Callable[[Work, Value], Value], carry: tuple[Value, Value]
+) -> tuple[Value, Value]:
     """Calls `body` with each piece of work of this program, and with the number of steps before it, which it adds to.
 
     The pieces of all experts are numbered by expert, tile and block, and dealt to the programs in turn: the blocks of
     a tile run at the same time, so that its rows are read from HBM once.
 
+    Args:
+        part: The product.
+        body: Called with each piece.
+        carry: Pieces of all programs, and steps of this one, of the products before.
+
     Returns:
-        The number of all steps.
+        `carry` with the pieces and steps of this product.
     """
     program, i32 = jax.lax.axis_index("program"), jnp.int32
+    c, offsets, rows = part.c, part.given.offsets, part.given.x.shape[0]
 
     def of_expert(e: Value, carry: tuple[Value, Value]) -> tuple[Value, Value]:
-        before, step = carry  # pieces of the experts before
+        before, step = carry
         start, end = offsets[e], offsets[e + 1]
         base = start - jax.lax.rem(start, i32(ALIGN))
         tiles = jnp.where(end > start, jax.lax.div(end - base + (c.tile - 1), i32(c.tile)), 0)
@@ -289,7 +307,7 @@ def _each_work(
 
         return before + tiles * c.blocks, jax.lax.fori_loop(0, count, piece, step)
 
-    return jax.lax.fori_loop(0, experts, of_expert, (i32(0), i32(0)))[1]
+    return jax.lax.fori_loop(0, part.given.matrices[0].shape[0], of_expert, carry)
 
 
 def _column(c: GroupedConfig, matrices: int, worker: int, block: Value) -> tuple[int, Value]:
@@ -299,8 +317,9 @@ def _column(c: GroupedConfig, matrices: int, worker: int, block: Value) -> tuple
     return (worker, block * BLOCK) if matrices == 2 else (0, (block + worker * c.blocks) * BLOCK)
 
 
-def _load(c: GroupedConfig, s: Scratch, steps: int, given: Operands, work: Work, step: Value) -> Value:
+def _load(s: Scratch, part: Part, work: Work, step: Value) -> Value:
     """Copies the rows and the parts of the matrices of all steps, each as soon as its stage is free."""
+    c, given = part.c, part.given
 
     def one(k: Value, step: Value) -> Value:
         slot = jax.lax.rem(step, jnp.int32(c.stages))
@@ -309,25 +328,25 @@ def _load(c: GroupedConfig, s: Scratch, steps: int, given: Operands, work: Work,
         for worker in range(c.workers):
             i, column = _column(c, len(given.matrices), worker, work.block)
             at = (pl.ds(column, BLOCK), inputs) if c.transposed else (inputs, pl.ds(column, BLOCK))
-            part = given.matrices[i].at[work.expert, *at]
-            plgpu.copy_gmem_to_smem(part, s.w.at[slot, worker], s.full.at[slot])
-        plgpu.copy_gmem_to_smem(given.x.at[pl.ds(work.first, c.tile), inputs], s.x.at[slot], s.full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                given.matrices[i].at[work.expert, *at], s.w.at[slot, worker], s.full.at[slot]
+            )
+        rows = given.x.at[pl.ds(work.first, c.tile), inputs]
+        plgpu.copy_gmem_to_smem(rows, _rows(c, s.x.at[slot]), s.full.at[slot])
         return step + 1
 
-    return jax.lax.fori_loop(0, steps, one, step)
+    return jax.lax.fori_loop(0, given.x.shape[1] // c.depth, one, step)
 
 
-def _compute(
-    c: GroupedConfig,
-    s: Scratch,
-    steps: int,
-    worker: Value,
-    given: Operands,
-    out: Ref,
-    work: Work,
-    step: Value,
-) -> Value:
+def _rows(c: GroupedConfig, memory: Ref) -> Ref:
+    """The rows of a tile of memory that is for the largest one."""
+    return memory if memory.shape[0] == c.tile else memory.at[pl.ds(0, c.tile)]
+
+
+def _compute(s: Scratch, worker: Value, part: Part, work: Work, step: Value) -> Value:
     """Multiplies, and stores the results of the expert's own rows."""
+    c, given, out, start = part
+    steps = given.x.shape[1] // c.depth
 
     def all_steps(acc: Ref) -> tuple[Value, Value]:
         end = jax.lax.fori_loop(0, steps, functools.partial(_step, c, s, worker, acc), step)
@@ -348,22 +367,24 @@ def _compute(
         y = y * jax.lax.broadcast_in_dim(factor, y.shape, (1,))
     act = c.act
     if act is None:
-        _store(s.out.at[worker], y, out, work, (work.block * c.workers + worker) * BLOCK)
+        _store(s.out.at[worker], y, out, work, start + (work.block * c.workers + worker) * BLOCK)
         return step
+
+    up = s.up if s.up.shape[1] == c.tile else s.up.at[:, pl.ds(0, c.tile)]
 
     @pl.when(worker == 1)
     def _() -> None:
         plgpu.barrier_wait(s.read)
-        s.up[...] = y
+        up[...] = y
         plgpu.commit_smem()
         plgpu.barrier_arrive(s.given)
 
     @pl.when(worker == 0)
     def _() -> None:
         plgpu.barrier_wait(s.given)
-        up = plgpu.layout_cast(s.up[...], plgpu.Layout.WGMMA)
+        factor = plgpu.layout_cast(up[...], plgpu.Layout.WGMMA)
         plgpu.barrier_arrive(s.read)
-        _store(s.out.at[0], act(y) * up, out, work, work.block * BLOCK)
+        _store(s.out.at[0], act(y) * factor, out, work, start + work.block * BLOCK)
 
     return step
 
@@ -384,7 +405,7 @@ def _step(c: GroupedConfig, s: Scratch, worker: Value, acc: Ref, _: Value, step:
             w = s.widened.at[worker]
     elif not c.transposed:
         w = w.transpose((1, 0))
-    plgpu.wgmma(acc, w, s.x.at[slot].transpose((1, 0)))
+    plgpu.wgmma(acc, w, _rows(c, s.x.at[slot]).transpose((1, 0)))
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(s.free.at[slot])
     return step + 1
@@ -393,7 +414,7 @@ def _step(c: GroupedConfig, s: Scratch, worker: Value, acc: Ref, _: Value, step:
 def _store(lines: Ref, y: Value, out: Ref, work: Work, column: Value) -> None:
     """Transposes y through shared memory, then copies the rows of the expert, one by one."""
     plgpu.wait_smem_to_gmem(0)  # the copies of the piece before have read it
-    lines = lines.at[:, pl.ds(0, BLOCK)]
+    lines = lines.at[pl.ds(0, y.shape[1]), pl.ds(0, BLOCK)]
     lines.transpose((1, 0))[...] = plgpu.layout_cast(y.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
 

@@ -53,7 +53,6 @@ def run(
     per_group, count = heads // groups, batch * tokens
     # XLA computes the projections as one product, of which this concatenation is the whole: it reads no copies.
     joined = jnp.concatenate([y.reshape(count, -1) for y in x[:3] if y is not None], axis=-1)
-    scales = [y.reshape(-1) for y in x.scales]
     cos, sin = (y.reshape(count, -1) for y in table)
     # The order in which the attention kernel reads queries (`tiling.fold_queries`), if it pads none.
     block = query_block(heads, groups)
@@ -63,7 +62,6 @@ def run(
 
     def qk_norm_rope(
         joined: Ref,
-        scales: list[Ref],
         factors: Any,
         cos: Ref,
         sin: Ref,
@@ -81,8 +79,7 @@ def run(
         def head(i: int, number: Value) -> tuple[Value, Value]:
             """Head `number` of q, k or v (i = 0, 1, 2)."""
             first = (0, heads, heads + groups)[i]
-            found = halves.load(joined.at[row], (first + number) * width)
-            return halves.scaled(found, halves.load(scales[i], number * width)) if scales else found
+            return halves.load(joined.at[row], (first + number) * width)
 
         queries = [head(0, group * per_group + i) for i in range(per_group)]
         key = head(1, group)
@@ -111,7 +108,7 @@ def run(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         name="qk_norm_rope",
     )
-    q = kernel(joined, scales, factors, cos, sin, slots.reshape(count).astype(jnp.int32), keys, values)
+    q = kernel(joined, factors, cos, sin, slots.reshape(count).astype(jnp.int32), keys, values)
     q = q.transpose(0, 2, 4, 1, 3, 5).reshape(x.q.shape)  # XLA removes it together with that of the attention
     return q, (jax.freeze(keys), jax.freeze(values))
 
@@ -133,9 +130,6 @@ class _Halves:
     def store(self, ref: Ref, halves: tuple[Value, Value]) -> None:
         for i, y in enumerate(halves):
             ref[pl.ds(i * self.half, self.half)] = y.astype(ref.dtype)
-
-    def scaled(self, halves: tuple[Value, Value], scales: tuple[Value, Value]) -> tuple[Value, Value]:
-        return _rounded(halves[0] * scales[0]), _rounded(halves[1] * scales[1])
 
     def normed(self, halves: tuple[Value, Value], factors: tuple[Value, Value] | None) -> tuple[Value, Value]:
         """The head divided by its rms, times the factors, rounded as the plain computation rounds it."""

@@ -46,15 +46,13 @@ def run(x: Float[Array, "M W"], count: int, dtype: Any, device: Device | None = 
             scale[program, i] = one
         values[program] = quantised(y, scales, dtype)
 
-    values, scale = plgpu.kernel(
+    values, scale = registers.kernel(
         quantise_rows,
-        out_type=[
+        [
             jax.ShapeDtypeStruct((programs, numbers), dtype),
             jax.ShapeDtypeStruct((programs, count), jnp.float32),
         ],
-        grid=(programs,),
-        grid_names=("program",),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        device,
+        program=programs,
     )(x.reshape(programs, numbers))
     return QuantisedRows(values.reshape(x.shape), scale.reshape(rows))

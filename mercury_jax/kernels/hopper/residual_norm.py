@@ -57,14 +57,7 @@ def run(
         given = jax.tree.unflatten(structure, refs[: len(inputs)])
         _program(eps, interpret is not None, *given, *jax.tree.unflatten(results, refs[len(inputs) :]))
 
-    found = plgpu.kernel(
-        residual_norms,
-        out_type=outputs,
-        grid=(x.shape[0],),
-        grid_names=("row",),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(*inputs)
+    found = registers.kernel(residual_norms, outputs, device, row=x.shape[0])(*inputs)
     return jax.tree.unflatten(results, found)
 
 

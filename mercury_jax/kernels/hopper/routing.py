@@ -63,13 +63,6 @@ def run(
             weights[row, i] = best / total * factor
 
     out = (rows, active)
-    kernel = plgpu.kernel(
-        routing,
-        out_type=[jax.ShapeDtypeStruct(out, jnp.int32), jax.ShapeDtypeStruct(out, logits.dtype)],
-        grid=(rows,),
-        grid_names=("row",),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )
-    ids, weights = kernel(logits, factors)
+    results = [jax.ShapeDtypeStruct(out, jnp.int32), jax.ShapeDtypeStruct(out, logits.dtype)]
+    ids, weights = registers.kernel(routing, results, device, row=rows)(logits, factors)
     return ids, weights
