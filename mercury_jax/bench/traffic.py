@@ -19,7 +19,9 @@ ALIASED = re.compile(r"\{\d*\}: \((\d+), \{\}")  # number of an operand that sha
 SMALL = 4 * 2**20  # a kernel that moves fewer bytes takes about as long as its launch
 LAUNCH = 3e-6  # seconds between the starts of two small kernels, 2 to 4 us
 PASSES = 17  # denoising steps of a block and one that encodes it, for the tokens per second of `implied`
-EXPERTS = re.compile(r"\bmoe/")  # in the JAX operation of a loop over experts
+EXPERTS = re.compile(
+    r"\bexpert_tiles/"
+)  # in the JAX operation of a loop over tiles of experts (`models.moe`)
 SLICES = ("dynamic-slice", "gather", "slice")
 ELEMENTWISE = (
     "abs", "add", "and", "clamp", "compare", "convert", "divide", "exponential", "log", "maximum", "minimum",

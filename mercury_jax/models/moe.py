@@ -237,7 +237,7 @@ def grouped_or_tiled(
     """
     like = jax.eval_shape(dense, rows)
     if refuses(like, gate_up, down, device) is not None:
-        return tiled(act, rows, offsets, gate_up, down, total)
+        return tiled(act, rows, offsets, gate_up, down, total, together=True)
 
     def multiply(x: Rows, w: Stack, act: Activation | None = None) -> Array:
         return grouped_matmuls(expert_product(x, w, offsets, act, total, device))[0]
@@ -353,8 +353,12 @@ def tiled(
     gate_up: Stack,
     down: Stack,
     total: int | None = None,
+    together: bool = False,
 ) -> Float[Array, "M D"]:
     """Computes the experts' feed-forward in plain jnp: a loop over tiles of rows, each with one expert.
+
+    On a GPU each step of the loop is a dozen launches. With `together`, and enough rows that most experts have some, a
+    step multiplies a tile of every expert: most experts have no more, and few steps read their matrices again.
 
     Args:
         act: Activation of the gate.
@@ -363,15 +367,25 @@ def tiled(
         gate_up: [E, D, 2F].
         down: [E, F, D].
         total: Number of experts that the rows are for, on all devices; None: E.
+        together: See above.
 
     Returns:
         [M, D].
     """
     offsets, rows = offsets[: gate_up.shape[0] + 1], dense(rows)
-    tile = tile_rows(len(rows), total or gate_up.shape[0])
-    if _quantised(gate_up) or _quantised(down):
-        return _tiled(act, tile, rows, offsets, gate_up, down)
-    return _tiled_differentiable(act, tile, rows, offsets, gate_up, down)
+    count = total or gate_up.shape[0]
+    together &= len(rows) >= count and all(_read_in_place(w, rows.dtype) for w in (gate_up, down))
+    run, tile = (_all_experts if together else _tiled), tile_rows(len(rows), count)
+    if together:  # a second step would read all matrices again for a few rows
+        tile *= 2
+    if not (_quantised(gate_up) or _quantised(down)):
+        run = _DIFFERENTIABLE[run]
+    return run(act, tile, rows, offsets, gate_up, down)
+
+
+def _read_in_place(w: Stack, dtype: Any) -> bool:
+    """Whether a product with all matrices writes no copy of them in another dtype."""
+    return w.plain if isinstance(w, QuantisedWeight) else isinstance(w, jax.Array) and w.dtype == dtype
 
 
 def _quantised(w: Stack) -> bool:
@@ -410,8 +424,28 @@ def _tiled(act: Activation, tile: int, rows: Array, offsets: Array, gate_up: Sta
         y = _one_expert(act, x, _of_expert(gate_up, e), _of_expert(down, e))
         return jax.lax.dynamic_update_slice_in_dim(out, y, tiles.start[i], 0)
 
-    with jax.named_scope("moe"):  # by which `bench.traffic` knows how often the loop runs
+    with jax.named_scope("expert_tiles"):  # by which `bench.traffic` knows how often the loop runs
         return jax.lax.fori_loop(0, tiles.count, step, jnp.zeros_like(padded))[: len(rows)]
+
+
+def _all_experts(
+    act: Activation, tile: int, rows: Array, offsets: Array, gate_up: Stack, down: Stack
+) -> Array:
+    """Runs a loop in which each step multiplies the next tile of every expert."""
+    starts, ends = offsets[:-1, None], offsets[1:, None]  # [E, 1]
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        done, out = carry
+        place = starts + done + jnp.arange(tile)  # [E, tile]
+        place = jnp.where(place < ends, place, len(rows))  # not an expert's own: read as zeros, not written
+        x = rows.at[place].get(mode="fill", fill_value=0)
+        y = jax.vmap(functools.partial(_one_expert, act))(x, gate_up, down)
+        return done + tile, out.at[place].set(y, mode="drop")
+
+    longest = (ends - starts).max()
+    with jax.named_scope("expert_steps"):
+        start = jnp.int32(0), jnp.zeros_like(rows)
+        return jax.lax.while_loop(lambda carry: carry[0] < longest, step, start)[1]
 
 
 def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M D"]) -> tuple[Any, ...]:
@@ -452,5 +486,10 @@ def _with_learnt(w: Any, learnt: Any) -> Any:
     return dataclasses.replace(w, a=learnt[0], b=learnt[1]) if isinstance(w, LoraWeight) else learnt
 
 
-_tiled_differentiable = jax.custom_vjp(_tiled, nondiff_argnums=(0, 1))
-_tiled_differentiable.defvjp(lambda act, tile, *args: (_tiled(act, tile, *args), args), _tiled_backward)
+def _differentiable(run: Callable[..., Array]) -> Callable[..., Array]:
+    found = jax.custom_vjp(run, nondiff_argnums=(0, 1))
+    found.defvjp(lambda act, tile, *args: (run(act, tile, *args), args), _tiled_backward)
+    return found
+
+
+_DIFFERENTIABLE = {run: _differentiable(run) for run in (_tiled, _all_experts)}

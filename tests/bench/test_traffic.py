@@ -79,7 +79,7 @@ def test_a_pass_counts_slices_updates_in_place_one_branch_and_known_loops():
     assert unknown is not None and unknown.open_loops == 1 and unknown.kernels == cost.kernels - 6
     unknown_text = TEXT.replace(KNOWN, "")
     moe = unknown_text.replace(
-        "body=%layer", 'body=%layer, metadata={op_name="jit(f)/while/body/block_1/moe/while"}'
+        "body=%layer", 'body=%layer, metadata={op_name="jit(f)/while/body/block_1/moe/expert_tiles/while"}'
     )
     of_experts = traffic.pass_cost(hlo.parse(moe), experts=7)
     assert of_experts == cost and traffic.pass_cost(hlo.parse(unknown_text), experts=7) == unknown
