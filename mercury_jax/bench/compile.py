@@ -40,7 +40,6 @@ from mercury_jax.bench.gpu.tune import choices, neighbours
 from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_of, refuse
 from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
-from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.dispatch import ExpertOutputs, kernel_dispatch
 from mercury_jax.kernels.grouped_matmul import grouped_matmul, grouped_matmuls, prepare
@@ -86,7 +85,6 @@ FALLBACK = {  # what runs where a kernel has no such form
     "attention": "plain XLA, whose scores are materialised",
     "training": "blockwise attention, by XLA",
     "tuned": "the heuristic's settings",
-    "paged": "each row's pages gathered, then attention over them",
     "grouped": "tiles of rows in a loop, by XLA",
     "norms": "a kernel of each norm, by XLA",
     "rows": "three kernels, by XLA",
@@ -546,7 +544,7 @@ def forms(name: str, tuning: bool = False) -> list[KernelForm]:
     device = kernel_device.target(name)
     if tuning:
         return [*tuned_forms(device)]
-    attention = (*_attention(BACKENDS[name], device), *_training(device), *_paged(device))
+    attention = (*_attention(BACKENDS[name], device), *_training(device))
     return [*attention, *_grouped(device), *_rows(device)]
 
 
@@ -584,23 +582,6 @@ def _attention_gradient(call: Callable[..., Any], q: Any, k: Any, v: Any, seen: 
     """The gradients of queries, keys and values."""
     out, back = jax.vjp(lambda *xs: call(*xs, seen), q, k, v)
     return back(out)
-
-
-def _paged(device: Device) -> Iterator[KernelForm]:
-    """A whole canvas and a few queries for each of 8 sequences: head sizes x int8 keys x page sizes."""
-    sizes = itertools.product(((64, 128), (128, 256), (256, 64), (512, 128)), (False, True), (8, 256))
-    for (width, page), int8, queries in sizes:
-        q = jax.ShapeDtypeStruct((8, queries, 16, width), BF16)
-        k = jax.ShapeDtypeStruct((1024, page, 2, width), BF16)
-        keys = jax.eval_shape(quantise_int8, k) if int8 else k
-        pages = jax.ShapeDtypeStruct((8, SLOTS // page), jnp.int32)
-        seen = jax.ShapeDtypeStruct((8, queries, 2, 2), jnp.int32)
-        shape = (
-            f"8 x {queries} x 16/2 heads of {width}, 2 ranges, bf16, {'int8' if int8 else 'bf16'} keys, "
-            f"pages of {page}"
-        )
-        run = functools.partial(attend_paged, residual=True, backend="hopper", device=device)
-        yield KernelForm("paged", shape, run, (q, keys, keys, pages, seen))
 
 
 def _grouped(device: Device) -> Iterator[KernelForm]:

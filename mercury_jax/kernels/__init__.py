@@ -5,7 +5,7 @@ Kernels are written in Pallas: `hopper` and `blackwell` with Mosaic GPU, `tpu` w
 passed their check on this device.
 """
 
-from mercury_jax.kernels.attention import attend, attend_paged, attention_kernel, backends
+from mercury_jax.kernels.attention import attend, attention_kernel, backends
 from mercury_jax.kernels.attention_inputs import Fp8Vectors, Int8Vectors
 
-__all__ = ["Fp8Vectors", "Int8Vectors", "attend", "attend_paged", "attention_kernel", "backends"]
+__all__ = ["Fp8Vectors", "Int8Vectors", "attend", "attention_kernel", "backends"]

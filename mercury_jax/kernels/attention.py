@@ -1,4 +1,4 @@
-"""`attend` and `attend_paged`: attention for every pattern of this package, and the choice of a backend.
+"""`attend`: attention for every pattern of this package, and the choice of a backend.
 
 A backend that does not support a call gives a reason, and the next backend is tried. cuDNN is not a backend: it
 supports one key length per row of a batch, or a causal mask from the first key on. Our patterns are more general, and
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
@@ -23,7 +22,6 @@ from mercury_jax.kernels.attention_inputs import (
     AttentionCall,
     AttentionResult,
     KVArray,
-    KVPool,
     RoundedVectors,
 )
 from mercury_jax.types import Device
@@ -142,64 +140,6 @@ def attend(
     return _by_platform(call, runs.pop("tpu"), runs)
 
 
-def attend_paged(
-    q: Float[Array, "B T H K"],
-    k: KVPool,
-    v: KVPool,
-    pages: Int[Array, "B N"],
-    ranges: Int[Array, "B T R 2"],
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    residual: bool = False,
-    backend: str | None = None,
-    device: Device | None = None,
-) -> AttentionResult:
-    """Computes `attend` with keys and values in pages of a pool that all rows share (PagedAttention, arXiv 2309.06180).
-
-    Slot s of row b has the key k[pages[b, s // page], s % page], and the value at the same index of v. Rows with the
-    same prefix can refer to the same pages. On Hopper the kernel of `attend` reads pages in place (each tile of keys
-    lies in one page); on other devices the pages of each row are gathered first. There is no gradient.
-
-    Entries of `pages` that a row does not need may be any number, even outside 0..P-1, or a page that holds NaN. A row
-    needs a page if, for some range, a slot of the page lies between the lowest start and the highest end of that range
-    over all queries of the row.
-
-    Args:
-        q: Queries.
-        k: Pool of keys [P, page, G, K], an array, or rounded vectors (scale [P, page, G]).
-        v: Pool of values.
-        pages: Indices of each row's pages, in order of slots; rows may share pages.
-        ranges: Key ranges in slots, 0 <= start <= end <= N * page.
-        scale: As in `attend`.
-        softcap: As in `attend`.
-        residual: As in `attend`.
-        backend: "hopper" reads pages in place; the page size is then a multiple of 128 slots (64 for head size 256).
-            Other `backends()` run on gathered pages. None: "hopper" if it supports the call and is enabled, otherwise
-            gathered pages.
-        device: As in `attend`. On Hopper, int8 scales of more than one key head are transposed over the whole pool.
-
-    Returns:
-        As `attend`.
-
-    Raises:
-        ValueError: If shapes do not match, or if the named backend refuses.
-    """
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    call = AttentionCall(q, k, v, ranges, factor, softcap, residual, device, pages)
-    _check(call)
-    call = call._replace(pages=jnp.clip(pages, 0, k.shape[0] - 1).astype(jnp.int32))
-    if backend == "hopper":
-        return _run_named(backend, call)
-    gathered = functools.partial(_attend_gathered, backend)
-    form = kernel_device.attention_form(q, k, softcap, paged=True)
-    hopper = _BACKENDS["hopper"]
-    in_place = backend is None and hopper.refuses(call) is None
-    if not in_place or kernel_device.chosen(form, device) != kernel_device.HOPPER:
-        return gathered(call)
-    return _by_platform(call, gathered, {"cuda": hopper.run})
-
-
 def attention_kernel(
     q: Float[Array, "B T H K"],
     k: KVArray,
@@ -232,23 +172,6 @@ def attention_kernel(
     return next((name for name, one in _BACKENDS.items() if one in chosen and one.device is not None), None)
 
 
-def _attend_gathered(backend: str | None, call: AttentionCall) -> AttentionResult:
-    """Gathers each row's pages to [B, N * page, G, K], and calls `attend`."""
-    pages = jnp.asarray(call.pages)
-    k, v = (
-        jax.tree.map(lambda y: y[pages].reshape(pages.shape[0], -1, *y.shape[2:]), x)
-        for x in (call.k, call.v)
-    )
-    # `attend` masks the scores of hidden keys, but a weight of 0 times a NaN value would still be NaN: set values that
-    # no query attends to to 0.
-    seen = reference.visible(call.ranges, v.shape[1]).any(axis=1)  # [B, N * page]
-    v = jax.tree.map(lambda y: jnp.where(jnp.expand_dims(seen, range(2, y.ndim)), y, 0), v)
-    return attend(
-        call.q, k, v, call.ranges, scale=call.scale, softcap=call.softcap, residual=call.residual, cached=True,
-        backend=backend, device=call.device,
-    )  # fmt: skip
-
-
 def _run_named(backend: str, call: AttentionCall) -> AttentionResult:
     """Runs the backend that the user named, or raises ValueError with its reason."""
     why = _BACKENDS[backend].refuses(call)
@@ -279,7 +202,7 @@ def _by_platform(
 ) -> AttentionResult:
     """Computes a call with the function for the platform that the program is lowered for."""
 
-    names = ("q", "k", "v", "ranges", "pages")  # the fields that are traced; `pages` may be None
+    names = ("q", "k", "v", "ranges")  # the fields that are traced
     arrays = (getattr(call, name) for name in names)
     branches = {
         name: lambda *arrays, run=run: run(call._replace(**dict(zip(names, arrays, strict=True))))
@@ -290,23 +213,17 @@ def _by_platform(
 
 def _check(call: AttentionCall) -> None:
     """Raises ValueError for shapes that do not match, and for empty ones."""
-    q, k, v, ranges, pages = call.q, call.k, call.v, call.ranges, call.pages
+    q, k, v, ranges = call.q, call.k, call.v, call.ranges
     if q.ndim != 4 or 0 in q.shape:
         raise refuse("q", list(q.shape), "[B, T, H, K], each at least 1")
     b, t, h, width = q.shape
-    leading, slots = (f"{b}, S", "S") if pages is None else ("P, page", "P and page")
     for name, x in (("k", k), ("v", v)):
-        bad = len(x.shape) != 4 or x.shape[3] != width or 0 in x.shape or h % x.shape[2]
-        if bad or (pages is None and x.shape[0] != b):
-            allowed = f"[{leading}, G, {width}], {slots} at least 1 and G a divisor of {h} heads"
+        if len(x.shape) != 4 or x.shape[::3] != (b, width) or 0 in x.shape or h % x.shape[2]:
+            allowed = f"[{b}, S, G, {width}], S at least 1 and G a divisor of {h} heads"
             raise refuse(name, list(x.shape), allowed)
         if isinstance(x, RoundedVectors) and x.scale.shape != x.shape[:3]:
             raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
     if k.shape != v.shape:
         raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")
-    if pages is not None and (pages.ndim != 2 or pages.shape[0] != b or not pages.shape[1]):
-        raise refuse("pages", list(pages.shape), f"[{b}, N], N at least 1")
-    if pages is not None and not jnp.issubdtype(pages.dtype, jnp.integer):
-        raise refuse("pages", str(pages.dtype), "integers")
     if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
         raise refuse("ranges", list(ranges.shape), f"[{b}, {t}, R, 2], R at least 1")

@@ -45,13 +45,12 @@ class Fp8Vectors(NamedTuple):
 
 RoundedVectors = Int8Vectors | Fp8Vectors
 KVArray = Float[Array, "B S G K"] | RoundedVectors  # keys or values
-KVPool = Float[Array, "P page G K"] | RoundedVectors  # the same, in P pages that all rows share
 # softmax(scores) v [B, T, H, K]; with `residual` also the log-sum-exp of the scores [B, T, H]
 AttentionResult = Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention, as `attend` and `attend_paged` pass it to a backend.
+    """One call of attention, as `attend` passes it to a backend.
 
     A backend has two functions: `refuses(call)` gives the reason why the backend does not support the call, or None;
     `run(call)` computes the result of `attend`. `refuses` reads only shapes and dtypes, so that the arrays may be
@@ -59,14 +58,13 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         q: Queries; H is a multiple of G.
-        k: Keys [B, S, G, K], an array or `RoundedVectors`. With `pages`, a pool [P, page, G, K].
+        k: Keys [B, S, G, K], an array or `RoundedVectors`.
         v: Values, with the shape of k.
         ranges: Key ranges [start, end) of each query.
         scale: Factor of the scores.
         softcap: Scores become softcap * tanh(scores / softcap); None leaves them unchanged.
         residual: Whether to also return the log-sum-exp of each query's scores.
         device: Device to compile for; None: the device of this machine.
-        pages: With a pool, indices of each row's pages in order of slots [B, N], within 0..P-1; None: no pool.
     """
 
     q: Float[Any, "B T H K"]
@@ -77,7 +75,6 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None
     residual: bool = False
     device: Device | None = None
-    pages: Int[Any, "B N"] | None = None
 
     @property
     def group_rows(self) -> int:

@@ -81,7 +81,7 @@ def run(call: AttentionCall) -> AttentionResult:
     the highest end that one range has over the rows of a tile: there they must be finite.
 
     Args:
-        call: A call that `refuses` takes, without pages.
+        call: A call that `refuses` takes.
 
     Returns:
         As `attend`.

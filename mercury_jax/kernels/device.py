@@ -1,7 +1,7 @@
 """Decides which kernels a program uses, from the device that it is compiled for and the results of kernel checks.
 
 The device is the device of this machine, or a `types.Device` given to compile ahead of time. A *form* is a kernel for
-one head size or dtype, such as "attention-128-bfloat16-int8-paged". `mercury bench gpu check` runs all cases of each
+one head size or dtype, such as "attention-128-bfloat16-int8". `mercury bench gpu check` runs all cases of each
 form and writes the results to a small JSON file; a form is used by default if it passed on this device, with this JAX
 and these sources of the kernels. `MERCURY_KERNELS=1` uses all forms, `MERCURY_KERNELS=0` none. All of this is read
 while a program is traced: a compiled program does not change.
@@ -83,25 +83,23 @@ def attention_form(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct | Int8Vectors | Fp8Vectors,
     softcap: float | None,
-    paged: bool = False,
     gradient: bool = False,
 ) -> str:
-    """Names the form of the attention kernel for a call, for example "attention-128-bfloat16-int8-paged".
+    """Names the form of the attention kernel for a call, for example "attention-128-bfloat16-int8".
 
     Args:
         q: Queries [B, T, H, K].
-        k: Keys as `attend` or `attend_paged` take them.
+        k: Keys as `attend` takes them.
         softcap: Softcap of the scores, or None.
-        paged: Whether the keys are in pages of a pool.
         gradient: Whether the call is one without a cache, whose result is differentiable: forward and backward pass
             are one form.
 
     Returns:
-        Head size, dtype of the queries, "int8" or "fp8" for such keys, "paged", "softcap", "gradient".
+        Head size, dtype of the queries, "int8" or "fp8" for such keys, "softcap", "gradient".
     """
     parts = ["attention", str(q.shape[-1]), str(jnp.dtype(q.dtype))]
     parts += ["int8"] * isinstance(k, Int8Vectors) + ["fp8"] * isinstance(k, Fp8Vectors)
-    parts += ["paged"] * paged + ["softcap"] * (softcap is not None) + ["gradient"] * gradient
+    parts += ["softcap"] * (softcap is not None) + ["gradient"] * gradient
     return "-".join(parts)
 
 

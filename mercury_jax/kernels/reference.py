@@ -35,7 +35,7 @@ def run(call: AttentionCall) -> AttentionResult:
     head as rows. On a CPU this is twice as fast as an einsum over five axes.
 
     Args:
-        call: Any call without pages.
+        call: Any call.
 
     Returns:
         The result of `attend`: zeros for a query without keys, and -inf for its log-sum-exp.

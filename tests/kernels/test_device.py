@@ -11,13 +11,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import params
 
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
-from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
 
 shape = jax.ShapeDtypeStruct
 FORCE = getattr(plgpu, "force_gpu_interpret_mode", params.force_gpu_interpret_mode)
-COPIED = "tensor<2x384x2x128x"
 
 
 @pytest.fixture
@@ -49,12 +47,6 @@ def training(width=128):
     return program(jax.grad(total, argnums=(0, 1)), q, k, shape((1, 256, 2, 2), jnp.int32))
 
 
-def pages():
-    """The program over a pool: it holds `COPIED` where each row's pages are gathered first."""
-    q, k = shape((2, 8, 4, 128), jnp.bfloat16), shape((9, 128, 2, 128), jnp.bfloat16)
-    return program(attend_paged, q, k, k, shape((2, 3), jnp.int32), shape((2, 8, 2, 2), jnp.int32))
-
-
 def products():
     """Whether the grouped product is taken, and how its gradient is made."""
     x, w = shape((40, 128), jnp.bfloat16), shape((4, 128, 64), jnp.bfloat16)
@@ -79,9 +71,6 @@ def test_only_forms_that_passed_are_used(kept):
     assert "mosaic_gpu" in attention()
     assert "mosaic_gpu" not in attention(int8=True)
     assert "mosaic_gpu" not in attention(softcap=3.0)  # a form that nobody checked
-    assert COPIED in pages()
-    kept({"attention-128-bfloat16-paged": {"passed": True}})
-    assert COPIED not in pages() and "mosaic_gpu" in pages() and "mosaic_gpu" not in attention()
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Correctness of the kernels on this device: each form against plain jnp in fp32, on inputs that reveal errors.
 
-Keys that no query sees are NaN, and so are pages that no row may read, rows behind the last expert and matrices of
+Keys that no query sees are NaN, and so are rows behind the last expert and matrices of
 experts without rows; memory is filled with NaN before each run. Each compiled program runs twice on each draw of
 inputs: two results that differ show a race. Without a GPU the same code runs under the Mosaic GPU interpreter, on
 small shapes (`check --small`).
@@ -35,7 +35,6 @@ from mercury_jax.compilation import GRAPH_FLAGS
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
-from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.dispatch import ExpertOutputs, dispatch as plain_dispatch, kernel_dispatch
 from mercury_jax.kernels.hopper import attention as hopper_attention
@@ -114,12 +113,11 @@ class KernelCheck(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """A call of `attend` or `attend_paged`, or `attend` with its gradient.
+    """A call of `attend`, or of `attend` with its gradient.
 
     Attributes:
         width: Head size.
         int8: Whether keys and values are int8.
-        page: Slots of a page; 0 for contiguous keys.
         softcap: Cap of the scores; None for none.
         gradient: Whether the result has gradients, too: the call is one without a cache.
         knobs: Settings of the Hopper kernel; None: those that calls have by default.
@@ -132,7 +130,6 @@ class AttentionShape(NamedTuple):
     width: int
     dtype: str = "bfloat16"
     int8: bool = False
-    page: int = 0
     softcap: float | None = None
     gradient: bool = False
     knobs: dict[str, int] | None = None
@@ -152,8 +149,8 @@ class AttentionShape(NamedTuple):
             seed: Draws the numbers.
 
         Returns:
-            Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], ranges [b, t, r, 2],
-            and the places of each row's pages in a pool [b, pages].
+            Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], and ranges
+            [b, t, r, 2].
         """
         rng, ranges = np.random.default_rng(seed), np.zeros((self.b, self.t, self.r, 2), np.int32)
         prefix = self.s // 3 + np.arange(self.b)[:, None] * 3 % (self.s // 8)
@@ -169,26 +166,22 @@ class AttentionShape(NamedTuple):
             ranges[:], ranges[:, :, 0, 1] = 0, self.s
         see = ((np.arange(self.s) >= ranges[..., :1]) & (np.arange(self.s) < ranges[..., 1:])).any((1, 2))
         draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
-        each = self.s // (self.page or self.s)  # pages of a row
-        places = rng.permutation(self.b * each + 3)[: self.b * each].reshape(self.b, each).astype(np.int32)
-        return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
+        return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges
 
     def abstract(self) -> tuple[Any, ...]:
         """The shapes of the kernel's arguments."""
         like = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
         q, k = (like(self.b, n, heads, self.width) for n, heads in ((self.t, self.h), (self.s, self.g)))
-        pages = like(self.b, self.s // (self.page or self.s), dtype=jnp.int32)
         ranges = like(self.b, self.t, self.r, 2, dtype=jnp.int32)
-        return jax.eval_shape(self.prepared, q, k, k, like(self.b, self.s, dtype=jnp.bool_), ranges, pages)[0]
+        return jax.eval_shape(self.prepared, q, k, k, like(self.b, self.s, dtype=jnp.bool_), ranges)[0]
 
-    def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any, places: Any) -> tuple[Any, Any]:
+    def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any) -> tuple[Any, Any]:
         """(arguments of the kernel, of the reference). Unseen keys are 0, and NaN in the first if there is no gradient.
 
         Args:
             q, k, v: Queries [b, t, h, width], keys and values [b, s, g, width], fp32.
             see: Which keys any query sees [b, s].
             ranges: [b, t, r, 2].
-            places: Page numbers in the pool [b, pages of a row].
 
         Returns:
             Two tuples of arguments.
@@ -204,19 +197,7 @@ class AttentionShape(NamedTuple):
             else:
                 clean.append(x.astype(jnp.float32))
                 poisoned.append(x if self.gradient else jnp.where(see[:, :, None, None], x, jnp.nan))
-        exact = (q.astype(jnp.float32), *clean, ranges)
-        if not self.page:
-            return (q, *poisoned, ranges), exact
-
-        def pool(
-            x: jax.Array,
-        ) -> jax.Array:  # the pages of all rows in one pool, with three more pages of NaN
-            pages = x.reshape(-1, self.page, *x.shape[2:])
-            fill = -1 if x.dtype == jnp.int8 else jnp.nan
-            empty = jnp.full((places.size + 3, *pages.shape[1:]), fill, x.dtype)
-            return empty.at[places.reshape(-1)].set(pages)
-
-        return (q, *(jax.tree.map(pool, x) for x in poisoned), places, ranges), exact
+        return (q, *poisoned, ranges), (q.astype(jnp.float32), *clean, ranges)
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel of a device, by default this one, beside the reference."""
@@ -224,8 +205,7 @@ class AttentionShape(NamedTuple):
         if self.gradient:
             return self._check_gradient(device, how)
         backend = BACKENDS[kernel_device.present(device) or kernel_device.HOPPER]
-        one = functools.partial(attend, cached=True) if not self.page else attend_paged
-        kernel = functools.partial(one, backend=backend, device=device, **how)
+        kernel = functools.partial(attend, cached=True, backend=backend, device=device, **how)
         if self.knobs is not None:
             knobs = AttentionKnobs(**self.knobs)
             call = functools.partial(AttentionCall, **how, device=device)

@@ -231,7 +231,7 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
     """
     if small:
         tiny = dict(b=1, t=3, h=2, g=1, s=128, r=2)
-        kinds = ({"width": 64}, {"width": 64, "int8": True, "page": 128}, {"width": 512})
+        kinds = ({"width": 64}, {"width": 64, "int8": True}, {"width": 512})
         found = [_check_case("attention", {"dtype": BF16} | kind | tiny, 60.0) for kind in kinds]
         short = {"gradient": True} | tiny | {"s": 70}  # a length that is no multiple of a tile
         found.append(_check_case("attention", {"width": 64, "dtype": BF16} | short, 120.0))
@@ -247,13 +247,7 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
     elif chip is None:
         return []
     else:
-        later = (
-            {"int8": True},
-            {"page": 128},
-            {"int8": True, "page": 128},
-            {"softcap": 30.0},
-            {"dtype": FP16},
-        )
+        later = ({"int8": True}, {"softcap": 30.0}, {"dtype": FP16})
         found = [*_attention_cases({}), *_grouped_cases({}), *_grouped_cases({"gated": True})]
         found += [_check_case("norm", {"rows": rows, "width": width}, 25.0) for rows, width in NORMS]
         found.append(_check_case("norm", {"rows": 256, "width": 2816, "active": 8}, 25.0))
@@ -268,10 +262,8 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
         found += _grouped_cases({"gradient": True})
         if chip == HOPPER:
             found += _training_cases()
-        else:  # the others have attention without pages
-            found = [
-                c for c in found if c.args["operation"] == "attention" and not c.args["shape"].get("page")
-            ]
+        else:  # the others have attention only
+            found = [c for c in found if c.args["operation"] == "attention"]
     draws = 1 if small else 2
     env = KERNELS if small else KERNELS + UNTUNED
     found = [c._replace(args=c.args | {"seed": seed, "draws": draws}, env=env) for c in found]
@@ -307,28 +299,19 @@ def _check_case(operation: str, shape: dict[str, Any], limit: float) -> GpuCase:
     """A case whose form has the name that `kernels.device` gives to its shape."""
     parts = [operation]
     if "dtype" in shape:  # other operations have one form
-        kinds = {
-            "int8": "int8",
-            "gated": "gated",
-            "page": "paged",
-            "softcap": "softcap",
-            "gradient": "gradient",
-        }
         parts += [str(shape[key]) for key in ("width", "dtype") if key in shape]
-        parts += [name for key, name in kinds.items() if shape.get(key)]
+        parts += [kind for kind in ("int8", "gated", "softcap", "gradient") if shape.get(kind)]
     name = " ".join(["-".join(parts), *(f"{k}={v}" for k, v in shape.items() if k not in ("width", "dtype"))])
     args = {"operation": operation, "shape": shape}
     return GpuCase(name, "check_form", args, limit=limit, form="-".join(parts))
 
 
 def _attention_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
-    """The cases of one kind of form (int8 keys, paged keys, soft-cap, fp16; {} for plain bf16) for each head size."""
+    """The cases of one kind of form (int8 keys, soft-cap, fp16; {} for plain bf16) for each head size."""
     for width in WIDTHS:
         if width == 512 and "int8" in kind:
             continue  # the kernel's shared memory has no room to convert them
         shape = {"width": width, "dtype": BF16} | kind
-        if "page" in kind and width == 256:
-            shape["page"] = 64
         groups = {256: 8, 512: 2}.get(width, 4)
         sizes = [
             dict(b=1, t=8, h=4, g=2, s=256, r=1),  # few rows, so that the keys are split

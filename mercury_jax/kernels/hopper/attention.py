@@ -83,8 +83,6 @@ def refuses(call: AttentionCall) -> str | None:
         return f"{ranges} ranges a row; shared memory is reserved for {RANGES}"
     if heads % groups:
         return f"{heads} heads are no multiple of {groups} key heads"
-    if call.pages is not None and k.shape[1] % KEYS[width]:
-        return f"pages of {k.shape[1]} slots are no multiple of the {KEYS[width]} keys that it copies at once"
     return None if call.scale > 0 else f"scale {call.scale} is not above 0"
 
 
@@ -95,17 +93,17 @@ def run(call: AttentionCall, listed: bool = False, knobs: AttentionKnobs | None 
     the highest end that one range has over the rows of a tile: there they must be finite.
 
     Args:
-        call: A call that `refuses` takes; with pages it reads them in place.
+        call: A call that `refuses` takes.
         listed: Whether each program visits only the key tiles with a key that one of its rows attends to, as long
             sequences of several documents need, and not all between the first and the last of them. All keys and
-            values must then be finite. Head sizes up to 256, without pages.
+            values must then be finite. Head sizes up to 256.
         knobs: Choices of the kernel; None: measured ones, or else `default_knobs`.
 
     Returns:
         As `attend`.
     """
     if knobs is None and not listed:
-        form = attention_form(call.q, call.k, call.softcap, call.pages is not None)
+        form = attention_form(call.q, call.k, call.softcap)
         knobs = tuned.find(AttentionKnobs, form, shapes_of(call), call.device)
         knobs = None if knobs is None or unfit(call, knobs) is not None else knobs
     return _run(call, listed, knobs or default_knobs(call, listed))
@@ -120,7 +118,7 @@ def _run(call: AttentionCall, listed: bool, knobs: AttentionKnobs) -> AttentionR
 
 def shapes_of(call: AttentionCall) -> str:
     """The bucket of shapes whose measured settings a call shares."""
-    pairs, rows, slots = call.q.shape[0] * call.k.shape[2], call.group_rows, _slots(call)
+    pairs, rows, slots = call.q.shape[0] * call.k.shape[2], call.group_rows, call.k.shape[1]
     return f"{pairs} x up to {tuned.bucket(rows)} rows, up to {tuned.bucket(slots)} keys"
 
 
@@ -136,7 +134,7 @@ def default_knobs(call: AttentionCall, listed: bool = False) -> AttentionKnobs:
     """
     (batch, _, _, width), groups = call.q.shape, call.k.shape[2]
     keys, wide = KEYS[width], width > 256
-    steps = -(-_slots(call) // keys)
+    steps = -(-call.k.shape[1] // keys)
     programs = lambda rows: batch * groups * -(-call.group_rows // rows)
     # A producer that dequantises int8 needs more registers than two computing warpgroups could leave. With few rows
     # twice as many programs of half the rows keep more processors busy. With many ranges of wide heads, two would
@@ -169,14 +167,8 @@ def unfit(call: AttentionCall, knobs: AttentionKnobs) -> str | None:
         return f"head size {width} has registers for {KEYS[width]} keys"
     if width <= 256 and knobs.stages > (fit := _stages(call, knobs.workers, knobs.keys)):
         return f"shared memory holds {fit} tiles, not {knobs.stages}"
-    steps = -(-_slots(call) // knobs.keys)
+    steps = -(-call.k.shape[1] // knobs.keys)
     return f"{knobs.splits} programs for {steps} tiles of keys" if knobs.splits > min(SPLITS, steps) else None
-
-
-def _slots(call: AttentionCall) -> int:
-    """The slots of a row."""
-    slots = call.k.shape[1]
-    return slots if call.pages is None else call.pages.shape[1] * slots
 
 
 def _stages(call: AttentionCall, workers: int, keys: int) -> int:
@@ -189,14 +181,12 @@ def _stages(call: AttentionCall, workers: int, keys: int) -> int:
 
 def _config(call: AttentionCall, listed: bool, knobs: AttentionKnobs) -> AttentionConfig:
     wide, align = call.q.shape[-1] > 256, knobs.keys if listed else ALIGN
-    slots = _slots(call)
-    if call.pages is None:
-        slots = max(slots + -slots % align, knobs.keys)
+    slots = max(call.k.shape[1] + -call.k.shape[1] % align, knobs.keys)
     heads = heads_of(call.q.shape[2], call.k.shape[2])
     return AttentionConfig(
         rows=ROWS if wide else knobs.workers * ROWS, **knobs._asdict(), slots=slots, groups=call.k.shape[2],
         heads=heads, block=ROWS // heads, ranges=call.ranges.shape[2], scale=call.scale, softcap=call.softcap,
-        int8=isinstance(call.k, Int8Vectors), wide=wide, paged=call.pages is not None, listed=listed, clustered=True,
+        int8=isinstance(call.k, Int8Vectors), wide=wide, listed=listed, clustered=True,
         interpreted=call.device is not None and call.device.interpret is not None,
     )  # fmt: skip
 

@@ -60,20 +60,20 @@ def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple
 
     def load_keys(i: Value, n: Value) -> None:
         """Columns n * DEPTH .. of the keys of step i, in two copies: the halves are tiles of their own."""
-        slot, (row, begin) = _free_slot(s.k_free, i, n), tiles.place(c, i, sources)
+        slot, begin = _free_slot(s.k_free, i, n), tiles.start(c, i)
         for half in (0, 1):
-            at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(n * DEPTH, DEPTH))
+            at = (tiles.batch, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(n * DEPTH, DEPTH))
             plgpu.copy_gmem_to_smem(sources[0].at[at], s.k.at[slot, half], s.k_full.at[slot])
 
     def load_values(i: Value, n: Value) -> None:
         """The n-th piece of the values of step i; even pieces are for warpgroup 0, odd ones for warpgroup 1."""
-        slot, (row, begin) = _free_slot(s.v_free, i, n), tiles.place(c, i, sources)
+        slot, begin = _free_slot(s.v_free, i, n), tiles.start(c, i)
         worker, index = jax.lax.rem(n, jnp.int32(2)), jax.lax.div(n, jnp.int32(2))
         # A warpgroup reads its columns of values with its own half of the keys first, then those with the other half.
         spans = jnp.int32(pieces // 4)  # pieces that the columns of one warpgroup take
         half = jnp.where(index < spans, worker, 1 - worker)
         column = (worker * spans + jax.lax.rem(index, spans)) * SPAN
-        at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(column, SPAN))
+        at = (tiles.batch, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(column, SPAN))
         plgpu.copy_gmem_to_smem(sources[1].at[at], s.v.at[slot], s.v_full.at[slot])
 
     def step(

@@ -61,7 +61,6 @@ class AttentionConfig(NamedTuple):
     int8: bool  # keys and values are int8
     interpreted: bool
     wide: bool = False  # head size 512: both warpgroups share 64 rows, each with half of the columns
-    paged: bool = False  # a table gives the place of each tile of keys in a pool that all rows share
     listed: bool = False  # a table lists the key tiles of each program; `slots` is a multiple of `keys`
     clustered: bool = False  # the programs of the splits run side by side and merge their results themselves
 
@@ -119,33 +118,26 @@ def sources_of(c: AttentionConfig, call: AttentionCall) -> tuple[Array, ...]:
     """What the producer reads.
 
     Keys are in shared memory in tiles of 8 slots, and TMA copies whole tiles: a cache whose slots are no multiple of 8
-    is copied first. A pool becomes one long row of slots, [1, P * page, G, K]; each tile of keys lies within a page.
+    is copied first.
 
     Args:
         c: Static configuration.
-        call: Keys and values, of a cache or of a pool.
+        call: Keys and values.
 
     Returns:
-        Keys and values, padded with zeros to `c.slots`; for int8 also their scales, slots last; for a pool also the
-        slots of the pool at which the tiles of each row begin [B, N * page / c.keys].
+        Keys and values, padded with zeros to `c.slots`; for int8 also their scales, slots last.
     """
-    k, v, pages = call.k, call.v, call.pages
-    starts = ()
-    if pages is not None:
-        page = k.shape[1]
-        starts = pages[:, :, None] * page + jnp.arange(0, page, c.keys, dtype=jnp.int32)
-        starts = (starts.reshape(len(pages), -1),)
-        k, v = (jax.tree.map(lambda y: y.reshape(1, -1, *y.shape[2:]), x) for x in (k, v))
+    k, v = call.k, call.v
 
     def pad(x: Array) -> Array:
-        more = 0 if c.paged else c.slots - x.shape[1]
+        more = c.slots - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
 
     if not (isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors)):
-        return *(pad(jnp.asarray(x)) for x in (k, v)), *starts
+        return pad(jnp.asarray(k)), pad(jnp.asarray(v))
     # Slots last and a multiple of 8: TMA needs rows whose bytes are a multiple of 16.
     scales = [pad(x.scale).transpose(0, 2, 1) for x in (k, v)]
-    return pad(k.values), pad(v.values), *scales, *starts
+    return pad(k.values), pad(v.values), *scales
 
 
 def heads_of(heads: int, groups: int) -> int:
@@ -200,7 +192,7 @@ def launch(
     batch, queries, heads, width = call.q.shape
     regrouped = heads != c.groups * c.heads
     # No row attends to the padding behind the last slot.
-    q, ranges = call.q, call.ranges if c.paged else jnp.minimum(call.ranges, call.k.shape[1])
+    q, ranges = call.q, jnp.minimum(call.ranges, call.k.shape[1])
     if regrouped:
         q = q.reshape(batch, queries, c.groups, -1, width).swapaxes(2, 3).reshape(batch, -1, c.groups, width)
         ranges = jnp.repeat(ranges, heads // c.groups, axis=1)
@@ -291,19 +283,6 @@ class KeyTiles(NamedTuple):
         """
         return jnp.minimum(self.index(i) * c.keys, c.slots - c.keys)
 
-    def place(self, c: AttentionConfig, i: Value, sources: tuple[Ref, ...]) -> tuple[Value, Value]:
-        """Where the tile of a step lies in the producer's sources.
-
-        Args:
-            c: Static configuration.
-            i: The step.
-            sources: From `sources_of`; a pool is one long row.
-
-        Returns:
-            (row of the batch, slot).
-        """
-        return (0, sources[-1][self.batch, self.index(i)]) if c.paged else (self.batch, self.start(c, i))
-
 
 def key_tiles(c: AttentionConfig, bounds: Ref) -> KeyTiles:
     """This program's share of the tiles that its rows attend to.
@@ -356,8 +335,7 @@ def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple
 def _load(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...], i: Value) -> None:
     """Loads the keys and values of step i."""
     slot = jax.lax.rem(i, jnp.int32(c.stages))
-    row, start = tiles.place(c, i, sources)
-    at = (row, pl.ds(start, c.keys), tiles.group)
+    at = (tiles.batch, pl.ds(tiles.start(c, i), c.keys), tiles.group)
     buffers = (s.k, s.v), (s.k_full, s.v_full), (s.k_free, s.v_free)
     for source, tile, full, free in zip(sources[:2], *buffers, strict=True):
         # The buffer's tile of `stages` steps ago must have been read; there is none in the first round.
@@ -369,12 +347,11 @@ def _load_int8(
     c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...], i: Value
 ) -> None:
     """Loads the int8 keys and values of step i, and their scales: four copies that arrive at one barrier."""
-    slot, (row, start) = jax.lax.rem(jnp.int32(i), jnp.int32(INT8_STAGES)), tiles.place(c, i, sources)
-    keys = pl.ds(start, c.keys)
+    slot, keys = jax.lax.rem(jnp.int32(i), jnp.int32(INT8_STAGES)), pl.ds(tiles.start(c, i), c.keys)
     for x in (0, 1):
         full = s.int8_full.at[slot]
-        plgpu.copy_gmem_to_smem(sources[x].at[row, keys, tiles.group], s.int8.at[x, slot], full)
-        plgpu.copy_gmem_to_smem(sources[2 + x].at[row, tiles.group, keys], s.scales.at[x, slot], full)
+        plgpu.copy_gmem_to_smem(sources[x].at[tiles.batch, keys, tiles.group], s.int8.at[x, slot], full)
+        plgpu.copy_gmem_to_smem(sources[2 + x].at[tiles.batch, tiles.group, keys], s.scales.at[x, slot], full)
 
 
 def _dequantise(

@@ -42,8 +42,6 @@ def refuses(call: AttentionCall) -> str | None:
     """
     if isinstance(call.k, Int8Vectors) or isinstance(call.v, Int8Vectors):
         return "rounded keys have no gradient"
-    if call.pages is not None:
-        return "keys in pages have no gradient"
     if (width := call.q.shape[-1]) not in WIDTHS:
         return f"head size {width} is not one of {', '.join(map(str, WIDTHS))}, which have a gradient"
     if call.q.dtype == jnp.float16:
