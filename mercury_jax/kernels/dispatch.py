@@ -1,7 +1,7 @@
 """Dispatch and combine of a mixture of experts: copies of tokens sorted by expert, and the weighted sum of the results.
 
 `dispatch` gives each expert the hidden states of its tokens as consecutive rows, on Hopper with one kernel
-(`hopper.dispatch`); `models.moe` calls it. `combine` is the plain sum; `kernels.residual_norm` computes the same sum in
+(`hopper.rows`); `models.moe` calls it. `combine` is the plain sum; `kernels.residual_norm` computes the same sum in
 its kernel.
 """
 
@@ -159,9 +159,9 @@ def kernel_dispatch(
 
     @jax.custom_vjp
     def run(x: Rows, expert: Array) -> Dispatched:
-        from mercury_jax.kernels.hopper import dispatch  # here, because importing Mosaic takes time
+        from mercury_jax.kernels.hopper import rows  # here, because importing Mosaic takes time
 
-        return Dispatched(*dispatch.run(x, expert, count, device))
+        return Dispatched(*rows.dispatch(x, expert, count, device))
 
     def forward(x: Rows, expert: Array) -> tuple[Dispatched, Array]:
         found = run(x, expert)

@@ -1,7 +1,7 @@
 """Rows of 8 bits, each with a scale, which tensor cores multiply natively by matrices of 8 bits.
 
 `kernels.residual_norm` writes norms in this form, and `kernels.dispatch` copies it. Rows that no such kernel holds,
-attention outputs and hidden units, are rounded by the kernel `hopper.quantised_rows`.
+attention outputs and hidden units, are rounded by the kernel `hopper.rows`.
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ def kernel_quantise_rows(x: Float[Array, "M W"], dtype: Any, device: Device | No
         return quantise_rows(x, dtype)
     if len(x) % count or not 0 < count * x.shape[1] <= MOST_NUMBERS:
         return quantise_rows(x, dtype)
-    from mercury_jax.kernels.hopper import quantised_rows  # here, because importing Mosaic takes time
+    from mercury_jax.kernels.hopper import rows  # here, because importing Mosaic takes time
 
-    return quantised_rows.run(x, count, dtype, device)
+    return rows.quantise_rows(x, count, dtype, device)

@@ -1,7 +1,7 @@
 """`residual_norms`: a residual sum and all RMS norms that read it, as one kernel on Hopper.
 
 XLA for GPUs makes one kernel of each norm, and another of the sum: between two products of a layer these are four or
-five, each of which reads every hidden state again. The kernel is `hopper.residual_norm`; `models.ops` calls it.
+five, each of which reads every hidden state again. The kernel is `hopper.rows`; `models.ops` calls it.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def kernel_residual_norms(
 
     @jax.custom_vjp
     def run(x: Array, residual: Residual, factors: list[Array]) -> tuple[Array, list[Rows]]:
-        from mercury_jax.kernels.hopper import residual_norm  # here, because importing Mosaic takes time
+        from mercury_jax.kernels.hopper import rows  # here, because importing Mosaic takes time
 
         flat = lambda y: y.reshape(-1, y.shape[-1])
         choice = None if residual.choice is None else residual.choice.reshape(-1).astype(jnp.int32)
@@ -153,8 +153,8 @@ def kernel_residual_norms(
             else flat(y)
             for y in residual.branches
         )
-        rows = residual._replace(branches=branches, choice=choice)
-        found = residual_norm.run(flat(x), rows, factors, eps, tuple(rounded), device)
+        flattened = residual._replace(branches=branches, choice=choice)
+        found = rows.residual_norms(flat(x), flattened, factors, eps, tuple(rounded), device)
         return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], *y.shape[1:]), found)
 
     def backward(args: Any, dy: Any) -> Any:

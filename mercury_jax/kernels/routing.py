@@ -1,7 +1,7 @@
 """`route`: the choice of the k most probable experts of each token, as one kernel on Hopper.
 
 XLA for GPUs makes four kernels of it: softmax, a sort, a gather of the experts' factors, and the sum of the chosen
-probabilities with what is divided by it. The kernel is `hopper.routing`; `models.ops` calls it.
+probabilities with what is divided by it. The kernel is `hopper.rows`; `models.ops` calls it.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def kernel_route(
     """
     if (why := refuses(logits, active, device)) is not None:
         raise refuse("logits", f"{logits.dtype}{list(logits.shape)}", f"others: {why}")
-    from mercury_jax.kernels.hopper import routing  # here, because importing Mosaic takes time
+    from mercury_jax.kernels.hopper import rows  # here, because importing Mosaic takes time
 
     flat = logits.reshape(-1, logits.shape[-1])
-    found = routing.run(flat, factors, active, scale, device)
+    found = rows.route(flat, factors, active, scale, device)
     ids, weights = (a.reshape(*logits.shape[:-1], active) for a in found)
     return ids, weights

@@ -14,8 +14,7 @@ The training loop, the update, checkpoints and logs are the ones of `mercury_jax
 
 from mercury_jax.rl.distill import FewSteps
 from mercury_jax.rl.grpo import GRPO
-from mercury_jax.rl.preferences import Preferences
 from mercury_jax.rl.rollouts import Rollouts, Trajectories
-from mercury_jax.rl.vrpo import VRPO
+from mercury_jax.rl.vrpo import VRPO, Preferences
 
 __all__ = ["GRPO", "VRPO", "FewSteps", "Preferences", "Rollouts", "Trajectories"]

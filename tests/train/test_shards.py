@@ -17,7 +17,7 @@ from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.train import data
 from mercury_jax.train.data import corpus, documents, packing, shard_writer
 from mercury_jax.train.data.documents import Files, HubStream, Problems
-from mercury_jax.train.data.shuffle import permuted
+from mercury_jax.train.data.filling import permuted
 from tests.tiny import tokenizer
 from tests.train.tiny_data import BLOCK, FIRST, Numbers, assert_same, conversation, layout, row_layout, take
 

@@ -36,9 +36,8 @@ import numpy as np
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train.data import packing
-from mercury_jax.train.data.filling import RowStream, TextWindow
+from mercury_jax.train.data.filling import RowStream, TextWindow, key_of, mix, permuted
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
-from mercury_jax.train.data.shuffle import key_of, mix, permuted
 from mercury_jax.train.data.sources import Stream
 from mercury_jax.types import LaidOutDocument, Layout, RowLayout
 
