@@ -31,6 +31,7 @@ SAME_NAME = {
     "infill.py": {"cli", "decode"},
     "masked.py": {"decode/rules", "train/objectives"},
     "qk_norm_rope.py": {"kernels", "kernels/hopper"},
+    "quantised_rows.py": {"kernels", "kernels/hopper"},
     "report.py": {"cli", "train"},
     "request.py": {"decode", "serve/engine"},
     "runner.py": {"bench/gpu", "evaluate"},

@@ -59,12 +59,29 @@ def quantise_rows(x: Float[Array, "*s"], dtype: Any, count: int = 1) -> Quantise
 
 
 def row_scale(peak: Array, dtype: Any) -> Array:
-    """The scale of a row whose largest magnitude is `peak`; kernels compute it in registers."""
+    """Computes the scale of a row, also in the registers of a kernel.
+
+    Args:
+        peak: Largest magnitude of the row.
+        dtype: int8 or float8_e4m3fn.
+
+    Returns:
+        The scale.
+    """
     return jnp.maximum(peak, 1e-12) / largest(dtype)
 
 
 def quantised(x: Float[Array, "*s"], scale: Array, dtype: Any) -> Array:
-    """Numbers in fp32 rounded to 8 bits; kernels compute it in registers."""
+    """Rounds numbers to 8 bits, also in the registers of a kernel.
+
+    Args:
+        x: Numbers in fp32.
+        scale: Scale of their row.
+        dtype: int8 or float8_e4m3fn.
+
+    Returns:
+        The values.
+    """
     values = jnp.minimum(jnp.maximum(x / scale, -largest(dtype)), largest(dtype))
     if dtype == jnp.int8:
         values = jax.lax.round(values, jax.lax.RoundingMethod.TO_NEAREST_EVEN)

@@ -74,7 +74,7 @@ class Scratch(NamedTuple):
     widened: Ref = None  # 16-bit parts of each worker, for the interpreter
 
 
-class Part(NamedTuple):
+class ProductRefs(NamedTuple):
     """What one product of a launch reads and writes, as references."""
 
     c: GroupedConfig
@@ -153,7 +153,7 @@ def run(
     def grouped(*refs: Ref) -> None:
         operands = jax.tree.unflatten(given, refs[: len(inputs)])
         outs = refs[len(inputs) : -1] * (len(widths) if joined else 1)
-        _program(list(map(Part, configs, operands, outs, columns)), Scratch(**refs[-1]))
+        _program(list(map(ProductRefs, configs, operands, outs, columns)), Scratch(**refs[-1]))
 
     grouped.__name__ = tuned.kernel_name("grouped", knobs[0])
     call = plgpu.kernel(
@@ -241,7 +241,7 @@ def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 # --- the program
 
 
-def _program(parts: list[Part], s: Scratch) -> None:
+def _program(parts: list[ProductRefs], s: Scratch) -> None:
     """One program of the grid: its warpgroups go through the same pieces of work."""
     worker, c = jax.lax.axis_index("warpgroup"), parts[0].c
 
@@ -272,7 +272,7 @@ def _program(parts: list[Part], s: Scratch) -> None:
 
 
 def _each_work(
-    part: Part, body: Callable[[Work, Value], Value], carry: tuple[Value, Value]
+    part: ProductRefs, body: Callable[[Work, Value], Value], carry: tuple[Value, Value]
 ) -> tuple[Value, Value]:
     """Calls `body` with each piece of work of this program, and with the number of steps before it, which it adds to.
 
@@ -317,7 +317,7 @@ def _column(c: GroupedConfig, matrices: int, worker: int, block: Value) -> tuple
     return (worker, block * BLOCK) if matrices == 2 else (0, (block + worker * c.blocks) * BLOCK)
 
 
-def _load(s: Scratch, part: Part, work: Work, step: Value) -> Value:
+def _load(s: Scratch, part: ProductRefs, work: Work, step: Value) -> Value:
     """Copies the rows and the parts of the matrices of all steps, each as soon as its stage is free."""
     c, given = part.c, part.given
 
@@ -343,7 +343,7 @@ def _rows(c: GroupedConfig, memory: Ref) -> Ref:
     return memory if memory.shape[0] == c.tile else memory.at[pl.ds(0, c.tile)]
 
 
-def _compute(s: Scratch, worker: Value, part: Part, work: Work, step: Value) -> Value:
+def _compute(s: Scratch, worker: Value, part: ProductRefs, work: Work, step: Value) -> Value:
     """Multiplies, and stores the results of the expert's own rows."""
     c, given, out, start = part
     steps = given.x.shape[1] // c.depth
