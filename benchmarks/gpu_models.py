@@ -33,7 +33,9 @@ from mercury_jax.kernels import device as kernel_device
 from mercury_jax.models import masks
 from mercury_jax.types import LM, Batch
 
-DENOISING = 16  # steps of a canvas, before the pass that commits it, for which tokens/s are given
+# Steps of a canvas for which tokens/s are given. The pass that commits it is counted as one more, also in a batch of one
+# row, where it is half of a wider pass.
+DENOISING = 16
 
 
 def decoding(args: Row, stage: Stage) -> Iterator[Row]:

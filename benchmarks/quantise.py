@@ -135,7 +135,9 @@ class MaskedText(NamedTuple):
 def variants(load: Load) -> list[Variant]:
     """The model with every pair of PAIRS; weights are loaded once for each kind."""
     found = {kind: load(quantise=kind) for kind in dict.fromkeys(weights for weights, _ in PAIRS)}
-    return [_variant(found[weights], weights, kv) for weights, kv in PAIRS]
+    # The score of an autoregressive model is one pass without a cache.
+    scored = [pair for pair in PAIRS if pair[1] is None or not found[None].model.config.autoregressive]
+    return [_variant(found[weights], weights, kv) for weights, kv in scored]
 
 
 def _variant(lm: LM, weights: str | None, kv: str | None) -> Variant:
