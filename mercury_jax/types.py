@@ -181,9 +181,8 @@ class View(NamedTuple):
     canvas: Int[Array, "L"]  # state of the diffusion process: tokens, and masks or noise
     answer: Int[Array, "L"]  # the answer if generation had ended after the previous step
     stats: TokenStats  # None while logits processors run
-    leave_one_out: (
-        TokenStats  # predicted by masks that do not see the token at their own position; on request
-    )
+    # predicted by masks that do not see the token at their own position; on request
+    leave_one_out: TokenStats
     # After the processors, but those with `draws_only`; only for parts that set `needs_logits`.
     logits: Float[Array, "L V"]
     editable: Bool[Array, "L"]  # in the active block and not given by the user

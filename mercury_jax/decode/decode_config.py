@@ -48,9 +48,8 @@ class DecodeConfig(NamedTuple):
     trajectory: bool = False  # record when each token was accepted, and the log-probability of its draw
     drafter: DecodeConfig | None = None  # config of a separate drafter (`drafting.py`); implies `speculative`
     drafts: str | None = None  # for a drafter: how its drafts are accepted, "same_seed" or "rejection"
-    fuse_commit: int = (
-        0  # rows up to which a pass commits a block and begins the next one (`fused_commit.py`)
-    )
+    # rows up to which a pass commits a block and begins the next one (`fused_commit.py`)
+    fuse_commit: int = 0
     vocab_chunk: int = 32768  # ids per chunk, if no part needs all logits (`chunked_vocab.py`)
     logit_bytes: int = 2**29  # up to this size in fp32, one product computes the logits of all chunks
 

@@ -18,12 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.kernels import chunked, device as kernel_device, reference
-from mercury_jax.kernels.attention_inputs import (
-    AttentionCall,
-    AttentionResult,
-    KVArray,
-    RoundedVectors,
-)
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, KVArray, RoundedVectors
 from mercury_jax.types import Device
 
 

@@ -26,12 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.kernels.attention_inputs import (
-    AttentionCall,
-    AttentionResult,
-    RoundedVectors,
-    dequantise,
-)
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, RoundedVectors, dequantise
 from mercury_jax.kernels.reference import apply_softcap, fold_heads, unfold_heads
 from mercury_jax.types import accumulation_dtype
 

@@ -24,9 +24,8 @@ from mercury_jax.kernels.residual_norm import rms_normalise
 from mercury_jax.types import Device, accumulation_dtype
 
 WIDTH_QUANTUM = 256  # of the head size: the 128 threads of a program load half a head at once
-LARGEST_GROUP = (
-    8192  # numbers of the heads of a key head, queries included, that fit in the registers of a program
-)
+# Numbers of the heads of a key head, queries included, that fit in the registers of a program.
+LARGEST_GROUP = 8192
 
 KVArrays = tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]  # keys and values of a layer's cache
 Table = tuple[Float[Array, "B T 1 C"], Float[Array, "B T 1 C"]]  # cosines and sines of RoPE

@@ -46,9 +46,8 @@ class NetworkInputs(NamedTuple):
     positions: Int[Array, "B T"]  # absolute positions, for RoPE
     ranges: Int[Array, "B T R 2"]  # key ranges, clipped to the window in a layer with a sliding window
     slots: Int[Array, "B T"] | None = None  # where keys are written, or OUT_OF_CACHE; None: no cache
-    length: Int[Array, "B"] | None = (
-        None  # of the whole row, see `RopeScaling`; None: within the original context
-    )
+    # of the whole row, see `RopeScaling`; None: within the original context
+    length: Int[Array, "B"] | None = None
 
 
 def encoded_tokens(given: Pass) -> Bool[Array, "B T"]:

@@ -246,9 +246,8 @@ class GroupedShape(NamedTuple):
     gradient: bool = False
     gated: bool = False
     rounded: bool = False
-    knobs: dict[str, int] | None = (
-        None  # settings of the Hopper kernel; None: those that calls have by default
-    )
+    # settings of the Hopper kernel; None: those that calls have by default
+    knobs: dict[str, int] | None = None
 
     def sizes(self, rng: np.random.Generator) -> np.ndarray:
         """Rows of each expert: one has none, one has many, and the first rows have all remainders modulo 8.

@@ -102,14 +102,7 @@ def _free_slot(free: Ref, i: Value, n: Value) -> Value:
 
 
 def compute(
-    c: AttentionConfig,
-    s: SharedMemory,
-    tiles: KeyTiles,
-    worker: Value,
-    q: Ref,
-    gaps: Ref,
-    out: Ref,
-    lse: Ref,
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Value, q: Ref, gaps: Ref, out: Ref, lse: Ref
 ) -> None:
     """All steps of one of the two computing warpgroups, and the store of its columns.
 

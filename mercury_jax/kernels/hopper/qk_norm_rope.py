@@ -61,14 +61,7 @@ def run(
     interpret = False if device is None or device.interpret is None else device.interpret
 
     def qk_norm_rope(
-        joined: Ref,
-        factors: Any,
-        cos: Ref,
-        sin: Ref,
-        slots: Ref,
-        keys: Ref,
-        values: Ref,
-        out: Ref,
+        joined: Ref, factors: Any, cos: Ref, sin: Ref, slots: Ref, keys: Ref, values: Ref, out: Ref
     ) -> None:  # the kernel's name in a profile
         row, group = jax.lax.axis_index("row"), jax.lax.axis_index("group")
         token, at = jax.lax.rem(row, jnp.int32(tokens)), jax.lax.div(row, jnp.int32(tokens))
