@@ -33,8 +33,8 @@ from mercury_jax.kernels import device as kernel_device
 from mercury_jax.models import masks
 from mercury_jax.types import LM, Batch
 
-# Steps of a canvas for which tokens/s are given. The pass that commits it is counted as one more, also in a batch of one
-# row, where it is half of a wider pass.
+# Steps of a canvas for which tokens/s are given. The pass that commits it is counted as one more, also in a batch of
+# one row, where it is half of a wider pass.
 DENOISING = 16
 
 
