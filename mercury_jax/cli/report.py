@@ -19,7 +19,6 @@ from mercury_jax import install
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Positional, option
 from mercury_jax.config import refuse
-from mercury_jax.train.report import METRICS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,8 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunCurves]:
 
 
 def _read(folder: Path, name: str) -> RunCurves:
+    from mercury_jax.train.report import METRICS  # here, because it imports JAX
+
     curves: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
