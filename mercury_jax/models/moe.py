@@ -166,8 +166,8 @@ def expert_outputs(
 
 
 def kernels_refuse(
-    x: Rows,
-    expert: Int[Array, "N k"],
+    x: Rows | jax.ShapeDtypeStruct,
+    expert: Array | jax.ShapeDtypeStruct,
     stacks: Sequence[Stack],
     device: Device | None = None,
     act: Activation | None = None,
@@ -314,7 +314,7 @@ def refuses(
 
 def ragged(
     act: Activation,
-    rows: Float[Array, "M D"],
+    rows: Rows,
     offsets: Int[Array, "offsets"],
     gate_up: Stack,
     down: Stack,
@@ -335,7 +335,7 @@ def ragged(
     Returns:
         [M, D].
     """
-    if _quantised(gate_up) or _quantised(down):
+    if isinstance(rows, QuantisedRows) or _quantised(gate_up) or _quantised(down):
         return tiled(act, rows, offsets, gate_up, down, total)
 
     def product(x: Array, w: Any) -> Array:
