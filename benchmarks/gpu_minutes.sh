@@ -34,11 +34,16 @@ forms=(--only "attention-"{64,256,512}"-bfloat16 b" "grouped-"{bfloat16,int8,flo
   "grouped-"{bfloat16,int8,float8_e4m3fn}-gated norm routing dispatch heads graphs)
 model="decoding diffusiongemma-26b-a4b, fp8_dynamic"
 [ -z "$small" ] || { forms=(--only attention grouped-int8-gated norm routing dispatch heads graphs) model=decoding; }
+picture() { # the options of a picture, where there is matplotlib: the image of a GPU machine may have none
+  "${PYTHON:-python3}" -c "import matplotlib" 2>/dev/null && printf '%s\n' --png "$out/$1.png"
+}
+mapfile -t pass < <(picture profile)
+mapfile -t pass_fp8 < <(picture profile-fp8)
 step check 120 mercury_jax bench gpu check "${forms[@]}"
-step profile 90 mercury_jax bench gpu profile --only int8 --png "$out/profile.png"
+step profile 90 mercury_jax bench gpu profile --only int8 "${pass[@]}"
 step grouped 40 benchmarks.gpu speed --only "grouped"
 step tune 220 mercury_jax bench gpu tune
 step decoding 150 benchmarks.gpu model --only "$model" # as XLA chooses, then as graphs
 step graphs 40 benchmarks.gpu speed --only "kernels on"
-[ -n "$small" ] || step profile-fp8 60 mercury_jax bench gpu profile --only fp8_dynamic --png "$out/profile-fp8.png"
+[ -n "$small" ] || step profile-fp8 60 mercury_jax bench gpu profile --only fp8_dynamic "${pass_fp8[@]}"
 exit "$failed"
