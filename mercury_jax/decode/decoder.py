@@ -99,9 +99,8 @@ def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[Stat
     """
     state = open_canvases(config, state)  # rows that finished a block start the next one
     feed = next_feed(config, state)  # committed tokens, or a canvas
-    hidden, leave_one_out, state = forward(
-        config, params, state, *feed
-    )  # hidden is opaque: leaves [B, L, ...]
+    # `hidden` is opaque: leaves [B, L, ...].
+    hidden, leave_one_out, state = forward(config, params, state, *feed)
     # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
     state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
     return feed.advance(state), frame

@@ -34,8 +34,8 @@ class Scheme(NamedTuple):
         bits: Bits of a value.
         block: Rows and columns [out, in] of the matrix that share a scale, for scales of blocks.
         group: Inputs that share a scale, for scales of groups.
-        symmetric: Whether there are no zero points. Those of a symmetric matrix that a file stores all the same are not
-            read: by definition they are in the middle of the range (8 of 4 bits), and some files store other ones.
+        symmetric: Whether there are no zero points. If a file stores some for a symmetric matrix, they are ignored:
+            by definition they are in the middle of the range (8 of 4 bits), and some files store other ones.
     """
 
     targets: tuple[str, ...] = ("Linear",)

@@ -108,7 +108,7 @@ def refuse_gradient(rounded: bool) -> None:
 
 
 def kernel_quantise_rows(x: Float[Array, "M W"], dtype: Any, device: Device | None = None) -> QuantisedRows:
-    """Computes `quantise_rows` with the kernel; by XLA where there is none for the shape or the device.
+    """Computes `quantise_rows` with the kernel, or with XLA if the kernel does not support the shape or the device.
 
     Args:
         x: Rows.

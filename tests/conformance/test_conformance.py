@@ -38,11 +38,15 @@ def model(checkpoint: str, sharpness: float, mask: int | None) -> mj.LM:
     return dataclasses.replace(lm, params=jax.tree_util.tree_map_with_path(scale, lm.params))
 
 
-def decode(name: str, case: dict[str, Any], rows: int, seed: int = 0) -> tuple[mj.LM, mj.Output]:
+def decode(
+    name: str, case: dict[str, Any], rows: int, seed: int = 0, fuse: int | None = None
+) -> tuple[mj.LM, mj.Output]:
     file = FILES[name]
     lm = model(file["checkpoint"], file.get("sharpness", 1.0), file.get("mask"))
     how = getattr(mj.presets, file["preset"])(**case["arguments"])
     how |= {key: case[key] for key in ("max_tokens",) if key in case}
+    if fuse is not None:
+        how["plan"] = dataclasses.replace(how["plan"], fuse_commit=fuse)
     return lm, mj.sample(lm, [case["prompt"]] * rows, seed=seed, **how)
 
 
@@ -72,6 +76,20 @@ def test_tokens_and_forwards_are_the_references(name, case):
         assert out.forwards[0] == passes
     else:
         assert out.forwards[0] <= passes
+
+
+# Families that encode finished blocks without shifted logits; the others refuse to fuse.
+BLOCKS = [(name, case) for name, case in CASES if name in ("llada2", "llada21", "sdar")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, case", slow_except(BLOCKS, *first_of_each(BLOCKS)), ids=title)
+def test_commits_that_share_a_pass_emit_the_references_tokens_too(name, case):
+    lm, fused = decode(name, case, 1, fuse=1)
+    plain = decode(name, case, 1, fuse=0)[1]
+    assert fused.tokens[0].tolist() == until_end(lm, case["tokens"])
+    assert fused.forwards[0] == plain.forwards[0]
+    assert fused.passes < plain.passes or plain.passes == plain.forwards[0]  # then there was nothing to encode
 
 
 @pytest.mark.long

@@ -152,7 +152,11 @@ def _compiled(op: Tunable, knobs: Any) -> Callable[[], Any] | str:
 
     try:
         ready = jax.jit(program).lower(op.start, op.sets).compile()
-    except (ValueError, NotImplementedError) as error:
+    except (
+        ValueError,
+        NotImplementedError,
+        jax.errors.JaxRuntimeError,
+    ) as error:  # the last: of ptxas or XLA
         return f"{type(error).__name__}: {error}"[:300]
     return lambda: jax.block_until_ready(ready(op.start, op.sets))
 

@@ -289,7 +289,7 @@ def _produce_rows(c: AttentionConfig, s: SharedMemory, walk: KeyTiles, inputs: t
     def load(i: Value, _: None) -> None:
         slot = jax.lax.rem(i, jnp.int32(c.stages))
         rows = pl.ds(walk.index(i) * ROWS, ROWS)
-        # The buffers' tile of `stages` steps ago must have been read; there is none in the first round.
+        # Wait until the tile of `stages` steps ago has been read. In the first round nothing is overwritten.
         pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(s.k_free.at[slot]))
         plgpu.copy_gmem_to_smem(q.at[pair, rows], s.q.at[slot], s.q_full.at[slot])
         plgpu.copy_gmem_to_smem(stats.at[pair, :, rows], s.stats.at[slot], s.q_full.at[slot])

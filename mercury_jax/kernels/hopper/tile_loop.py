@@ -338,7 +338,7 @@ def _load(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[R
     at = (tiles.batch, pl.ds(tiles.start(c, i), c.keys), tiles.group)
     buffers = (s.k, s.v), (s.k_full, s.v_full), (s.k_free, s.v_free)
     for source, tile, full, free in zip(sources[:2], *buffers, strict=True):
-        # The buffer's tile of `stages` steps ago must have been read; there is none in the first round.
+        # Wait until the tile of `stages` steps ago has been read. In the first round nothing is overwritten.
         pl.when(i >= c.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
         plgpu.copy_gmem_to_smem(source.at[at], tile.at[slot], full.at[slot])
 
