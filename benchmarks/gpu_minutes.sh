@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What to measure in fifteen minutes of one GPU, the most useful first: the kernels that DiffusionGemma needs are checked,
-# a forward pass is profiled, the settings of kernels are tuned, then whole models are timed with them, with loops as
-# CUDA graphs and without. Twelve minutes in all.
+# a forward pass is profiled, whole models are timed, with loops as CUDA graphs and without, and the settings of kernels
+# are tuned. Twelve minutes, and a second profile if there are two more.
 #
 #   benchmarks/gpu_minutes.sh OUT           rows go to OUT/rows.jsonl, pictures and logs beside it
 #   benchmarks/gpu_minutes.sh OUT --small   the same on a machine without a GPU, with small shapes
@@ -39,11 +39,12 @@ picture() { # the options of a picture, where there is matplotlib: the image of 
 }
 mapfile -t pass < <(picture profile)
 mapfile -t pass_fp8 < <(picture profile-fp8)
+# A first call of the 26B compiles for up to a minute.
 step check 120 mercury_jax bench gpu check "${forms[@]}"
-step profile 90 mercury_jax bench gpu profile --only int8 "${pass[@]}"
+step profile 140 mercury_jax bench gpu profile --only int8 "${pass[@]}"
+step decoding 160 benchmarks.gpu model --only "$model" # as XLA chooses, then as graphs
+step tune 180 mercury_jax bench gpu tune
 step grouped 40 benchmarks.gpu speed --only "grouped"
-step tune 220 mercury_jax bench gpu tune
-step decoding 150 benchmarks.gpu model --only "$model" # as XLA chooses, then as graphs
-step graphs 40 benchmarks.gpu speed --only "kernels on"
-[ -n "$small" ] || step profile-fp8 60 mercury_jax bench gpu profile --only fp8_dynamic "${pass_fp8[@]}"
+step graphs 80 benchmarks.gpu speed --only "kernels on"
+[ -n "$small" ] || step profile-fp8 140 mercury_jax bench gpu profile --only fp8_dynamic "${pass_fp8[@]}"
 exit "$failed"

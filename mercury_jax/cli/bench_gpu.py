@@ -1,7 +1,7 @@
 """Prepare an accelerator: check whether the kernels are correct on it, tune them, and see where a forward pass goes.
 
 WHAT, in this order:
-  check   versions, roofline, and every kernel form against fp32; forms that pass are used from then on
+  check   versions, and every kernel form against fp32; forms that pass are used from then on
   tune    settings of the grouped product and of attention at the shapes of the 26B; the fastest are used from then on
   profile the operations of a pass of the 26B: calls, time, bytes and share of each, and the gaps between kernels
 

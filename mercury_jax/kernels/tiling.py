@@ -119,12 +119,12 @@ def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) ->
     x = jnp.clip(edges, 0, slots).reshape(b, e // 2, 2, m // rows, rows)
     start, end = x[:, :, 0], x[:, :, 1]  # [B, R, N, rows]
     nonempty = end > start
-    # The hull of each range over the rows of a tile [B, R, N], which may include keys that no row attends to; and the
-    # keys that all rows attend to in their first range, among which are most key tiles of a long prefix. Minima are
-    # maxima of negative numbers: XLA for GPUs makes a kernel of each reduction.
-    parts = [-jnp.where(nonempty, start, slots), jnp.where(nonempty, end, 0), start[:, :1], -end[:, :1]]
-    most = jnp.concatenate(parts, axis=1).max(axis=-1)
-    low, high, unmasked = -most[:, : e // 2], most[:, e // 2 : e], [most[:, e], -most[:, e + 1]]
+    # The hull of each range over the rows of a tile [B, R, N]. It may include keys that no row attends to.
+    low = jnp.where(nonempty, start, slots).min(axis=-1)
+    high = jnp.where(nonempty, end, 0).max(axis=-1)
+    # Keys that all rows attend to in their first range, as in most key tiles of a long prefix. Four reductions,
+    # not one over all of them joined: on an H200, XLA of jax 0.11.2 reduced a slice of that one at a wrong offset.
+    unmasked = [start[:, 0].max(axis=-1), end[:, 0].min(axis=-1)]
     first = low.min(axis=1) // keys
     last = jnp.maximum(-(-high.max(axis=1) // keys), first)
     hulls = jnp.stack([jnp.where(high > 0, low, 0), high], axis=2).reshape(b, e, -1)

@@ -13,7 +13,7 @@ from mercury_jax.kernels.hopper import attention as hopper_attention, grouped_ma
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.kernels.tuned import AttentionKnobs, GroupedKnobs
 
-H200 = "NVIDIA H200"
+GPU = "NVIDIA L4"  # the package brings no settings for it
 KNOBS = GroupedKnobs(16, 1, 64, 3)
 
 
@@ -21,13 +21,13 @@ KNOBS = GroupedKnobs(16, 1, 64, 3)
 def entry(tmp_path, monkeypatch):
     """An entry for one product on a GPU, in an empty cache."""
     monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
-    monkeypatch.setattr(kernel_device, "device_name", lambda: H200)
+    monkeypatch.setattr(kernel_device, "device_name", lambda: GPU)
     return {"form": "grouped-int8", "shapes": "up to 64 rows", "settings": KNOBS._asdict()}
 
 
 def written(entry):
     """The file that holds an entry."""
-    file = tuned.write(GroupedKnobs, H200, entry)
+    file = tuned.write(GroupedKnobs, GPU, entry)
     assert file is not None
     return file
 
@@ -38,8 +38,8 @@ def found(form="grouped-int8", shapes="up to 64 rows"):
 
 def test_a_setting_is_found_for_its_device_form_and_shapes_only(entry, monkeypatch):
     assert found() is None
-    file = tuned.write(GroupedKnobs, H200, entry)
-    assert file is not None and file.name == "nvidia-h200.json" and found() == KNOBS
+    file = tuned.write(GroupedKnobs, GPU, entry)
+    assert file is not None and file.name == "nvidia-l4.json" and found() == KNOBS
     assert found(form="grouped-bfloat16") is None and found(shapes="up to 128 rows") is None
     assert tuned.find(GroupedKnobs, entry["form"], entry["shapes"], kernel_device.target("sm_90a")) is None
     monkeypatch.setattr(kernel_device, "device_name", lambda: "NVIDIA H100")
@@ -49,9 +49,9 @@ def test_a_setting_is_found_for_its_device_form_and_shapes_only(entry, monkeypat
 def test_a_later_setting_replaces_an_earlier_one_and_keeps_the_others(entry):
     other = entry | {"shapes": "up to 128 rows"}
     for one in (entry, other, entry | {"settings": KNOBS._replace(stages=7)._asdict()}):
-        tuned.write(GroupedKnobs, H200, one)
+        tuned.write(GroupedKnobs, GPU, one)
     assert found() == KNOBS._replace(stages=7) and found(shapes=other["shapes"]) == KNOBS
-    assert len(list(tuned.entries(H200))) == 2
+    assert len(list(tuned.entries(GPU))) == 2
 
 
 def test_a_setting_measured_with_other_sources_is_ignored(entry):
@@ -89,7 +89,7 @@ def test_a_product_is_run_with_measured_settings_where_they_fit(entry, monkeypat
         p = grouped_matmul.product_of(x, (w,), jnp.bfloat16, False, None)
         if knobs is not None:
             measured = {"form": p.form, "shapes": p.shapes, "settings": knobs._asdict()}
-            tuned.write(GroupedKnobs, H200, measured)
+            tuned.write(GroupedKnobs, GPU, measured)
         jax.eval_shape(grouped_matmul.grouped_matmul, x, w, offsets)
     default, measured, unfit = runs
     assert measured == KNOBS != default == unfit

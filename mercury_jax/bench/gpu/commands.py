@@ -165,7 +165,7 @@ def tune(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> It
 def measure_device(
     runner: Runner, command: str, small: bool, env: tuple[tuple[str, str], ...] = ()
 ) -> tuple[list[Row], Row]:
-    """Finds the versions and the device, then measures its roofline, which a profile and a search do not need.
+    """Finds the versions and the device; for `speed` and `model` also measures its roofline.
 
     Args:
         runner: Runs the cases within its budget.
@@ -183,7 +183,7 @@ def measure_device(
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     rows, found = [], {}
     todo = [GpuCase("about", "about", {}, limit=90.0, env=env)]
-    if command not in ("profile", "tune"):
+    if command in ("speed", "model"):
         todo.append(GpuCase("roofline", "roofline", size, limit=60.0, env=env))
     for case in todo:
         row = runner.run(case)[-1]

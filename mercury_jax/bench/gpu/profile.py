@@ -27,6 +27,7 @@ from mercury_jax.decode import rules
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.types import LM
 
+UNKNOWN = "not in the program's text"  # the part of a kernel whose instruction was not found
 FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
 # Parts of a JAX operation's name that say how it was traced, not what it belongs to.
 TRACED = re.compile(
@@ -83,6 +84,7 @@ class Event(NamedTuple):
     op: str
     start: float
     end: float
+    kernel: str = ""  # the name that the device gives it; on a CPU that of the instruction
 
 
 def profile(args: Row, stage: Stage) -> Iterator[Row]:
@@ -148,7 +150,7 @@ def longest(file: Path) -> tuple[str, list[Event]]:
                 stats = dict(event.stats)
                 if op := stats.get("hlo_op"):
                     module = str(stats.get("hlo_module", ""))
-                    found[module].append(Event(str(op), event.start_ns, event.end_ns))
+                    found[module].append(Event(str(op), event.start_ns, event.end_ns, event.name))
     if not found:
         raise RuntimeError(f"the trace has no instructions; its planes: {[plane.name for plane in planes]}")
     return max(found.items(), key=lambda item: sum(e.end - e.start for e in item[1]))
@@ -164,7 +166,7 @@ def compiled(name: str, events: Iterable[Event]) -> hlo.HloModule:
     Returns:
         The program.
     """
-    ops = {event.op for event in events}
+    ops = {plain(event.op) for event in events}
     texts = [
         module.to_string()
         for executable in jax.devices()[0].client.live_executables()
@@ -173,7 +175,8 @@ def compiled(name: str, events: Iterable[Event]) -> hlo.HloModule:
     ]
     # Programs of several sizes have the same name.
     return max(
-        map(hlo.parse, texts), key=lambda m: len(ops & {op for c in m.computations.values() for op in c})
+        map(hlo.parse, texts),
+        key=lambda m: len(ops & {plain(op) for c in m.computations.values() for op in c}),
     )
 
 
@@ -183,22 +186,29 @@ def operations(program: hlo.HloModule, events: Iterable[Event], passes: int) -> 
     Args:
         program: The program.
         events: Executions of its instructions. Loops, branches and calls are left out: their instructions are traced.
+            What the program's text does not name is listed by the name of its kernel, without bytes.
         passes: Forward passes that were traced.
 
     Returns:
         A row for each part and operation, the longest first: `calls`, `seconds` and `bytes` of a pass, and the share
         of the time of all.
     """
-    found = {one.name: (among, one) for among in program.computations.values() for one in among.values()}
+    found = {
+        plain(one.name): (among, one) for among in program.computations.values() for one in among.values()
+    }
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
     for event in events:
-        among, one = found.get(event.op, ({}, None))
-        if one is None or one.op in hlo.VIEWS:
+        among, one = found.get(plain(event.op), ({}, None))
+        known = one is not None and one.op not in hlo.VIEWS
+        if one is not None and not known and event.kernel in ("", event.op):
             continue
-        row = sums[part_of(one.text("op_name")), re.sub(r"[.\d]+$", "", one.name)]
+        part, name = (
+            (part_of(one.text("op_name")), one.name) if known else (UNKNOWN, event.kernel or event.op)
+        )
+        row = sums[part, re.sub(r"[._\d]+$", "", name)]
         row[0] += 1
         row[1] += event.end - event.start
-        row[2] += traffic.instruction_cost(program, among, one).bytes
+        row[2] += traffic.instruction_cost(program, among, one).bytes if known else 0
     every = sum(ns for _, ns, _ in sums.values())
     return [
         {
@@ -207,6 +217,11 @@ def operations(program: hlo.HloModule, events: Iterable[Event], passes: int) -> 
         }
         for (part, operation), (calls, ns, bytes) in sorted(sums.items(), key=lambda item: -item[1][1])
     ]  # fmt: skip
+
+
+def plain(name: str) -> str:
+    """An instruction's name as traces have it: those of GPUs write "loop_add_fusion_6" for loop_add_fusion.6."""
+    return re.sub(r"\W", "_", name)
 
 
 def part_of(op_name: str) -> str:
