@@ -256,15 +256,6 @@ def tokenizer_of(config: TrainConfig) -> AnyTokenizer:
 
     In this order: the tokenizer that the recipe names, the one that its shards were packed with, the one in the run's
     folder, or a new one trained on the data.
-
-    Args:
-        config: The recipe. A new tokenizer is saved in its folder.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: Shards with different tokenizers, or too little text for the vocabulary.
     """
     return _tokenizer_and_origin(config)[0]
 

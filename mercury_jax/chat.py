@@ -36,18 +36,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_message(message: object, name: str) -> str:
-    """Checks one message of a conversation.
-
-    Args:
-        message: A mapping with a role of `ROLES` and a text as content; content may be None if it has `tool_calls`.
-        name: Name of the message in errors, such as "messages[0]".
-
-    Returns:
-        The role of the message.
-
-    Raises:
-        ValueError: A field is wrong; the message names the field.
-    """
+    """Checks one message of a conversation."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{name}: {message!r}; must be a mapping with role and content")
     role, content = message.get("role"), message.get("content")
@@ -59,19 +48,7 @@ def check_message(message: object, name: str) -> str:
 
 
 def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
-    """Joins the text parts of a message content with line breaks.
-
-    Args:
-        parts: {"type": "text", "text": ...} each, as clients of OpenAI's API write it; other keys are ignored.
-        name: Name of the content in errors, such as "messages[0].content".
-        refuse: Makes the error from (field, value, what is allowed); the server passes its own.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: Or the error of `refuse`, for a part that is not text (an image, audio, a file).
-    """
+    """Joins the text parts of a message content with line breaks."""
     texts = []
     for i, part in enumerate(parts):
         if not isinstance(part, Mapping):
@@ -85,15 +62,7 @@ def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str]
 
 
 def call_text(name: str, arguments: Mapping[str, Any] | str) -> str:
-    """Writes a tool call as JSON text.
-
-    Args:
-        name: Name of the function.
-        arguments: Arguments by name, as data for JSON; or the text that a model wrote in their place.
-
-    Returns:
-        The text between <|tool_call|> and <|end_tool_call|>, such as '{"name": "f", "arguments": {}}'.
-    """
+    """Writes a tool call as JSON text."""
     write = lambda value: json.dumps(value, ensure_ascii=False)
     text = arguments if isinstance(arguments, str) else write(arguments)
     return f'{{"name": {write(name)}, "arguments": {text}}}'

@@ -32,12 +32,6 @@ def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | 
 
     A second `mercury sample` then starts in a quarter of the time. Call it before JAX compiles its first program. The
     folder may be deleted at any time.
-
-    Args:
-        environ: Environment variables; None: those of this process.
-
-    Returns:
-        The folder, or None if nothing was changed.
     """
     environ = os.environ if environ is None else environ
     folder = cache_folder(environ)
@@ -85,11 +79,7 @@ def _processor() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """Names the processor of this machine, for the figures that were measured on it.
-
-    Returns:
-        Such as "AMD EPYC 9R14 96-Core Processor (AVX-512)" or "Intel Xeon Processor (AVX-512, AMX)".
-    """
+    """Names the processor of this machine, for the figures that were measured on it."""
     found = _processor()
     name = re.sub(
         r"\((R|TM)\)|CPU|@.*", " ", found.get("model name", platform.processor() or platform.machine())

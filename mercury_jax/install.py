@@ -16,29 +16,13 @@ NAME = "mercury-jax"
 
 
 def check(argument: str, package: str, extra: str) -> None:
-    """Refuses an argument that needs a package which is missing.
-
-    Args:
-        argument: Its name, for the error.
-        package: The package to import.
-        extra: The extra that installs it, as for `command`.
-
-    Raises:
-        ValueError: Naming the argument, the package and the command that installs it.
-    """
+    """Refuses an argument that needs a package which is missing."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"{argument} needs {package}: {command(extra)}")
 
 
 def command(extra: str) -> str:
-    """The pip command that adds an extra of mercury_jax to this installation.
-
-    Args:
-        extra: A name under `project.optional-dependencies` of pyproject.toml, such as "serve".
-
-    Returns:
-        Such as "pip install -e '/home/me/mercury_jax[serve]'".
-    """
+    """The pip command that adds an extra of mercury_jax to this installation."""
     clone = Path(__file__).parents[1]
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e '{clone}[{extra}]'"

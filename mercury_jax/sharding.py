@@ -98,11 +98,6 @@ def mesh(
 def dividing_axes(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Finds the mesh axes along which a dimension can be split evenly.
 
-    Args:
-        axes: Candidates, in order.
-        size: Size of the dimension.
-        mesh: The mesh.
-
     Returns:
         The candidates that have more than one device and divide the size. Each axis must divide the part of the
         dimension that remains after splitting along the axes before it.
@@ -115,14 +110,7 @@ def dividing_axes(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> 
 
 
 def model_parallel_mesh(params: Params) -> Mesh | None:
-    """Finds the mesh of a tree of parameters, if its `tensor` or `expert` axis has more than one device.
-
-    Args:
-        params: Arrays, or shapes with shardings.
-
-    Returns:
-        The mesh. None if both axes have one device, or if the parameters are not on a mesh with the axes `AXES`.
-    """
+    """Finds the mesh of a tree of parameters, if its `tensor` or `expert` axis has more than one device."""
     for leaf in jax.tree.leaves(params):
         found = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(found, Mesh) and set(AXES) <= set(found.shape):
@@ -189,9 +177,6 @@ def role(name: str, ndim: int) -> Role:
 def quantised_axes(name: str) -> MatrixAxes | None:
     """Tells which axes of a parameter share a scale under weight quantisation.
 
-    Args:
-        name: `path_name` of a parameter.
-
     Returns:
         The axes of a matrix (`matrix_axes`); of the embedding table [V, D], whose scales are one per id, as if each id
         were an expert with D inputs; and of the output head [D, V]. None for parameters that are never quantised.
@@ -205,17 +190,8 @@ def partition_spec(
     """Chooses the PartitionSpec of an array by its path.
 
     Args:
-        name: `path_name` of the array.
-        shape: Shape of the array.
         rules: The first rule whose pattern is found in `name` applies. Scalars, and arrays that no rule matches, are
             replicated.
-        mesh: The mesh. A dimension is not split along a mesh axis whose size does not divide it.
-
-    Returns:
-        The spec.
-
-    Raises:
-        ValueError: If the rule is for arrays of another rank, or names an axis that the mesh does not have.
     """
     rule = next((rule for rule in rules if re.search(rule[0], name)), None)
     if not shape or rule is None:
@@ -245,11 +221,6 @@ def shardings(tree: Any, rules: Sequence[ShardingRule], mesh: Mesh) -> Any:
 
     Args:
         tree: Arrays, or the result of `jax.eval_shape`.
-        rules: See `partition_spec`.
-        mesh: The mesh.
-
-    Returns:
-        A NamedSharding for each leaf, in the same tree structure.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, partition_spec(path_name(path), leaf.shape, rules, mesh)), tree
@@ -279,14 +250,8 @@ def process_share(mesh: Mesh) -> tuple[int, int]:
 
     Processes whose devices differ only along `tensor` or `expert` load the same rows.
 
-    Args:
-        mesh: The mesh.
-
     Returns:
         (index, count): part `index` of `count` equal parts.
-
-    Raises:
-        ValueError: If the rows of this process are not adjacent in the batch.
     """
     held = row_sharding(mesh).devices_indices_map((row_shards(mesh),))
     own = sorted(
@@ -303,10 +268,6 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
     Args:
         batch: A tree of numpy arrays; the first axis holds the rows of this process (`process_share`).
-        mesh: The mesh.
-
-    Returns:
-        A tree of global arrays, sharded over (data, fsdp).
     """
     if jax.process_count() == 1:
         return jax.device_put(batch, row_sharding(mesh))
@@ -325,9 +286,6 @@ def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
         x: An activation [B, ...].
         mesh: The mesh of the step. x is returned unchanged if this is None, if `fsdp` has one device, or if the rows
             cannot be split evenly.
-
-    Returns:
-        x with the constraint.
     """
     if mesh is None or mesh.shape["fsdp"] == 1 or x.shape[0] % row_shards(mesh):
         return x
@@ -336,14 +294,7 @@ def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
-    """Returns the mesh axes over which any array of a tree varies inside a `shard_map`; () elsewhere.
-
-    Args:
-        tree: Arrays.
-
-    Returns:
-        Names of axes.
-    """
+    """Returns the mesh axes over which any array of a tree varies inside a `shard_map`; () elsewhere."""
     axes: set[str] = set()
     for x in jax.tree.leaves(tree):
         kind = jax.typeof(x)
@@ -358,9 +309,6 @@ def varying(tree: Any, axes: tuple[str, ...]) -> Any:
     Args:
         tree: Arrays, some of which may be the same on all devices.
         axes: From `varying_axes`; () changes nothing.
-
-    Returns:
-        The arrays with unchanged values.
     """
 
     def mark(x: Any) -> Any:
@@ -380,8 +328,6 @@ def in_auto_axes(
 
     Args:
         f: A function of `args`.
-        rows: An array whose first axis has the sharding that the rows of the results get.
-        args: Trees of arrays.
         out: Maps the mesh axes of the rows to the PartitionSpecs of the results (a prefix of their tree). Default: the
             first axis of each result holds the rows.
 
@@ -410,7 +356,6 @@ def rowwise(f: Callable[..., Any], mesh: Mesh | None, params: Params, *args: Any
         f: A function of arrays [B, ...] that treats rows independently.
         mesh: The mesh of the training step. f is called directly if this is None, or if the mesh does not split the
             rows, or not evenly.
-        params: Parameters, the same for all rows.
         args: Arrays [B, ...].
 
     Returns:
@@ -457,13 +402,6 @@ def to_first_process(params: Params, rules: Sequence[ShardingRule]) -> Params | 
 
     For parameters that span processes this is a collective, which moves one array at a time. Other parameters are
     returned unchanged.
-
-    Args:
-        params: Parameters.
-        rules: Their sharding rules.
-
-    Returns:
-        The parameters on process 0, None on the other processes.
     """
     if not spans_processes(params):
         return params
@@ -488,13 +426,6 @@ def with_mesh(model: Model, mesh: Mesh | None) -> Model:
 
     The mesh is bound into the functions of the model. Programs take the model as a static argument of `jit`, so that
     each mesh gets its own compilation.
-
-    Args:
-        model: A model.
-        mesh: The mesh; None: the model itself.
-
-    Returns:
-        The model; equal arguments give the same object.
     """
     if mesh is None:
         return model
@@ -508,13 +439,6 @@ def with_training_mesh(model: Model, mesh: Mesh | None) -> Model:
     """Returns a model for training on a mesh: rows of activations stay sharded over `data` and `fsdp`.
 
     The constraint is `constrain_rows`.
-
-    Args:
-        model: A model.
-        mesh: The mesh; None: the model itself.
-
-    Returns:
-        The model; equal arguments give the same object.
     """
     return (
         model if mesh is None else model._replace(apply=functools.partial(model.apply, mesh=mesh), mesh=mesh)
@@ -523,15 +447,7 @@ def with_training_mesh(model: Model, mesh: Mesh | None) -> Model:
 
 @functools.cache
 def with_device(model: Model, device: Device | None) -> Model:
-    """Returns a model whose passes are compiled for another device than this machine's (ahead-of-time compilation).
-
-    Args:
-        model: A model.
-        device: The device; None: the model itself.
-
-    Returns:
-        The model; equal arguments give the same object.
-    """
+    """Returns a model whose passes are compiled for another device than this machine's (ahead-of-time compilation)."""
     if device is None:
         return model
     forward, apply = (functools.partial(f, device=device) for f in (model.forward, model.apply))
@@ -546,15 +462,7 @@ def _empty_sharded_cache(
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Any:
-    """Chooses the sharding of every leaf of a KV cache: rows over `data`, heads of keys and values over `tensor`.
-
-    Args:
-        cache: A cache, or its shapes. Leaves below a field `k` or `v` are [B, S, G, ...], with the heads G third.
-        mesh: The mesh.
-
-    Returns:
-        A tree of NamedSharding.
-    """
+    """Chooses the sharding of every leaf of a KV cache: rows over `data`, heads of keys and values over `tensor`."""
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(cache)
     found = []

@@ -123,18 +123,7 @@ else:
 
 
 def valid(text: str, name: str = "text") -> str:
-    """Checks that a value is a text that UTF-8 can encode.
-
-    Args:
-        text: The value.
-        name: Name of the value in the error message.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: It is not a str, or contains a lone surrogate.
-    """
+    """Checks that a value is a text that UTF-8 can encode."""
     if not isinstance(text, str):
         raise ValueError(f"{name}: {type(text).__name__}; must be a str")
     try:

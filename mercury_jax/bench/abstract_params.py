@@ -91,14 +91,7 @@ LLADA2_MINI = ModelConfig(
 def causal_encoder(
     width: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int
 ) -> ModelConfig:
-    """Makes the configuration of a causal encoder with a block size of 256 and a vocabulary of 32,768 ids.
-
-    Args:
-        width, layers, heads, kv_heads, head_dim, ffn: As in `ModelConfig`.
-
-    Returns:
-        The configuration, in bf16.
-    """
+    """Makes the configuration of a causal encoder with a block size of 256 and a vocabulary of 32,768 ids."""
     return ModelConfig(
         vocab=32768, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
         block=256, context=32768, dtype="bfloat16",
@@ -133,17 +126,7 @@ PRESETS = {
 
 
 def find_preset(name: str) -> ModelPreset:
-    """Finds a preset by name.
-
-    Args:
-        name: A name in `PRESETS`.
-
-    Returns:
-        The preset.
-
-    Raises:
-        ValueError: There is no such preset; the message suggests the nearest name.
-    """
+    """Finds a preset by name."""
     if name not in PRESETS:
         allowed = f"a folder, a recipe, a config.json, or a name: {nearest(name, list(PRESETS))}"
         raise refuse("MODEL", name, allowed)
@@ -178,21 +161,7 @@ class ModelSource(NamedTuple):
 def source(
     name: str, dtype: str | None = None, mask: int | None = None, ignore_config: Sequence[str] = ()
 ) -> ModelSource:
-    """Finds a model.
-
-    Args:
-        name: A folder, a recipe, a config.json, or a preset.
-        dtype: Dtype of the parameters and the computation. Default: the model's own.
-        mask: As in `mercury_jax.load`.
-        ignore_config: As in `mercury_jax.load`.
-
-    Returns:
-        The model without its weights.
-
-    Raises:
-        ValueError: There is no such model, the dtype is unknown, or a recipe or preset is given with `mask` or
-            `ignore_config`.
-    """
+    """Finds a model."""
     found = _found(name, mask, ignore_config)
     if dtype is None:
         return found
@@ -222,19 +191,7 @@ def _found(name: str, mask: int | None, ignore_config: Sequence[str]) -> ModelSo
 
 
 def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:
-    """Makes a model with the shardings of `mj.load(mesh=...)`, whose parameters are only shapes.
-
-    Args:
-        found: The model, from `source`.
-        mesh: The devices.
-        quantise: "int8" or "fp8" for weight matrices in 8 bits.
-
-    Returns:
-        A model whose programs can be lowered but not run.
-
-    Raises:
-        ValueError: An unknown kind of quantisation, or the checkpoint is already quantised.
-    """
+    """Makes a model with the shardings of `mj.load(mesh=...)`, whose parameters are only shapes."""
     c = found.config
     if quantise is not None and found.formats:
         raise refuse("--quantise", quantise, "none: the checkpoint is quantised")
@@ -245,19 +202,7 @@ def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> 
 
 
 def weight_bytes(found: ModelSource, sizes: Mapping[str, int], quantise: str | None = None) -> int:
-    """Computes the bytes of the weights on each device, by arithmetic.
-
-    Args:
-        found: The model, from `source`.
-        sizes: Size of the mesh by axis; an axis that is left out has one device.
-        quantise: "int8" or "fp8" for weight matrices in 8 bits.
-
-    Returns:
-        Bytes per device.
-
-    Raises:
-        ValueError: An unknown kind of quantisation.
-    """
+    """Computes the bytes of the weights on each device, by arithmetic."""
     _check_quantise(quantise)
     mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
     return param_bytes(models.build(found.config), mesh, found.stored, quantise)
@@ -272,16 +217,10 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | Format
     """Makes the tree of parameters as shapes with shardings. Scales of outputs are replicated.
 
     Args:
-        model: Pure functions of the model.
-        mesh: The devices.
         dtype: Dtype of the parameters that are not quantised.
-        quantise: "int8" or "fp8" for weight matrices in 8 bits, or the formats of a quantised checkpoint.
 
     Returns:
         A nested dict with a `jax.ShapeDtypeStruct`, or a quantised matrix of these, for each parameter.
-
-    Raises:
-        ValueError: An unknown kind of quantisation.
     """
     if isinstance(quantise, str):
         _check_quantise(quantise)
@@ -308,15 +247,7 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | Format
 
 
 def random_lm(found: ModelSource, quantise: str | None = None) -> LM:
-    """Makes a model with random weights on the first device, by one jitted call that is quick to compile.
-
-    Args:
-        found: The model.
-        quantise: As in `abstract_lm`.
-
-    Returns:
-        The model, ready to decode. No two weights are alike: each is a hash of its place in the array.
-    """
+    """Makes a model with random weights on the first device, by one jitted call that is quick to compile."""
     lm = abstract_lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
     return dataclasses.replace(lm, params=jax.block_until_ready(_random_params(lm.params)))
 

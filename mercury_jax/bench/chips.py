@@ -133,17 +133,7 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """Parses the name of a target.
-
-    Args:
-        name: A name such as "h200", "h200x8" or "v5e:4x4"; "v5e-1" and "v6e-1" are Colab's single chips.
-
-    Returns:
-        The target.
-
-    Raises:
-        ValueError: The chip or the topology is unknown; the message says what is allowed.
-    """
+    """Parses the name of a target."""
     found = re.fullmatch(r"([a-z]+\d+[a-z]?)(?:x(\d+)|:(\d+(?:x\d+)*))?", SINGLE.get(name, name))
     chip = ALL.get(found[1]) if found else None
     if found is None or chip is None:
@@ -166,14 +156,7 @@ def target(name: str) -> Target:
 
 
 def check_plugin(chip: Chip) -> None:
-    """Refuses a chip whose compiler is not installed.
-
-    Args:
-        chip: The chip.
-
-    Raises:
-        ValueError: The plugin is missing; the message has the command that installs it.
-    """
+    """Refuses a chip whose compiler is not installed."""
     plugins = ("libtpu",) if chip.dims else ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not any(importlib.util.find_spec(name) for name in plugins):
         what = "libtpu" if chip.dims else "JAX's CUDA plugin"
@@ -184,17 +167,7 @@ def check_plugin(chip: Chip) -> None:
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:
-    """Parses the sizes of a mesh.
-
-    Args:
-        text: Sizes such as "data=8,tensor=8"; None for no sizes.
-
-    Returns:
-        Size by axis, in the order of the text. A size of -1 takes the remaining devices.
-
-    Raises:
-        ValueError: An axis is unknown, or a size is not a number.
-    """
+    """Parses the sizes of a mesh."""
     if text is None:
         return {}
     from mercury_jax.sharding import AXES
@@ -210,12 +183,6 @@ def mesh_sizes(text: str | None) -> dict[str, int]:
 
 def datasheet_roofline(chip: Chip, dtype: str, flops: float, moved: float) -> dict[str, Any]:
     """Computes the shortest possible time of a program from the datasheet of the chip (the roofline model).
-
-    Args:
-        chip: The chip.
-        dtype: Dtype of the matrix products, which selects the rate.
-        flops: FLOP on one device.
-        moved: Bytes that are read or written on one device.
 
     Returns:
         `bytes`, `memory_seconds`, `compute_seconds`, the larger of both as `seconds`, and `bound`: "memory" or

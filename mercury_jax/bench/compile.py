@@ -145,17 +145,8 @@ def compile_for(
 ) -> dict[str, Any]:
     """Compiles a program for a chip that is not here.
 
-    Args:
-        request: What to compile.
-        stage: Called with what is being done.
-        limit: Seconds after which the compiling process is ended; None: never.
-
     Returns:
         The record of `compile_program`, with the registers and spills of its GPU kernels as `kernels`.
-
-    Raises:
-        ValueError: A bad request, or a plugin that is not installed; where possible before anything is compiled.
-        CompilerFailed: The process ended without a result, or was ended after `limit`.
     """
     target = chips.target(request.target)
     if request.what not in PROGRAMS:
@@ -185,16 +176,8 @@ def compile_all_kernels(
 ) -> list[dict[str, Any]]:
     """Compiles every form of each of our Pallas kernels for a GPU.
 
-    Args:
-        target: As `chips.target` takes it.
-        stage: Called with what is being done.
-        tuning: Whether to compile the variants that `mercury bench gpu tune` starts with instead.
-
     Returns:
         The records of `compile_forms`.
-
-    Raises:
-        ValueError: The target is no GPU, or its plugin is not installed.
     """
     found = chips.target(target).chip
     if found.kernels not in BACKENDS:
@@ -263,19 +246,7 @@ class LoweredProgram(NamedTuple):
 
 
 def lower(request: CompileRequest, found: ModelSource, target: Target) -> LoweredProgram:
-    """Lowers the program that `sample()`, its prefill, or a training step runs on the devices of a target.
-
-    Args:
-        request: The program and its sizes.
-        found: The model.
-        target: The devices.
-
-    Returns:
-        The lowered program with the sizes that were chosen.
-
-    Raises:
-        ValueError: The mesh does not fit, or the model has no such program.
-    """
+    """Lowers the program that `sample()`, its prefill, or a training step runs on the devices of a target."""
     devices = list(target.describe().devices)[: target.devices]
     given = mesh_sizes(request.mesh)
     if request.what == "train":
@@ -300,15 +271,7 @@ def lower(request: CompileRequest, found: ModelSource, target: Target) -> Lowere
 
 
 def default_mesh(found: ModelSource, devices: int) -> dict[str, int]:
-    """Spreads experts, or heads, over the devices of a host; hosts decode rows of their own.
-
-    Args:
-        found: The model.
-        devices: Number of devices.
-
-    Returns:
-        Size by axis.
-    """
+    """Spreads experts, or heads, over the devices of a host; hosts decode rows of their own."""
     host = min(devices, GPUS_PER_HOST)
     return {"expert" if found.config.experts is not None else "tensor": host, "data": devices // host}
 
@@ -393,9 +356,6 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
         A record with the sizes, memory, FLOP, collectives, calls, largest arrays and the roofline, all of one device;
         of a program that a TPU's memory cannot hold, only the memory. Where `weights_first` stopped the request, the
         sizes, and the weights as `bytes_per_device` and `weight_bytes`.
-
-    Raises:
-        ValueError: A bad request, or the compiler refuses the program for another reason than its memory.
     """
     target = chips.target(request.target)
     stage(f"describing {request.target}")
@@ -448,13 +408,6 @@ def pass_record(
 ) -> dict[str, Any]:
     """What a pass of a compiled program moves and launches on one device, and the time that this implies.
 
-    Args:
-        program: HLO text.
-        chip: The device.
-        tokens: Tokens of a block, of all rows of a device.
-        roofline: Of the program.
-        experts: Of the model.
-
     Returns:
         `bytes_per_pass`, `kernels_per_pass` and so on; {} if the program has no loop of passes. Of a TPU only
         `implied`, of the roofline: `traffic` does not tell arrays in VMEM, where a TPU keeps activations, from others.
@@ -476,11 +429,7 @@ def pass_record(
 
 
 def refused_for_memory(message: str) -> dict[str, Any]:
-    """The record of a program that a TPU's compiler refuses for its memory. ValueError for any other refusal.
-
-    Raises:
-        ValueError: The compiler refuses the program for another reason.
-    """
+    """The record of a program that a TPU's compiler refuses for its memory. ValueError for any other refusal."""
     found = MEMORY.search(message)
     if "RESOURCE_EXHAUSTED" not in message or found is None:
         raise ValueError(f"the compiler refuses the program: {message.splitlines()[0][:400]}")
@@ -495,13 +444,6 @@ def cost(compiled: Any, chip: Chip, dtype: str, what: str, program: str | None =
 
     Args:
         compiled: Of `lowered.compile()`.
-        chip: The device.
-        dtype: Of the products, for the roofline.
-        what: One of `PROGRAMS`; an update also writes its arguments.
-        program: HLO text. Default: what `compiled` prints.
-
-    Returns:
-        Bytes, FLOP, collectives, calls, largest arrays and the roofline.
     """
     module = hlo.parse(compiled.as_text() if program is None else program)
     memory = compiled.memory_analysis()
@@ -532,15 +474,7 @@ class KernelForm(NamedTuple):
 
 
 def forms(name: str, tuning: bool = False) -> list[KernelForm]:
-    """Lists all forms for a chip, in the order of compilation.
-
-    Args:
-        name: The chip, as `kernels.device` names it.
-        tuning: As in `compile_all_kernels`.
-
-    Returns:
-        The forms.
-    """
+    """Lists all forms for a chip, in the order of compilation."""
     device = kernel_device.target(name)
     if tuning:
         return [*tuned_forms(device)]
@@ -710,17 +644,9 @@ def _short(dtype: Any) -> str:
 def compile_forms(name: str, tuning: bool = False) -> list[dict[str, Any]]:
     """Compiles every form for a target in this process.
 
-    Args:
-        name: The target.
-        tuning: As in `compile_all_kernels`.
-
     Returns:
         A record for each form: {kernel, shape} with what `hlo.gpu_kernels` reads of it, or with `refused`, why there is
         no such form, and `fallback`, what runs instead.
-
-    Raises:
-        ValueError: An unknown target.
-        RuntimeError: ptxas reported nothing for a form that was compiled.
     """
     target = chips.target(name)
     stage(f"describing {name}")
@@ -756,14 +682,7 @@ def stage(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Compiles in this process and writes the record; of a bad request the reason as `refused`.
-
-    Args:
-        argv: "program" and a request in JSON, or "kernels" or "variants" and a target; then the file to write.
-
-    Returns:
-        The exit code: 2 for a bad request.
-    """
+    """Compiles in this process and writes the record; of a bad request the reason as `refused`."""
     work, argument, out = argv
     try:
         if work != "program":

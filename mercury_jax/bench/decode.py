@@ -91,21 +91,6 @@ def questions(
     """Draws held-out questions of a task.
 
     Rules are chosen on the validation split, so that the questions of the test split have no influence on the choice.
-
-    Args:
-        name: A task with questions, such as "sudoku4".
-        limit: Number of questions.
-        batch: Rows that are decoded together.
-        split: "validation" or "test".
-        seed: Seed of the questions.
-        max_tokens: Largest number of tokens of an answer. Default: the task's.
-        alone: Number of questions that are streamed one at a time, to measure latencies.
-
-    Returns:
-        The questions, in the order in which they are drawn.
-
-    Raises:
-        ValueError: An argument is not allowed; raised before anything is compiled.
     """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
@@ -116,14 +101,7 @@ def questions(
 
 
 def batches(question_set: QuestionSet) -> list[QuestionBatch]:
-    """Splits questions into batches of similar length, so that few shapes are compiled.
-
-    Args:
-        question_set: The questions.
-
-    Returns:
-        The batches, shortest questions first.
-    """
+    """Splits questions into batches of similar length, so that few shapes are compiled."""
     order = sorted(range(len(question_set.problems)), key=lambda i: len(question_set.problems[i].input))
     parts = [order[at : at + question_set.batch] for at in range(0, len(order), question_set.batch)]
     return [QuestionBatch(i, p, p + p[-1:] * (question_set.batch - len(p))) for i, p in enumerate(parts)]
@@ -181,11 +159,7 @@ class SweepPoint:
     plan: Plan = Plan()
 
     def sampler(self) -> Rule | Sampler:
-        """Makes the rule or the `Sampler`.
-
-        Raises:
-            ValueError: A parameter without a default is not set.
-        """
+        """Makes the rule or the `Sampler`."""
         return rules.ALL[self.rule](**self.chosen)
 
     @property
@@ -210,18 +184,7 @@ class SweepPoint:
 
 
 def sweep(names: Iterable[str] | None = None, points: int | None = None) -> list[SweepPoint]:
-    """Lists the settings of `GRID` for some rules.
-
-    Args:
-        names: Names of rules, in the order of the result. Default: all registered rules.
-        points: Largest number of settings per rule; the slowest ones are kept. Default: all.
-
-    Returns:
-        The settings of each rule, the fastest first.
-
-    Raises:
-        ValueError: A rule is unknown; the message suggests the nearest name.
-    """
+    """Lists the settings of `GRID` for some rules."""
     if points is not None:
         at_least(1, points=points)
     found = []
@@ -306,20 +269,7 @@ class Trial:
 def entries(
     lm: LM, points: Sequence[SweepPoint], twin: LM | None = None, default: bool = False
 ) -> list[SweepEntry]:
-    """Lists what is measured: the baseline (one token per step), the settings, and an autoregressive twin.
-
-    Args:
-        lm: The model.
-        points: Settings, from `sweep`.
-        twin: An autoregressive model to compare with: block-causal with blocks of one token.
-        default: Whether to measure the model's own settings, those of `mj.sample` without a sampler.
-
-    Returns:
-        The entries; the first is the baseline.
-
-    Raises:
-        ValueError: The twin is not autoregressive.
-    """
+    """Lists what is measured: the baseline (one token per step), the settings, and an autoregressive twin."""
     found = [SweepEntry(ONE_A_STEP, "confidence", lm, rules.confidence, Plan())]
     if default:
         sampler, plan = defaults.default_sampler(lm), defaults.default_plan(lm, Plan())
@@ -336,15 +286,7 @@ def entries(
 
 
 def units(found: Sequence[SweepEntry], question_set: QuestionSet) -> int:
-    """Computes how often `run` calls `tick` if no rule is refused, for a progress bar.
-
-    Args:
-        found: The entries.
-        question_set: The questions.
-
-    Returns:
-        Number of calls: two per entry, and one per entry and batch.
-    """
+    """Computes how often `run` calls `tick` if no rule is refused, for a progress bar."""
     return len(found) * (2 + len(batches(question_set)))
 
 
@@ -355,17 +297,6 @@ def run(
 
     All entries decode a batch before the next batch begins, in alternating order, so that a temporary load on the
     machine affects few of the ratios. Timed calls compile nothing.
-
-    Args:
-        found: The entries; the first is the baseline.
-        question_set: The questions.
-        tick: Called with a description of the next piece of work.
-
-    Returns:
-        One trial per entry, with `refused` set if the model cannot run the rule.
-
-    Raises:
-        ValueError: The model cannot run the baseline.
     """
     trials, n = [], len(question_set.problems)
     for entry in found:
@@ -458,10 +389,6 @@ def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str
     are counted per row, not per iteration of the device loop. `canvases_per_forward` is 2 for a leave-one-out rule.
     `accuracy` has Wilson's 95% interval; `points` is its paired difference from the baseline in percentage points.
 
-    Args:
-        trials: Trials from `run`, the baseline first.
-        question_set: Their questions.
-
     Returns:
         One record per trial. For a rule that the model cannot run, it has the reason as `refused` and no figures.
     """
@@ -504,10 +431,6 @@ def results(trials: Sequence[Trial], question_set: QuestionSet) -> tuple[RuleRes
 
     A forward pass with two canvases counts as two, so that a rule gains nothing by doing more work per pass.
 
-    Args:
-        trials: Trials from `run`, the baseline first.
-        question_set: Their questions.
-
     Returns:
         (result of the baseline, results of the rules that may be recommended). Refused rules are left out.
     """
@@ -527,14 +450,7 @@ def results(trials: Sequence[Trial], question_set: QuestionSet) -> tuple[RuleRes
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuses a plot that cannot be made or written, before anything is measured.
-
-    Args:
-        path: The file of the plot.
-
-    Raises:
-        ValueError: matplotlib is missing, the ending is unknown, or the folder does not exist.
-    """
+    """Refuses a plot that cannot be made or written, before anything is measured."""
     path, kinds = Path(path), (".png", ".pdf", ".svg")
     install.check("plot", "matplotlib", "plot")
     if path.suffix.lower() not in kinds:
@@ -544,18 +460,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Draws accuracy with its 95% interval against tokens per second on a log scale.
-
-    Args:
-        rows: Records from `records`, of any number of tasks; those without an accuracy are left out.
-        path: A .png, .pdf or .svg file.
-
-    Returns:
-        The path. The plot has one panel per task and one curve per rule.
-
-    Raises:
-        ValueError: No row has an accuracy, or the plot cannot be written.
-    """
+    """Draws accuracy with its 95% interval against tokens per second on a log scale."""
     shown = [r for r in rows if "accuracy" in r]
     if not shown:
         raise refuse("rows", len(rows), "at least one with an accuracy")

@@ -72,14 +72,7 @@ class Instruction(NamedTuple):
     root: bool
 
     def text(self, attribute: str) -> str:
-        """Returns the quoted value of an attribute.
-
-        Args:
-            attribute: Name of the attribute, such as `custom_call_target`, or `op_name` for the JAX operation.
-
-        Returns:
-            The value; "" if the attribute is not set.
-        """
+        """Returns the quoted value of an attribute."""
         found = re.search(rf'{attribute}="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -118,14 +111,7 @@ class Visit(NamedTuple):
 
 
 def parse(text: str) -> HloModule:
-    """Parses the text of a compiled program.
-
-    Args:
-        text: The result of `compiled.as_text()`.
-
-    Returns:
-        The program.
-    """
+    """Parses the text of a compiled program."""
     found: dict[str, Computation] = {}
     entry, now = "", ""
     for line in text.splitlines():
@@ -178,18 +164,7 @@ def _closing(text: str, start: int) -> int:
 def visits(
     module: HloModule, name: str | None = None, times: int = 1, looped: bool = False, fused: bool = False
 ) -> Iterator[Visit]:
-    """Walks over all instructions that run, in program order, with the number of times that each runs.
-
-    Args:
-        module: The program.
-        name: The computation to start with. Default: the entry computation.
-        times: How often this computation runs.
-        looped: Whether it is in a loop without a known trip count.
-        fused: Whether it is inside a fusion.
-
-    Yields:
-        The instructions of the computation; each is followed by those of the computations that it calls.
-    """
+    """Walks over all instructions that run, in program order, with the number of times that each runs."""
     among = module.computations.get(module.entry if name is None else name, {})
     for one in among.values():
         yield Visit(one, among, times, looped, fused)
@@ -220,9 +195,6 @@ def called_computations(one: Instruction) -> list[str]:
 
 def collectives(module: HloModule) -> dict[str, dict[str, int]]:
     """Counts the collectives of one run of a program.
-
-    Args:
-        module: The program.
 
     Returns:
         Figures by kind of collective: `count`; `bytes`, the larger of input and output on one device; `per_pass`, the
@@ -260,14 +232,7 @@ def collectives(module: HloModule) -> dict[str, dict[str, int]]:
 
 
 def products(module: HloModule) -> float:
-    """Counts the FLOP of the matrix products in HLO: 2 x elements of the result x contracted length.
-
-    Args:
-        module: The program.
-
-    Returns:
-        FLOP on one device. Products inside Pallas kernels are not visible in HLO and not counted.
-    """
+    """Counts the FLOP of the matrix products in HLO: 2 x elements of the result x contracted length."""
     total = 0.0
     for visit in visits(module):
         one, left = visit.one, visit.operand(0)
@@ -296,9 +261,6 @@ def calls(module: HloModule) -> Counter[str]:
 def tpu_kernels(module: HloModule) -> list[dict[str, Any]]:
     """Lists the Pallas kernels of a TPU program.
 
-    Args:
-        module: The program.
-
     Returns:
         One record per kernel: `name`, `count`, and `vmem_bytes`, the largest VMEM of a call (0 if not reported).
     """
@@ -321,10 +283,6 @@ def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
 
     Arrays with the same shape and JAX operation are one entry, over all layers. Arrays that are updated in place are
     left out.
-
-    Args:
-        module: The program.
-        most: Largest number of entries.
 
     Returns:
         Records with `shape`, `bytes`, `count`, `op` and `of` (the JAX operation), the largest first.
@@ -391,9 +349,6 @@ def captured_output() -> Iterator[Callable[[], str]]:
 
 def gpu_kernels(text: str) -> list[dict[str, Any]]:
     """Parses the output of Mosaic GPU and ptxas.
-
-    Args:
-        text: The output of a process that compiled with `PTXAS_ENV`.
 
     Returns:
         One record per kernel, in the order of compilation: `name`, `arch`, `registers`, `spill_bytes`, `stack_bytes`,

@@ -81,19 +81,7 @@ class Advice(NamedTuple):
 
 
 def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: int = 0) -> Advice:
-    """Recommends one rule for all tasks.
-
-    Args:
-        base: The baseline, one token per step: one result per task.
-        others: Results of the rules. A rule without a result on every task is left out.
-        seed: Seed of the split of the questions into two halves.
-
-    Returns:
-        The recommendation, or why no rule is recommended.
-
-    Raises:
-        ValueError: There is no baseline, or a rule has another number of answers than the baseline.
-    """
+    """Recommends one rule for all tasks."""
     if not base:
         raise refuse("base", base, "one result for each task")
     rules = _by_rule(base, others)
@@ -129,11 +117,6 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
 def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[float, float, float]:
     """Computes the paired difference in accuracy on some of the questions, with its 95% interval.
 
-    Args:
-        before: The baseline.
-        now: The rule.
-        chosen: Indices of the questions.
-
     Returns:
         (mean, low, high) of accuracy(now) - accuracy(before), in percentage points.
     """
@@ -146,23 +129,12 @@ def loses_nothing(difference: tuple[float, float, float]) -> bool:
 
     Args:
         difference: (mean, low, high) from `points`.
-
-    Returns:
-        Whether both conditions hold.
     """
     return difference[2] >= 0 and difference[1] > -MARGIN
 
 
 def per_forward(cases: Sequence[RuleResult], chosen: Sequence[np.ndarray]) -> float:
-    """Computes the tokens per forward pass over the chosen questions of all tasks.
-
-    Args:
-        cases: Results of one rule, one per task.
-        chosen: Indices of the questions of each task.
-
-    Returns:
-        Sum of tokens over sum of forward passes.
-    """
+    """Computes the tokens per forward pass over the chosen questions of all tasks."""
     tokens = sum(c.tokens[i] for c, some in zip(cases, chosen, strict=True) for i in some)
     forwards = sum(c.forwards[i] for c, some in zip(cases, chosen, strict=True) for i in some)
     return tokens / max(forwards, 1)

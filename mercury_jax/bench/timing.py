@@ -33,9 +33,6 @@ TILE, STAGES = (64, 128), 6  # numbers of a tile that `read_tiles` reads at once
 def timed(call: Callable[[], T]) -> tuple[T, float]:
     """Times a call.
 
-    Args:
-        call: The function. It must return a result on the host, or wait for the device itself.
-
     Returns:
         (result, seconds).
     """
@@ -52,9 +49,6 @@ def steady(call: Callable[[], T]) -> tuple[T, float]:
 
     Returns:
         (result, seconds) of the call that compiled nothing.
-
-    Raises:
-        RuntimeError: Each of `TRIES` calls compiled a program, so that the times would include the compiler.
     """
     for _ in range(TRIES):
         before = compilations()
@@ -82,10 +76,6 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
     Args:
         megabytes: Size of the array that is copied, incremented in place and, on Hopper, read by `read_tiles`. A copy
             and an increment read and write every byte.
-        width: Rows and columns of the square bf16 matrices that are multiplied.
-
-    Returns:
-        Memory bandwidth, of the fastest of these, and matmul rate.
     """
     multiply, flops = matmul_loop(width, jnp.bfloat16)
     size = megabytes << 20
@@ -119,16 +109,7 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
 
 
 def read_tiles(x: Int[Array, "M 128"], programs: int, device: Device | None = None) -> Int[Array, "programs"]:
-    """Reads an array into shared memory by TMA, as the kernels of Hopper read matrices, and does nothing else with it.
-
-    Args:
-        x: The array, int32; M is a multiple of 64.
-        programs: Programs that read in turn, one for each multiprocessor.
-        device: To compile for; None: the device of this machine.
-
-    Returns:
-        The sum of the first numbers of the tiles that each program has read.
-    """
+    """Reads an array into shared memory by TMA, as the kernels of Hopper read matrices, and nothing else."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -171,10 +152,6 @@ def read_tiles(x: Int[Array, "M 128"], programs: int, device: Device | None = No
 
 def matmul_loop(width: int, dtype: DTypeLike) -> tuple[Callable[[], None], float]:
     """Makes a loop of products of large square matrices, to measure the highest matmul rate of a device.
-
-    Args:
-        width: Rows and columns of the matrices.
-        dtype: Dtype of the matrices.
 
     Returns:
         (a compiled function that multiplies and waits, FLOP per call).

@@ -63,12 +63,6 @@ class PassCost(NamedTuple):
 def implied(cost: PassCost, bandwidth: float, tokens: int, compute: float = 0.0) -> dict[str, float]:
     """Estimates the time of a pass and the rate of decoding from the bytes, products and launches of a pass.
 
-    Args:
-        cost: Cost of a pass.
-        bandwidth: Memory bandwidth of the chip, bytes/s.
-        tokens: Tokens of a block, of all rows.
-        compute: Seconds of the matrix products at the chip's FLOP/s. They overlap with the memory traffic.
-
     Returns:
         `memory_seconds`; `compute_seconds`; `launch_seconds` of the small kernels; `seconds`, the launches and the
         longer of the other two; and `tokens_per_second` if a block takes PASSES passes.
@@ -87,16 +81,7 @@ def total(costs: Iterable[PassCost]) -> PassCost:
 
 
 def chosen_experts(count: int, active: int, tokens: int) -> int:
-    """Estimates how many experts of a layer have tokens.
-
-    Args:
-        count: Experts of the layer.
-        active: Experts of a token.
-        tokens: Tokens of a pass.
-
-    Returns:
-        The expected number, rounded, if every token chooses its experts uniformly and on its own.
-    """
+    """Estimates how many experts of a layer have tokens."""
     return max(round(count * (1 - (1 - active / count) ** tokens)), 1)
 
 
@@ -111,12 +96,8 @@ def pass_cost(module: HloModule, experts: int | None = None) -> PassCost | None:
     in place does not read these, and counts at most as many bytes written as it reads.
 
     Args:
-        module: The program.
         experts: Iterations of a loop over the tiles of a mixture of experts (`models.moe`), where no grouped kernel
             multiplies them: one tile for each expert that was chosen. None: such a loop is like others.
-
-    Returns:
-        The cost of an iteration; None if the program has no such loop.
     """
     loops = [_computation(module, name, experts) for name in _bodies(module, module.entry)]
     return max(loops, key=lambda cost: cost.bytes, default=None)
@@ -142,17 +123,7 @@ def _computation(module: HloModule, name: str, experts: int | None) -> PassCost:
 def instruction_cost(
     module: HloModule, among: Computation, one: Instruction, experts: int | None = None
 ) -> PassCost:
-    """Counts one instruction, with the computations that it runs.
-
-    Args:
-        module: The program.
-        among: The computation that the instruction belongs to.
-        one: The instruction.
-        experts: As in `pass_cost`.
-
-    Returns:
-        Its kernels and bytes.
-    """
+    """Counts one instruction, with the computations that it runs."""
     if one.op == "while":
         parts = total(_computation(module, _attribute(one, key), experts) for key in ("body", "condition"))
         count = trip_count(one) or (experts if EXPERTS.search(one.text("op_name")) else None)

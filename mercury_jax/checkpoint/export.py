@@ -57,15 +57,8 @@ class Exported:
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """Reads one array.
 
-        Args:
-            name: Path of the parameter, such as "block_0/attention/q/w".
-            rows: Only these rows of the first axis. Default: all.
-
         Returns:
             The array; in `dtype` if it has floating-point numbers.
-
-        Raises:
-            CheckpointError: There is no such array, or the file is damaged.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path / PARAMS} has no array {name!r}")
@@ -101,22 +94,6 @@ def export(
 
     Arrays that are sharded over several processes are gathered one at a time, so every process must call this. Process
     0 writes, and the others return when the folder is complete.
-
-    Args:
-        folder: The folder to write; missing parents are created.
-        params: Nested dict of arrays.
-        config: The configuration, JSON-ready.
-        dtype: Dtype in which floating-point arrays are stored. Default: unchanged.
-        tokenizer: The tokenizer's bytes.
-        overwrite: Replace an earlier export, once the new one is complete. Other folders are never replaced.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: The folder is not empty, and not an export that may be replaced.
-        SaveFailed: The disk is full, or permission is missing; an earlier export is unchanged. If process 0 cannot
-            write, all processes raise.
     """
     folder = Path(folder)
     ordered = tensors.in_order(_lazy_tensors(params, dtype))
@@ -188,19 +165,7 @@ def _write(
 
 
 def load_exported(folder: str | Path, dtype: DTypeLike | None = None, *, verify: bool = True) -> Exported:
-    """Verifies an exported folder and opens it.
-
-    Args:
-        folder: A folder written by `export`.
-        dtype: Dtype in which floating-point arrays are returned. Default: as stored.
-        verify: Check the SHA-256 of every file first, which reads all of them.
-
-    Returns:
-        The opened folder. No array is in memory yet; `Exported.read` reads one.
-
-    Raises:
-        CheckpointError: A file is missing, truncated or changed; the message names it.
-    """
+    """Verifies an exported folder and opens it."""
     folder = Path(folder)
     if not folder.is_dir():
         allowed = "a folder of a saved model, this one does not exist"

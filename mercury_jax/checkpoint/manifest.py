@@ -28,11 +28,7 @@ class SaveFailed(CheckpointError):
 
 
 def write(folder: Path) -> None:
-    """Writes the manifest of all files below `folder` and flushes them to the disk.
-
-    Args:
-        folder: A complete folder; an earlier manifest in it is replaced.
-    """
+    """Writes the manifest of all files below `folder` and flushes them to the disk."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / NAME):
         with path.open("rb") as file:
@@ -43,15 +39,7 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: str | Path, only: str | None = None) -> None:
-    """Checks the files of a folder against its manifest. Files that the manifest does not list are ignored.
-
-    Args:
-        folder: The folder.
-        only: Verify only this file. Default: all files of the manifest.
-
-    Raises:
-        CheckpointError: A file is missing, truncated, changed, or outside of the folder; the message names it.
-    """
+    """Checks the files of a folder against its manifest. Files that the manifest does not list are ignored."""
     folder = Path(folder)
     path = folder / NAME
     if not path.is_file():
@@ -93,9 +81,6 @@ def verify(folder: str | Path, only: str | None = None) -> None:
 def allowed_roots(root: Path) -> list[Path]:
     """Lists the folders in which the files of a checkpoint folder may lie.
 
-    Args:
-        root: The checkpoint folder, with symbolic links resolved.
-
     Returns:
         The folder itself. For a snapshot in the cache of `huggingface_hub` (`models--org--name/snapshots/x`, or a
         folder in it) also `blobs` of the repository, because the files of a snapshot are links into it.
@@ -114,17 +99,7 @@ def sha256(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Args:
-        path: A file that this library wrote.
-
-    Returns:
-        The object.
-
-    Raises:
-        CheckpointError: The file is not a JSON object.
-    """
+    """Reads a JSON object."""
     try:
         about = json.loads(path.read_bytes())
     except ValueError as error:
@@ -135,22 +110,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: Mapping[str, Any]) -> None:
-    """Writes a JSON object and flushes it to the disk.
-
-    Args:
-        path: The file.
-        about: JSON-ready values.
-    """
+    """Writes a JSON object and flushes it to the disk."""
     write_synced(path, json.dumps(about, indent=1).encode())
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and flushes it to the disk, so that a later rename cannot become durable before the contents.
-
-    Args:
-        path: The file.
-        data: Its contents.
-    """
+    """Writes a file and flushes it to the disk, so that a later rename cannot become durable before the contents."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -158,12 +123,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, through a `.tmp` beside it: a killed process leaves either the old or the new file.
-
-    Args:
-        path: The file.
-        data: Its contents.
-    """
+    """Replaces a file atomically: a killed process leaves either the old or the new file."""
     work = path.with_name(path.name + ".tmp")
     write_synced(work, data)
     work.replace(path)

@@ -37,14 +37,7 @@ DISK_FULL = ("RESOURCE_EXHAUSTED", "OUT_OF_RANGE", "No space", "File too large")
 
 
 def steps(folder: str | Path) -> list[int]:
-    """Lists the complete steps of a run, oldest first.
-
-    Args:
-        folder: The folder of the run; it need not exist.
-
-    Returns:
-        Step numbers.
-    """
+    """Lists the complete steps of a run, oldest first."""
     folder = Path(folder)
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
@@ -55,15 +48,7 @@ def latest(folder: str | Path) -> int | None:
 
 
 def path_of(folder: str | Path, step: int) -> Path:
-    """Names the folder of a step.
-
-    Args:
-        folder: The folder of the run.
-        step: The step's number.
-
-    Returns:
-        The step's folder, whether it exists or not.
-    """
+    """Names the folder of a step."""
     return Path(folder) / f"{step:08d}"
 
 
@@ -71,12 +56,6 @@ def clean(folder: str | Path) -> list[str]:
     """Removes the temporary folders of interrupted saves and removals.
 
     Call it when a run starts, before its first save: it would also remove a save in progress.
-
-    Args:
-        folder: The folder of the run; it need not exist.
-
-    Returns:
-        Names of the removed folders.
     """
     folder = Path(folder)
     if jax.process_index() or not folder.is_dir():
@@ -117,13 +96,7 @@ class Saver:
         Returns when the arrays are copied off the devices; from then on they may be donated.
 
         Args:
-            step: Number of the step.
             tree: Pytree of arrays and typed PRNG keys.
-            config: JSON-ready configuration.
-            extra: JSON-ready small state, such as the position in the data.
-
-        Raises:
-            SaveFailed: This save could not start, or the one before it failed.
         """
         self.wait()
         arrays = _flatten(tree)
@@ -150,21 +123,13 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises an error of the background work, if there is one. Does not wait.
-
-        Raises:
-            SaveFailed: A save has failed since the last call.
-        """
+        """Raises an error of the background work, if there is one. Does not wait."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def wait(self) -> None:
-        """Waits until no process is saving any more. All processes must call it.
-
-        Raises:
-            SaveFailed: As in `check`.
-        """
+        """Waits until no process is saving any more. All processes must call it."""
         if self._thread is not None:
             self.join()
             self._thread = None
@@ -173,11 +138,7 @@ class Saver:
         self.check()
 
     def join(self) -> None:
-        """Waits until this process is not saving any more, without the others. For cleaning up after an error.
-
-        Raises:
-            SaveFailed: As in `check`.
-        """
+        """Waits until this process is not saving any more, without the others. For cleaning up after an error."""
         if self._thread is not None:
             self._thread.join()
         self.check()
@@ -241,16 +202,7 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
     Every file is verified against the manifest before Orbax opens any of them.
 
     Args:
-        folder: The folder of the run.
         target: Pytree of arrays or `jax.ShapeDtypeStruct`s; a part of what was saved is enough.
-        step: Default: the newest.
-
-    Returns:
-        The restored step.
-
-    Raises:
-        CheckpointError: The step does not exist or is damaged, or `target` has an array that was not saved or was
-            saved with another dtype or shape.
     """
     path, about = inspect(folder, step)
     # All processes see the same files, so only process 0 verifies the checksums, and broadcasts the result.
@@ -291,15 +243,8 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
 def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
     """Reads the checkpoint.json of a step, without its arrays.
 
-    Args:
-        folder: The folder of the run.
-        step: Default: the newest.
-
     Returns:
         (path of the step, contents of its checkpoint.json).
-
-    Raises:
-        CheckpointError: There is no such step, its checkpoint.json is damaged, or another version wrote it.
     """
     have = steps(folder)
     step = max(have, default=None) if step is None else step
@@ -344,10 +289,6 @@ def _flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
 
     Args:
         tree: Pytree of arrays. Typed PRNG keys become their key data, which does not depend on the version of JAX.
-        abstract: Return `jax.ShapeDtypeStruct`s with the leaves' shardings instead of arrays.
-
-    Returns:
-        Leaves by name.
     """
 
     found: dict[str, Any] = {}

@@ -70,18 +70,7 @@ class LazyTensor(NamedTuple):
 
 
 def header(path: str | Path) -> dict[str, TensorEntry]:
-    """Reads and checks the header of a safetensors file, without its tensors.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The tensors by name, in the order of their positions in the file.
-
-    Raises:
-        CheckpointError: The file is missing, is a Git LFS pointer, has a malformed header, or has a dtype or shape that
-            numpy does not support. The message starts with the path.
-    """
+    """Reads and checks the header of a safetensors file, without its tensors."""
     with _open(path) as file:
         start = file.read(8)
     length = int.from_bytes(start, "little")
@@ -115,17 +104,8 @@ def header(path: str | Path) -> dict[str, TensorEntry]:
 def read(path: str | Path, entry: TensorEntry, rows: slice | None = None) -> np.ndarray:
     """Reads one tensor into newly allocated memory.
 
-    Args:
-        path: The file that `entry` belongs to.
-        entry: From `header`.
-        rows: Only the rows [start, stop) of the first axis. Default: all.
-
     Returns:
         The array, of shape `entry.shape` or with `stop - start` rows.
-
-    Raises:
-        CheckpointError: The file is truncated, a byte of a BOOL tensor is neither 0 nor 1, or memory is exhausted.
-        ValueError: `rows` is out of range or has a step.
     """
     shape, start = entry.shape, entry.start
     if rows is not None:
@@ -156,15 +136,6 @@ def write(path: str | Path, tensors: Iterable[LazyTensor], metadata: Mapping[str
     """Writes a safetensors file with one tensor in memory at a time.
 
     The file is renamed into place when it is complete; after an error, an earlier file of that name is unchanged.
-
-    Args:
-        path: The file.
-        tensors: The tensors. They are written in the order of `in_order`, so that each is aligned to its item size.
-        metadata: Strings by name for the header.
-
-    Raises:
-        ValueError: A name occurs twice, the format does not have a dtype, or `make` returns another shape or dtype than
-            announced. The message names the tensor.
     """
     path, ordered = Path(path), in_order(tensors)
     about: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -196,14 +167,7 @@ def write(path: str | Path, tensors: Iterable[LazyTensor], metadata: Mapping[str
 
 
 def in_order(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
-    """Sorts tensors in the order in which `write` writes them: by falling item size, otherwise as given.
-
-    Args:
-        tensors: The tensors.
-
-    Returns:
-        The sorted tensors. The header has a multiple of 8 bytes, so each tensor is aligned to its item size.
-    """
+    """Sorts tensors in the order in which `write` writes them: by falling item size, otherwise as given."""
     return sorted(tensors, key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
 
 

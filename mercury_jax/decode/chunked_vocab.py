@@ -63,15 +63,7 @@ class SoftEmbedding(NamedTuple):
 
 
 def applies(config: DecodeConfig, sampler: Sampler) -> bool:
-    """Returns whether to process the vocabulary in chunks: it is large, and no part of the sampler needs all logits.
-
-    Args:
-        config: Static sizes.
-        sampler: The sampler.
-
-    Returns:
-        Whether to use `chunked_stats`.
-    """
+    """Returns whether to process the vocabulary in chunks: it is large, and no part of the sampler needs all logits."""
     # These methods need all logits. Drafts and their verification, for example, must sample by the same uniforms of
     # positions as plain decoding, whereas a chunk uses uniforms of its own.
     if config.speculative or config.drafts is not None or config.leave_one_out or config.variable_length:
@@ -96,11 +88,7 @@ def chunked_stats(
     id within the chunk.
 
     Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows, without its cache.
         hidden: Hidden states of each row's window [B, L, ...].
-        seen: What `observe` computed for each row.
 
     Returns:
         The statistics [B, L], and the self-conditioning; () for models without self-conditioning.
@@ -213,17 +201,7 @@ def chunk_stats(
     canvas: Int[Array, "L"],
     eos: Int[Array, ""],
 ) -> ChunkStats:
-    """Computes the statistics of one row and chunk, except for the sample.
-
-    Args:
-        first_id: Id of the first column, one number or one per position.
-        logits: Logits of the chunk after the logits processors.
-        canvas: Tokens on the canvas.
-        eos: Id that ends the answer; -1: none.
-
-    Returns:
-        The statistics, with the argmax as the sample.
-    """
+    """Computes the statistics of one row and chunk, except for the sample."""
     # Blocks of ids [L, n, b]: the first pass over the logits computes the maximum of each, the second the sums of each.
     # The argmax and the second largest logit follow from the maxima and from the one block that holds the argmax.
     blocks = in_blocks(logits, NEVER)
@@ -266,16 +244,6 @@ def draw_in_chunk(
 
     The sums over blocks have the shape of those of `chunk_stats`, so that XLA computes all of them in one pass over the
     logits; a `cond` for the case that no row has a temperature above 0 would make it two.
-
-    Args:
-        stats: Statistics of the chunk [B, L].
-        logits: Logits of the chunk.
-        uniforms: Uniforms in [0, 1), one per position.
-        temperature: Sampling temperature, one number or one per row; 0: argmax.
-        first_id: Id of the first column, one number or one per position.
-
-    Returns:
-        The statistics with `draw_total`, `drawn` and `drawn_logit` of the samples.
     """
     blocks, temperature = in_blocks(logits, NEVER), jnp.asarray(temperature, jnp.float32)  # [B, L, n, b]
     coldness = (1.0 / jnp.maximum(temperature, 1e-6))[:, None, None, None]
@@ -306,16 +274,7 @@ def _pick(logits: Float[Array, "*s v"], column: Int[Array, "*s"]) -> Float[Array
 
 
 def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[Array, ""]) -> TokenStats:
-    """Merges the statistics of all chunks of one row.
-
-    Args:
-        c: Statistics of P chunks [P, L], in ascending order of their ids.
-        uniforms: Uniforms that choose the chunk of each sample.
-        temperature: Sampling temperature; 0: argmax.
-
-    Returns:
-        The statistics [L] that `token_stats` computes from all logits.
-    """
+    """Merges the statistics of all chunks of one row."""
     best, winner = c.max.max(axis=0), c.max.argmax(axis=0)  # [L]
     # Rescale every chunk to the common maximum `best`, with gap = max - best: sum e^(x - best) = e^gap sum e^(x - max),
     # and sum e^(x - best) (x - best) = e^gap (moment + gap total).
@@ -349,9 +308,6 @@ def _walk_sharded(
     """Runs `_walk` on every device of the mesh over the ids of its shard, and merges the results.
 
     Args:
-        config: Static sizes.
-        mesh: Mesh with the axis `tensor`, over which the tables are sharded.
-        params: Parameters of the model.
         rows: Further arguments of `_walk`; every leaf has the batch axis first.
 
     Returns:
@@ -376,14 +332,7 @@ def _walk_sharded(
 
 
 def gather_chunks(chunks: ChunkStats) -> ChunkStats:
-    """Gathers the chunks [P, B, L] of all devices along P.
-
-    Args:
-        chunks: Statistics of this device's chunks.
-
-    Returns:
-        Statistics of the chunks of all devices, in ascending order of their ids.
-    """
+    """Gathers the chunks [P, B, L] of all devices along P."""
     # Integers and floats are packed into one integer array by their bits, so that a single all-gather moves them all.
     wide = chunks.max.dtype
     bits = jnp.int32 if wide.itemsize == 4 else jnp.int64
@@ -404,15 +353,7 @@ def gather_chunks(chunks: ChunkStats) -> ChunkStats:
 
 
 def sum_embeddings(soft: SoftEmbedding, best: Float[Array, "B L 1"]) -> SoftEmbedding:
-    """Sums the expected embeddings of all devices.
-
-    Args:
-        soft: Sums of this device, relative to exp(soft.max).
-        best: The largest logit of all devices.
-
-    Returns:
-        Sums of all devices, relative to exp(best).
-    """
+    """Sums the expected embeddings of all devices."""
     shares = jnp.concatenate([soft.total, soft.sum], axis=-1) * jnp.exp(soft.max - best)
     every = jax.lax.psum(shares, AXIS)
     return soft._replace(max=best, total=every[..., :1], sum=every[..., 1:])

@@ -50,15 +50,7 @@ class CommittedTokens(NamedTuple):
 
 
 def no_tokens(rows: int, width: int) -> CommittedTokens:
-    """Makes a `CommittedTokens` on the host that changes no row; `ConstrainedRow.write` fills it in place.
-
-    Args:
-        rows: Number of rows B.
-        width: Maximum tokens per row W.
-
-    Returns:
-        A record of numpy arrays.
-    """
+    """Makes a `CommittedTokens` on the host that changes no row; `ConstrainedRow.write` fills it in place."""
     zeros = lambda *shape: np.zeros(shape, np.int32)
     no = lambda: np.zeros(rows, bool)
     return CommittedTokens(zeros(rows, width), zeros(rows), zeros(rows), no(), no())  # type: ignore[arg-type]
@@ -67,17 +59,7 @@ def no_tokens(rows: int, width: int) -> CommittedTokens:
 def write_committed(
     config: DecodeConfig, state: State, committed: CommittedTokens, eos: Int[Array, "B"]
 ) -> State:
-    """Writes the host's tokens into a state, and commits a block once it is full or the answer ends.
-
-    Args:
-        config: Static sizes.
-        state: State of all rows.
-        committed: The tokens of each row.
-        eos: End-of-text id of each row, written after an answer that ends.
-
-    Returns:
-        The state, in which these tokens are frozen.
-    """
+    """Writes the host's tokens into a state, and commits a block once it is full or the answer ends."""
     small = state._replace(cache=(), self_cond=(), memory=(), logprobs=())  # type: ignore[arg-type]
     changes = jax.vmap(lambda *row: _write_row(config, *row))(small, committed, eos)
     return state._replace(**changes)
@@ -127,15 +109,7 @@ class FreeText(NamedTuple):
 
 
 def no_free_text(rows: int, vocab: int) -> FreeText:
-    """Makes a `FreeText` on the host in which the host judges every pass.
-
-    Args:
-        rows: Number of rows B.
-        vocab: Size of the vocabulary.
-
-    Returns:
-        A record of numpy arrays.
-    """
+    """Makes a `FreeText` on the host in which the host judges every pass."""
     return FreeText(np.zeros((rows, -(-vocab // 32)), np.uint32), np.zeros(rows, np.int32))  # type: ignore[arg-type]
 
 
@@ -151,14 +125,6 @@ def run_free(
 
     A pass that the host must judge is the last one of its row: the row waits, and is done for the passes that follow
     until `write_committed` changes it. So does a row whose thinking has ended.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows, with a grammar mask at the first open position.
-        passes: Maximum number of passes; static.
-        limit: A traced maximum.
-        free: What the device may commit.
 
     Returns:
         The state, frames [passes, B, ...], the number of passes made, and the rows that wait for the host.
@@ -232,26 +198,14 @@ class ConstrainedRow:
         return bool(self._unwritten) or self._clear or (self.ended and not self._end_written)
 
     def begin(self, at: int, waits: bool = False) -> None:
-        """Begins the answer at an absolute position, and commits the tokens that the grammar forces there.
-
-        Args:
-            at: The position.
-            waits: Whether the row waits for the host, see `run_free`: then it is written even if nothing is forced.
-        """
+        """Begins the answer at an absolute position, and commits the tokens that the grammar forces there."""
         self.first, self._clear = at, waits
         self._advance((), ())
 
     def propose(
         self, start: int, answer: Sequence[int], accepted: Sequence[bool], on_device: bool = False
     ) -> None:
-        """Commits the tokens of a proposal that the grammar accepts.
-
-        Args:
-            start: Absolute position of the window.
-            answer: Tokens of the window.
-            accepted: Which of these tokens the rule has accepted.
-            on_device: Whether the device has committed these tokens already, as free text.
-        """
+        """Commits the tokens of a proposal that the grammar accepts."""
         if not self.begun or self.ended or start > self.frontier:
             return
         # Tokens of the window before the frontier are already committed.
@@ -274,12 +228,7 @@ class ConstrainedRow:
         self.ended = step.ended
 
     def write(self, change: CommittedTokens, row: int) -> None:
-        """Writes newly committed tokens into one row of the host's arrays; at most W, the rest by the next call.
-
-        Args:
-            change: A record from `no_tokens`; changed in place.
-            row: Index of the row.
-        """
+        """Writes newly committed tokens into one row of the host's arrays; at most W, the rest by the next call."""
         width = change.tokens.shape[1]
         start = self.frontier - len(self._unwritten)
         new = [self._unwritten.popleft() for _ in range(min(width, len(self._unwritten)))]
@@ -300,19 +249,7 @@ Grammars = Sequence[ConstrainedRow | None]
 
 
 def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[ConstrainedRow | None]:
-    """Compiles the grammars of a request, after checking that its other arguments work with a grammar.
-
-    Args:
-        lm: The model.
-        request: A checked request with a schema.
-        passes: The argument `passes` of the call, which must be None.
-
-    Returns:
-        One `ConstrainedRow` per row, `n` for each prompt; None for rows without a grammar.
-
-    Raises:
-        ValueError: Names the argument that does not fit, or the refused schema and the reason.
-    """
+    """Compiles the grammars of a request, after checking that its other arguments work with a grammar."""
     if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
         allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
         raise refuse("schema or bad_words", "set", allowed)
@@ -363,15 +300,7 @@ def without_bad_words(lm: LM, request: Request, bad_words: Any) -> Request:
     """Makes the texts that no answer may hold the grammar of each prompt.
 
     Args:
-        lm: The model.
-        request: A checked request without a schema.
         bad_words: As in `sample`.
-
-    Returns:
-        The request with `schema`.
-
-    Raises:
-        ValueError: `bad_words` is no list of texts, or the request has a schema.
     """
     if request.schema is not None or request.prompt is None:
         allowed = "None with schema=, and None without a prompt"
@@ -384,15 +313,7 @@ def without_bad_words(lm: LM, request: Request, bad_words: Any) -> Request:
 
 
 def with_grammar_mask(lm: LM, request: Request) -> Request:
-    """Adds a grammar mask per row to the sampler of a request; it allows every id until `run` sets it.
-
-    Args:
-        lm: The model, with the size of the vocabulary.
-        request: The request from `encode_request`.
-
-    Returns:
-        The request with the mask as the last processor of `sampler.allow`.
-    """
+    """Adds a grammar mask per row to the sampler of a request; it allows every id until `run` sets it."""
     sampler, count = check_sampler(request.sampler), len(request.prompts) // request.n
     bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
     mask = processors.allow_bits(bits, np.full(count, -1, np.int32))
@@ -400,17 +321,7 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
 
 
 def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Session, list[Frame], int]:
-    """Runs a session until all rows are done; see `passes`.
-
-    Args:
-        lm: The model.
-        session: A new session of a request with a grammar mask.
-        grammars: A `ConstrainedRow` per row, or None.
-        history: Whether to keep a frame of every pass.
-
-    Returns:
-        The finished session, the frames, and the number of passes made.
-    """
+    """Runs a session until all rows are done; see `passes`."""
     frames, made, last = list[Frame](), 0, session
     for last, frame in passes(lm, session, grammars):
         made += frame is not None
@@ -421,11 +332,6 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
 
 def passes(lm: LM, session: Session, grammars: Grammars) -> Iterator[tuple[Session, Frame | None]]:
     """Runs a session until all rows are done, one pass at a time, with the host's decisions between the passes.
-
-    Args:
-        lm: The model.
-        session: A new session of a request with a grammar mask.
-        grammars: A `ConstrainedRow` per row, or None; changed in place.
 
     Yields:
         The session after each pass, which the next one uses up, with the frame of the pass; at last the finished

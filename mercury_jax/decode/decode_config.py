@@ -84,14 +84,7 @@ class DecodeConfig(NamedTuple):
         return self.width + (self.window if self.leave_one_out else 0) + more
 
     def encodable(self, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Computes how many tokens of each row's prefix encoding passes write to the cache.
-
-        Args:
-            committed: Length of each row's committed prefix.
-
-        Returns:
-            Length of the prefix to encode; `model.encodable` knows the model's rule, such as whole blocks only.
-        """
+        """Computes how many tokens of each row's prefix encoding passes write to the cache."""
         # With self-speculation the last committed token is left out: the verifying pass feeds it as the first token of
         # its draft, because the logits at its position verify the token after it.
         ready = self.model.encodable(committed)
@@ -112,27 +105,7 @@ def build_config(
     trajectory: bool = False,
     draft: int = 0,
 ) -> DecodeConfig:
-    """Chooses the static sizes for rows of given lengths.
-
-    Args:
-        lm: The model.
-        sampler: A sampler completed by `defaults.complete_sampler`.
-        plan: Block length, and reuse of cached keys and values.
-        model: `lm.model`, or its version for guidance or for a mesh.
-        longest: The largest end of any row, prompt included.
-        region: The largest number of tokens that a row may write.
-        block: Length of the block if the rows determine it; None: that of the plan.
-        infilling: Whether no id ends the answer; the end ids are then never emitted.
-        logprobs: Number of alternatives per token for which log-probabilities are kept; None: none are kept.
-        trajectory: Whether to record when each token was accepted, and the log-probability of its draw.
-        draft: Tokens of a separate drafter's draft, which one pass verifies.
-
-    Returns:
-        The static configuration.
-
-    Raises:
-        ValueError: Names the plan, rule or parameter that does not fit the model.
-    """
+    """Chooses the static sizes for rows of given lengths."""
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, lm.model.config.vocab)
     check_token_ids(sampler.rule, lm.model.config.vocab)
@@ -160,15 +133,7 @@ def build_config(
 
 
 def with_rings(config: DecodeConfig, draft: int = 0) -> DecodeConfig:
-    """Lets layers with a sliding window keep only the slots of the KV cache that their window needs.
-
-    Args:
-        config: Static sizes.
-        draft: As in `build_config`.
-
-    Returns:
-        The sizes, with another model unless it has no such layers, or a cache policy may hide positions.
-    """
+    """Lets layers with a sliding window keep only the slots of the KV cache that their window needs."""
     model = config.model
     if model.rings is None or isinstance(config.refresh, CachePolicy):
         return config
@@ -307,11 +272,7 @@ def check_equal_lengths(name: str, lengths: Any) -> None:
     """Raises ValueError unless all rows have the same length, for a model that would see the padding of shorter rows.
 
     Args:
-        name: Name of the rows in the message.
         lengths: Length of each row, prompt and answer together.
-
-    Raises:
-        ValueError: The lengths differ.
     """
     found = sorted({int(n) for n in np.asarray(lengths)})
     if len(found) > 1:
@@ -323,13 +284,6 @@ def bucket(size: int, quantum: int = QUANTUM) -> int:
     """Rounds a size up to a capacity: multiples of `quantum` up to 8 quanta, then 4 capacities per doubling.
 
     Up to 8 quanta less than a quantum is wasted; beyond, less than a quarter of `size`.
-
-    Args:
-        size: Number of positions that must fit.
-        quantum: Smallest capacity.
-
-    Returns:
-        The smallest capacity >= size.
     """
     step = quantum
     while step * 8 < size:
@@ -343,14 +297,8 @@ def slots_for(tokens: int, behind: int, context: int, quantum: int = 2 * QUANTUM
     Without the bound, a row that fills a context of 2 ** k tokens would take the next bucket, a quarter more slots.
 
     Args:
-        tokens: Length of the longest row.
-        behind: Slots after a row's last position, where canvases are written.
-        context: Context length of the model; no row is longer.
         quantum: Smallest number of slots, and the step between buckets. The default is coarse: for a call, an empty
             slot costs little, and compiling another program costs seconds. A server compiles its programs in advance.
-
-    Returns:
-        The number of slots.
     """
     most = -(-(context + behind) // QUANTUM) * QUANTUM
     return min(bucket(tokens + behind, quantum), max(most, tokens + behind))
@@ -360,14 +308,6 @@ def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int
     """Chooses the number of tokens per prefill pass.
 
     It depends on the slots and not on the prompts, so that prompts of all lengths share a program.
-
-    Args:
-        config: Static sizes.
-        slots: Number of slots of a row.
-        always: Whether to use prefill passes for short prompts too.
-
-    Returns:
-        Tokens per pass; None if `step` encodes all prompts.
     """
     short = slots <= 4 * config.width and not always
     if config.model.config.pattern == "bidirectional" or short:

@@ -67,16 +67,7 @@ from mercury_jax.types import LM, Key, Params, Pass
 
 
 def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass: that of `step_of`, or `fused_commit.wide_step` where a small batch begins a block.
-
-    Args:
-        config: Static sizes; equal configs share one compilation.
-        params: Parameters of the model.
-        state: State of B rows; every leaf has the batch axis first.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Runs one forward pass: that of `step_of`, or `fused_commit.wide_step` where a small batch begins a block."""
     if len(state.done) > config.fuse_commit:
         return step_of(config)(config, params, state)
     wide, plain = (functools.partial(run, config, params) for run in (wide_step, plain_step))
@@ -88,14 +79,6 @@ def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[Stat
 
     In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
     canvas), and finished rows do nothing. All of them share the pass.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
     """
     state = open_canvases(config, state)  # rows that finished a block start the next one
     feed = next_feed(config, state)  # committed tokens, or a canvas
@@ -107,14 +90,7 @@ def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[Stat
 
 
 def step_of(config: DecodeConfig) -> Step:
-    """Chooses the pass of a config: plain, or that of a method.
-
-    Args:
-        config: Static sizes.
-
-    Returns:
-        step(config, params, state) -> (state, frame).
-    """
+    """Chooses the pass of a config: plain, or that of a method."""
     if config.drafter is not None:
         return functools.partial(drafted_step, step_of(config.drafter))
     if config.speculative:
@@ -139,16 +115,8 @@ def prefill(
     Stops when no row has more than `config.own_prefill` tokens left; `step` encodes the rest.
 
     Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows.
-        width: Tokens per pass.
-        limit: Absolute position up to which tokens are encoded, without a rest for `step`; None: no limit.
         passes: Number of passes, by a `fori_loop` that is differentiable; None: as many as the longest row needs, by a
             `while_loop`.
-
-    Returns:
-        The state with a longer cache.
     """
     if config.drafter is not None and isinstance(state.drafter, Drafter):
         own = state.drafter.state
@@ -192,14 +160,8 @@ def run_until_done(
     """Repeats `step` on the device until every row is done.
 
     Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows.
         watch: Rows [B] whose text the host searches for stop texts: the loop also stops after a pass in which one of
             them commits tokens. None: none.
-
-    Returns:
-        The state, and the number of passes made.
     """
     axes = varying_axes((params, state))
 
@@ -220,13 +182,8 @@ def repeat(
     """Repeats passes on the device.
 
     Args:
-        config: Static sizes.
-        going: going(carry) -> whether another pass is made, a scalar.
         advance: advance(step, carry) -> the carry after the pass `step`.
         carry: What the loop carries; `carry[1]` is the packed state.
-
-    Returns:
-        The last carry.
     """
     if carry[1].counters.shape[1] > config.fuse_commit:
         return jax.lax.while_loop(going, functools.partial(advance, step_of(config)), carry)
@@ -243,16 +200,7 @@ def repeat(
 
 
 def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
-    """Returns whether a decoding loop continues: some row is not done, and no watched row has committed tokens.
-
-    Args:
-        state: State of all rows.
-        begun: `State.committed` [B] when the loop began.
-        watch: The watched rows [B]; None: none.
-
-    Returns:
-        A scalar bool, the condition of a `while_loop`.
-    """
+    """Returns whether a decoding loop continues: some row is not done, and no watched row has committed tokens."""
     going = ~jnp.all(state.done)
     return going if watch is None else going & ~jnp.any(watch & (state.committed != begun))
 
@@ -267,15 +215,6 @@ def run_limited(
     after: Callable[[State, State, Frame], State] = lambda before, state, frame: state,
 ) -> tuple[State, Frame, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done, but at most `passes` times, and keeps the frames.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows.
-        passes: Maximum number of passes; static, since it is the size of the frame buffer.
-        limit: A traced maximum; the smaller of `passes` and `limit` applies. None: `passes`.
-        watch: Rows [B] whose commits stop the loop, see `run_until_done`.
-        after: after(state before a pass, state after it, its frame) -> the state of the next pass.
 
     Returns:
         The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.
@@ -566,11 +505,6 @@ def estimate_answers(
     config: DecodeConfig, state: State, guess: bool = True
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
     """Returns what each row would emit if it ended now; see `Decoder.estimate`.
-
-    Args:
-        config: Static sizes.
-        state: State of all rows.
-        guess: True: the active block shows what its last pass would emit. False: it shows its canvas.
 
     Returns:
         Ids [B, S], left-aligned and padded, and the number of tokens of each answer [B].

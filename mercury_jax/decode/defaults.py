@@ -29,15 +29,8 @@ def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) 
     """Returns the default sampler of a model: that of its checkpoint or family, or else the default for its noise.
 
     Args:
-        lm: The model; `LM.decoding` holds the settings, with the keys of hub/generation.py.
         temperature: Replaces the temperature of the settings, one number or one per row. If the settings contain a
             temperature processor, which also changes the confidence, it is replaced there. None: that of the settings.
-
-    Returns:
-        A rule, or a sampler with that rule.
-
-    Raises:
-        ValueError: The settings name a rule or processor that does not exist, or a key that is not used.
     """
     if unknown := sorted(set(lm.decoding) - set(SETTINGS)):
         raise refuse("LM.decoding", unknown, ", ".join(SETTINGS))
@@ -92,16 +85,7 @@ def _tables(lm: LM) -> tuple[LogitsProcessor, ...]:
 
 
 def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
-    """Completes a plan without a block by the block and steps of the model's settings.
-
-    Args:
-        lm: The model; `LM.decoding` may hold "block" and "steps". The block "answer" is as long as the context.
-        plan: The plan of the caller. If it names a block, it is returned unchanged; its steps are always kept.
-        share: Factor on the steps of the settings, from the effort.
-
-    Returns:
-        The plan.
-    """
+    """Completes a plan without a block by the block and steps of the model's settings."""
     block, steps = lm.decoding.get("block"), lm.decoding.get("steps")
     if plan.block is not None:
         return plan
@@ -118,9 +102,6 @@ def rule_settings(sampler: Any) -> dict[str, Any]:
 
     Returns:
         Settings for `default_sampler`; empty for None.
-
-    Raises:
-        ValueError: `sampler` is not such a rule. Processors and stopping criteria cannot be stored.
     """
     if sampler is None:
         return {}
@@ -134,16 +115,8 @@ def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressiv
     """Sets the stopping criterion and the temperature of a sampler that does not name them.
 
     Args:
-        sampler: A sampler or a rule.
         corruption: Noise of the model. The default stopping criterion is `filled` for absorbing noise, and `steady`
             for uniform noise.
-        autoregressive: Whether the model is autoregressive. Then `speculate` is set to 0, and the rule has no effect.
-
-    Returns:
-        A sampler whose `stopping` and `temperature` are set.
-
-    Raises:
-        ValueError: The rule is defined for another kind of noise, or a field holds a value of the wrong kind.
     """
     checked = check_sampler(sampler)
     if autoregressive and checked.speculate is None:
@@ -184,17 +157,7 @@ EFFORTS = {
 
 
 def find_effort(effort: EffortLike | Sequence[EffortLike] | None) -> Effort | list[Effort] | None:
-    """Looks up an effort level, or one per prompt.
-
-    Args:
-        effort: The name of a level, an `Effort`, a list of these, or None.
-
-    Returns:
-        The `Effort`, a list of them, or None.
-
-    Raises:
-        ValueError: An unknown name, or a field out of range.
-    """
+    """Looks up an effort level, or one per prompt."""
     if effort is None or (isinstance(effort, list | tuple) and not isinstance(effort, Effort)):
         return None if effort is None else [_one_effort(f"effort[{i}]", one) for i, one in enumerate(effort)]
     return _one_effort("effort", effort)
@@ -222,16 +185,10 @@ def choose_sampler(
     """Chooses the sampler and the fields of the plan that the caller does not set.
 
     Args:
-        lm: The model, whose checkpoint and noise set the defaults.
-        sampler: The sampler of the caller, or None.
-        plan: The plan of the caller; the fields that it sets are kept.
         effort: For absorbing noise the effort sets the threshold and the steps; for uniform noise, the share of the
             default steps.
         temperature: The temperature of the caller; it replaces that of the default sampler. It has no effect on a
             sampler of the caller, which `request.py` handles.
-
-    Returns:
-        The sampler and the plan.
     """
     if effort is not None and lm.corruption.mask is not None:
         sampler = sampler or rules.threshold(effort.p)

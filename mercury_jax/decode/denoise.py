@@ -56,10 +56,6 @@ from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_d
 def open_canvases(config: DecodeConfig, state: State) -> State:
     """Initializes the canvas of every row that has encoded its committed tokens and has no open canvas.
 
-    Args:
-        config: Static sizes.
-        state: State of all rows.
-
     Returns:
         The state with the new canvases. A canvas holds the committed, given and draft tokens at their positions, and
         noise elsewhere. The memories of the rule and of the stopping criterion start anew.
@@ -109,16 +105,9 @@ def denoise(
     """Takes one denoising step.
 
     Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows, with the cache that this pass has written.
         hidden: Hidden states of each row's window, leaves [B, L, ...].
         leave_one_out: Hidden states of the additional masks that do not see the token at their position, with the same
             shapes; None unless the rule has `leave_one_out`.
-        rows: Which rows denoise; the others keep their state.
-
-    Returns:
-        The next state, and a frame that shows each row's window.
     """
     small = state.without_cache()
     seen = jax.vmap(functools.partial(observe, config))(small)
@@ -192,14 +181,6 @@ def decide(
 ) -> tuple[dict[str, Any], Bool[Array, "L"], Float[Array, "L"]]:
     """Applies the rule and the stopping criterion to one row, and commits its block if it is finished.
 
-    Args:
-        config: Static sizes.
-        row: One row of a state, without the batch axis.
-        seen: What `observe` computed for the row: its view, window and key.
-        stats: Token statistics of its window.
-        raw: Logits before any processor; None if the vocabulary was processed in chunks.
-        other_logits: Logits of the leave-one-out masks; None unless the rule has `leave_one_out`.
-
     Returns:
         The fields of the state that change, which positions are accepted, and the probability of the argmax at each
         position.
@@ -245,14 +226,7 @@ def decide(
 
 
 def drawn_last(view: View) -> Bool[Array, "*B L"]:
-    """Returns the positions of a draft that are sampled because this is the last step of its block.
-
-    Args:
-        view: The view of one row, or of B rows.
-
-    Returns:
-        All masked positions in the last step; no position in earlier steps.
-    """
+    """Returns the positions of a draft that are sampled because this is the last step of its block."""
     return jnp.expand_dims(view.step + 1 >= view.steps, -1) & view.masked
 
 
@@ -260,14 +234,6 @@ def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -
     """For grammar-constrained rows, always samples the first undecided token.
 
     The grammar mask covers only this token, and the host commits it after the pass.
-
-    Args:
-        view: The view of one row.
-        proposal: The proposal of the rule, which may leave that token open.
-        constrained: Whether a grammar applies to the row now; not while it thinks.
-
-    Returns:
-        The proposal with that token sampled.
     """
     first = constrained & view.editable & (jnp.cumsum(view.editable) == 1)
     waits = first & (proposal.canvas != proposal.answer)
@@ -330,19 +296,7 @@ def _commit(
     decision: Decision,
     stopped: Bool[Array, ""],
 ) -> tuple[dict[str, Any], Bool[Array, "L"]]:
-    """Writes the proposal into the canvas, and commits the block to the row's tokens if it is finished.
-
-    Args:
-        config: Static sizes.
-        row: One row of a state.
-        view: The view of the row.
-        window: Its window.
-        decision: The rule's proposal with the given tokens restored.
-        stopped: Whether the stopping criterion ends the block.
-
-    Returns:
-        The fields of the state that change, and the accepted positions of the window.
-    """
+    """Writes the proposal into the canvas, and commits the block to the row's tokens if it is finished."""
     proposal, at, params = decision.proposal, window.at, row.sampling
     editable = ~decision.frozen & (at < decision.block_end)
     # Tokens that end the current section: the end of text and, while the row thinks, the token that ends the thinking.
@@ -402,13 +356,6 @@ def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
     of long prompts and, in a stream, at the first output. Nothing is computed, and the model is not traced. Samplers
     that use only functions of this package are skipped. Others are traced once per structure and shapes of their
     parameters, whatever the values.
-
-    Args:
-        config: Static sizes; canvas, block and vocabulary give the shapes.
-        sampling: Sampling parameters of all rows; every leaf has the batch axis first.
-
-    Raises:
-        ValueError: A part fails, or returns a value of the wrong structure, shape or dtype.
     """
     functions = [
         f for part in sampling.sampler.parts for f in getattr(part.function, "functions", (part.function,))

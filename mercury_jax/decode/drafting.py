@@ -146,16 +146,10 @@ def with_drafter(
     """Checks that one model can draft for another, and joins both into one `LM`.
 
     Args:
-        lm: The verifier.
-        draft: The drafter.
-        sampler: Sampler of the verifier, or None.
         others: Arguments of the call that do not work with drafts, by name.
 
     Returns:
         The verifier with `DraftParams` as its parameters, the drafter, and the verifier's sampler.
-
-    Raises:
-        ValueError: Names the argument that does not fit.
     """
     config, draft = lm.model.config, Draft(draft) if isinstance(draft, LM) else draft
     if not isinstance(draft, Draft):
@@ -234,20 +228,8 @@ def add_drafter(
 ) -> tuple[DecodeConfig, SamplingParams]:
     """Chooses the static sizes and the sampling parameters of the drafter.
 
-    Args:
-        draft: The drafter and its settings.
-        config: Config of the verifier for decoding without drafts.
-        sampler: Sampler of the verifier, completed by `defaults.complete_sampler`.
-        mesh: Mesh over which the parameters are sharded, or None.
-        longest: The largest end of any row, prompt included.
-        rows: Number of rows B.
-        n: Rows per prompt.
-
     Returns:
         The verifier's config for decoding with drafts, and the drafter's sampling parameters [B, ...].
-
-    Raises:
-        ValueError: Names the setting that does not fit the drafter.
     """
     lm = draft.lm
     rule = rules.entropy_bound() if lm.corruption.mask is None else rules.confidence()
@@ -280,17 +262,7 @@ def add_drafter(
 
 
 def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: State) -> State:
-    """Drafts a block for every row that waits for its verifying pass.
-
-    Args:
-        step: The pass of the drafter.
-        config: Config of the verifier, with `config.drafter`.
-        params: Parameters of both models.
-        state: State of the verifier; each canvas begins with the last committed token.
-
-    Returns:
-        The state, with the drafts in the canvases after that token.
-    """
+    """Drafts a block for every row that waits for its verifying pass."""
     drafter, own, rows = state.drafter, config.drafter, state.unverified & ~state.done
     assert isinstance(drafter, Drafter) and own is not None
     most = config.width - 1
@@ -344,14 +316,7 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
 
 
 def idle_frame(state: State) -> Frame:
-    """Makes the frame of a verifier before its verifying pass, in which no row denoised.
-
-    Args:
-        state: State of the verifier.
-
-    Returns:
-        A frame with `used` 0 in every row.
-    """
+    """Makes the frame of a verifier before its verifying pass, in which no row denoised."""
     zeros = jnp.zeros_like(state.used)
     confidence = jnp.zeros(state.answer.shape, jnp.float32)
     accepted = jnp.zeros(state.answer.shape, bool)
@@ -359,17 +324,7 @@ def idle_frame(state: State) -> Frame:
 
 
 def count_drafts(state: State, moved: State, frame: Frame, rows: Bool[Array, "B"]) -> State:
-    """Counts the proposed and the accepted draft tokens of a verifying pass.
-
-    Args:
-        state: State before the pass.
-        moved: State after the pass.
-        frame: Frame of the pass, whose `answer` holds the tokens that the verifier sampled.
-        rows: Which rows verified a draft.
-
-    Returns:
-        `moved` with updated counts in `moved.drafter`.
-    """
+    """Counts the proposed and the accepted draft tokens of a verifying pass."""
     drafter = moved.drafter
     assert isinstance(drafter, Drafter)
     draft = state.answer[:, 1:]
@@ -394,18 +349,7 @@ def record_drawn(
     start: Int[Array, "B"],
     rows: Bool[Array, "B"],
 ) -> Drawn:
-    """Records the logits from which the last step of a block samples its tokens.
-
-    Args:
-        old: Record of earlier passes.
-        logits: Logits of the drafter's window, after all processors.
-        fresh: Positions that this step samples independently of each other: the open ones in the last step of a block.
-        start: Absolute position of the window.
-        rows: Which rows denoise.
-
-    Returns:
-        The record, changed in the rows that take the last step of their block.
-    """
+    """Records the logits from which the last step of a block samples its tokens."""
     ends = rows & jnp.any(fresh, axis=1)
     pick = lambda new, old: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), new, old).astype(old.dtype)
     return Drawn(pick(logits, old.logits), pick(fresh, old.fresh), pick(start, old.start))
@@ -420,15 +364,7 @@ class Proposals(NamedTuple):
 
 
 def proposals(config: DecodeConfig, state: State) -> Proposals | None:
-    """Aligns the drafter's distributions with the positions that a verifying pass predicts.
-
-    Args:
-        config: Config of the verifier.
-        state: State of the verifier.
-
-    Returns:
-        The distributions, leaves [B, ...]; None unless drafts are accepted by rejection sampling.
-    """
+    """Aligns the drafter's distributions with the positions that a verifying pass predicts."""
     drafter = state.drafter.state if isinstance(state.drafter, Drafter) else None
     drawn = () if drafter is None else drafter.drawn
     if drafter is None or not isinstance(drawn, Drawn):
@@ -455,18 +391,6 @@ def accept_or_redraw(
 
     The uniforms belong to absolute positions and are the same in every pass. This keeps the samples independent: the
     result at a position is used only in the one pass in which all draft tokens before it are accepted.
-
-    Args:
-        row: One row of the verifier's state.
-        logits: Logits of the verifier, after all processors.
-        proposed: The drafter's distributions.
-        draft: Draft token at each position.
-        exists: Positions with a draft token; at the others a token is sampled from p.
-        at: Absolute positions.
-        temperature: Sampling temperature of the verifier; 0: argmax, and only equal draft tokens are accepted.
-
-    Returns:
-        At each position the draft token if it is accepted, otherwise another token.
     """
     softmax = lambda x, t: jax.nn.softmax(x / jnp.maximum(t, 1e-6), axis=-1)
     p = softmax(logits, temperature)

@@ -33,15 +33,7 @@ class Feed(NamedTuple):
 
 
 def next_feed(config: DecodeConfig, state: State) -> Feed:
-    """Chooses what each row feeds next.
-
-    Args:
-        config: Static sizes.
-        state: State of all rows; those that have encoded their committed tokens have an open canvas.
-
-    Returns:
-        Tokens of all rows; those that are done use none.
-    """
+    """Chooses what each row feeds next."""
     encodable = config.encodable(state.committed)
     encoding = (state.cache_length < encodable) & ~state.done
     used = jnp.where(encoding, jnp.minimum(config.width, encodable - state.cache_length), state.used)
@@ -59,14 +51,6 @@ def forward(
     causal: Bool[Array, "B"],
 ) -> tuple[Any, Any, State]:
     """Runs one forward pass for all rows.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows.
-        tokens: Tokens of each row at positions cache_length..cache_length + W - 1.
-        used: How many of the W tokens each row feeds [B]; 0 freezes the row.
-        causal: Rows that write committed tokens to the cache, or verify a draft.
 
     Returns:
         Hidden states of each row's window [B, L, ...]; hidden states of the leave-one-out masks with the same shapes,
@@ -99,8 +83,6 @@ def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
 
     Args:
         tree: Tree with leaves [B, T, ...].
-        start: First position of each row.
-        size: Number of positions to keep.
 
     Returns:
         A tree with leaves [B, size, ...].
@@ -114,14 +96,6 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
 
     Rows that write committed tokens to the cache have time 0, so that their keys do not depend on the pass in which a
     token was accepted. BD3-LM's own sampler instead keeps the keys of a block's last pass, whose time is the smallest.
-
-    Args:
-        config: Static sizes.
-        state: State of all rows.
-        causal: Rows whose time is 0.
-
-    Returns:
-        Times in [0, 1] per row [B], or None.
     """
     if not config.model.config.timed:
         return None

@@ -22,30 +22,13 @@ from mercury_jax.types import Params, Pass
 
 
 def begins(config: DecodeConfig, state: State) -> Bool[Array, ""]:
-    """Returns whether the next pass is a wide one: whether a row then encodes the last of its committed tokens.
-
-    Args:
-        config: Static sizes.
-        state: State of all rows.
-
-    Returns:
-        A scalar.
-    """
+    """Returns whether the next pass is a wide one: whether a row then encodes the last of its committed tokens."""
     behind = config.encodable(state.committed) - state.cache_length
     return jnp.any((behind > 0) & (behind <= config.width) & ~state.done)
 
 
 def wide_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass of 2W tokens, in which each row feeds what it has to encode, and then its canvas.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Runs one pass of 2W tokens, in which each row feeds what it has to encode, and then its canvas."""
     # 1. Each row encodes up to W committed tokens. A row that has encoded all of them opens a canvas after them.
     start, width, running = state.cache_length, config.width, ~state.done
     encodable = config.encodable(state.committed)

@@ -75,12 +75,6 @@ def guided(model: Model) -> Model:
 
     `apply`, the pass without a cache, stays that of the plain model. A cache from `empty_cache` has weight 0, which is
     no guidance.
-
-    Args:
-        model: The plain model.
-
-    Returns:
-        The guided model. Equal models give the same object, so that they share compiled programs.
     """
     return model._replace(
         forward=functools.partial(_forward, model),
@@ -105,22 +99,8 @@ def start(
     """Makes the cache of a guided batch and encodes its negative prompts.
 
     Args:
-        model: The plain model.
-        params: Parameters of the model.
-        batch: Number of rows B of the cache; rows after those given have weight 0.
-        slots: Number of slots S of the conditional cache.
-        prompts: Length of the prompt of each row.
-        negatives: Ids of the negative prompt, one list per row; empty or None for no prompt.
-        weights: w, one number or one per row.
         room: Maximum length of a negative prompt, which fixes the shapes; a server needs equal shapes to replace a row
             by another. None: chosen for these negative prompts.
-        longest: Largest length of each conditional row (`Pass.length`).
-
-    Returns:
-        A cache for `guided(model)`.
-
-    Raises:
-        ValueError: Names the negative prompt or weight that does not fit.
     """
     rows, block = len(prompts), model.config.block if model.config.pattern == "block_causal" else 1
     w = np.asarray(weights, float)
@@ -166,17 +146,6 @@ def resized(
     """Copies a guided cache into one with another number of rows and slots, to continue an earlier call.
 
     Both branches keep what they have read: the prompt or the negative prompt, and the answer.
-
-    Args:
-        model: The plain model.
-        before: The earlier cache.
-        batch: Number of rows B of the new cache.
-        slots: Number of slots S of the new conditional cache.
-        take: Selects the continued rows of an array with the batch axis first.
-        fit: fit(new cache, earlier cache) writes these rows of the earlier cache into the new one.
-
-    Returns:
-        A cache for `guided(model)`.
     """
     size = lambda cache: jax.tree.leaves(cache)[0].shape[1]
     more = size(before.unconditional) - size(before.conditional)
@@ -245,11 +214,7 @@ def _encode_negatives(
 
 
 def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, GuidedCache]:
-    """Runs the passes of both branches.
-
-    Returns:
-        The hidden states of both branches at the positions of the conditional pass, and the caches of both.
-    """
+    """Runs the passes of both branches."""
     cache: GuidedCache = given.cache
     hidden, conditional = model.forward(params, given._replace(cache=cache.conditional))
     other = _unconditional_pass(model, cache, given)

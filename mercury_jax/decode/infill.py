@@ -250,18 +250,8 @@ def fill(
     """Fills the holes of rows of ids and Holes: `infill` without texts.
 
     Args:
-        lm: The model.
-        rows: Ids and Holes of each row, in order.
         request: A checked request. Reads its seed, sampler, plan, temperature and mesh; lists and arrays have one entry
             per row.
-        on_frame: Called after every pass, except for FIM order.
-        search: Resolution of shapes and of the lengths to try.
-
-    Returns:
-        The fillings.
-
-    Raises:
-        ValueError: Names the argument that does not fit.
     """
     if request.sampler is None:
         request = request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
@@ -367,12 +357,8 @@ def split_fillings(row: Pieces, tokens: np.ndarray, given: np.ndarray) -> list[n
     filled by the tokens between the n-th and the next given token.
 
     Args:
-        row: Texts (as ids) and holes, in order.
         tokens: The finished row [S].
         given: Which tokens are from the texts [S or longer].
-
-    Returns:
-        The ids in each hole.
     """
     # Positions of the given tokens, with -1 before the first and the length after the last.
     at = np.flatnonzero(given[: len(tokens)])
@@ -387,30 +373,13 @@ def split_fillings(row: Pieces, tokens: np.ndarray, given: np.ndarray) -> list[n
 
 
 def join_pieces(row: Pieces, fillings: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the texts and fillings of a row.
-
-    Args:
-        row: Texts (as ids) and holes, in order.
-        fillings: The ids in each hole.
-
-    Returns:
-        The whole sequence.
-    """
+    """Joins the texts and fillings of a row."""
     rest = iter(fillings)
     return np.concatenate([np.asarray(next(rest) if isinstance(p, Hole) else p, np.int32) for p in row])
 
 
 def candidate_lengths(most: int, growth: float = LengthSearch().growth, least: int = 1) -> list[int]:
-    """Computes the lengths to try for an open hole: a geometric series from `least` to `most`.
-
-    Args:
-        most: Maximum length of the hole.
-        growth: Ratio of successive lengths, which differ by at least 1. With 1.25 all lengths up to 8 are tried.
-        least: Minimum length of the hole.
-
-    Returns:
-        Increasing lengths; the last one is `most`.
-    """
+    """Computes the lengths to try for an open hole: a geometric series from `least` to `most`."""
     sizes = [least]
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * growth))))
@@ -418,16 +387,7 @@ def candidate_lengths(most: int, growth: float = LengthSearch().growth, least: i
 
 
 def select_rows(request: Request, which: Sequence[int], rows: int) -> Request:
-    """Selects rows of a request, with the seed, temperature and rule parameters of each.
-
-    Args:
-        request: The request of all rows.
-        which: Indices of the rows to select; an index may occur several times.
-        rows: Number of rows of `request`.
-
-    Returns:
-        A request of len(which) rows.
-    """
+    """Selects rows of a request, with the seed, temperature and rule parameters of each."""
     index = np.asarray(which)
     is_static = lambda x: isinstance(x, Static)  # a table for all rows
     take = lambda x: x if is_static(x) or np.ndim(x) == 0 else np.asarray(x)[index]
@@ -534,16 +494,7 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
 
 
 def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[int], Hole]:
-    """Lays a row out in FIM order.
-
-    Args:
-        lm: The model; its tokenizer has FIM tokens.
-        row: Texts (as ids) and holes, in order.
-        filled: Fillings of the first holes. The next hole is the one to fill; later holes are omitted.
-
-    Returns:
-        The ids of the prompt, and the hole to fill.
-    """
+    """Lays a row out in FIM order."""
     marks, holes = lm.tokenizer.fim, [i for i, part in enumerate(row) if isinstance(part, Hole)]
     at = holes[len(filled)]
     done: dict[int, Any] = dict(zip(holes, filled, strict=False))

@@ -52,20 +52,9 @@ def encode_prompts(
     """Checks prompts and encodes them.
 
     Args:
-        lm: The model; its tokenizer encodes texts and renders conversations, its vocabulary bounds the ids.
         prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of
             {"type": "text", "text": ...}), ids (a list or a 1-D integer array, numpy or JAX), or a list of any of
             these; a 2-D integer array is a list of rows of ids.
-        thinking: Whether the answer to a conversation must begin with a thinking section; one for all, or a list.
-        previous: The texts or conversations that the prompts continue, answers included, one per prompt.
-        begin: Whether to put begin-of-text tokens before a text. False for a text that continues another one.
-        name: Name of the argument in errors.
-
-    Returns:
-        The prompts, and whether a single one was given.
-
-    Raises:
-        ValueError: `prompt` is something else: bytes, floats, empty, or ids outside of the vocabulary.
     """
     # A list is one prompt if it holds messages or numbers, and several prompts otherwise.
     prompt = _as_numpy(prompt, name)
@@ -85,17 +74,7 @@ def prompt_rows(lm: LM, prompt: Any, rows: int, name: str = "prompt", row: str =
     """Encodes the prompt of each row: one prompt for all of them, or a list with one per row.
 
     Args:
-        lm: The model.
         prompt: One prompt or several, as in `encode_prompts`.
-        rows: B, the number of rows.
-        name: Name of the argument in errors.
-        row: Name of a row in errors.
-
-    Returns:
-        The ids of each row.
-
-    Raises:
-        ValueError: The list has another length, or holds no prompts.
     """
     prompts, single = encode_prompts(lm, prompt, name=name)
     if not single and len(prompts) != rows:
@@ -143,16 +122,7 @@ def check_ids(lm: LM, ids: Any, name: str, allowed: str) -> list[int]:
     """Checks that a value is a list of ids of the vocabulary.
 
     Args:
-        lm: The model; its vocabulary bounds the ids.
         ids: A list, or a 1-D array of numpy or JAX.
-        name: Name of the argument in errors.
-        allowed: What is allowed, for errors.
-
-    Returns:
-        The ids as a list.
-
-    Raises:
-        ValueError: It is something else, or an id is outside of the vocabulary.
     """
     ids = _as_numpy(ids, name)
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
@@ -173,17 +143,7 @@ def per_prompt(
     """Checks an argument that is one value for all prompts, or a list or array with one value per prompt.
 
     Args:
-        name: Name of the argument in errors.
         value: The argument as the caller gave it.
-        count: Number of prompts.
-        check: check(name, value) returns the checked value, or raises ValueError.
-        each: Name of a prompt in errors.
-
-    Returns:
-        One value per prompt.
-
-    Raises:
-        ValueError: The list has another length, the array is traced, or `check` refuses a value.
     """
     if isinstance(value, Tracer):
         raise refuse(name, value, "concrete numbers: under jit use the decoder itself")
@@ -203,15 +163,10 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> np.n
     """Checks that prompts and answers fit into the context.
 
     Args:
-        lm: The model; prompt and answer together must fit into its context.
-        prompts: The encoded prompts.
         max_tokens: Maximum number of tokens of an answer; one for all prompts, or one for each.
 
     Returns:
         The maximum number of tokens of each answer, int [prompts].
-
-    Raises:
-        ValueError: A value is not a whole number, or a prompt with its answer exceeds the context.
     """
     whole = lambda name, value: check_whole(name, value, 1, MAX_TOKENS)
     budgets = per_prompt("max_tokens", max_tokens, len(prompts), whole)
@@ -248,18 +203,7 @@ def check_whole(name: str, value: Any, low: int, high: int, allowed: str = "") -
 
 
 def check_seed(seed: Any, name: str = "seed") -> int:
-    """Checks a seed and returns it as an int.
-
-    Args:
-        seed: A whole number.
-        name: Name of the argument in errors.
-
-    Returns:
-        The seed.
-
-    Raises:
-        ValueError: It is not a whole number in 0..2**31 - 1.
-    """
+    """Checks a seed and returns it as an int."""
     return check_whole(name, seed, 0, 2**31 - 1, "a whole number in 0..2**31 - 1")
 
 
@@ -270,15 +214,6 @@ def row_seeds(seed: Any, prompts: int, n: int = 1, each: str = "prompt") -> np.n
         seed: A whole number: answer j of prompt i draws from seed + i n + j. A list with one number per prompt: from
             seed[i] + j. Keys of `jax.random.key` instead of numbers: `fold_in(key, k)` replaces seed + k. With one key
             per prompt and n = 1, each prompt draws from its key itself.
-        prompts: Number of prompts.
-        n: Number of answers to each prompt.
-        each: Name of a prompt in errors.
-
-    Returns:
-        Seeds in 0..2**31 - 1, or keys, [prompts * n].
-
-    Raises:
-        ValueError: `seed` is something else, or has another length.
     """
     is_array = isinstance(seed, jax.Array)
     if is_array and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
@@ -309,26 +244,13 @@ def check_logprobs(count: Any) -> int | None:
 
     Args:
         count: Number of alternatives, 0 to 100; None: no log-probabilities are recorded.
-
-    Returns:
-        The count.
-
-    Raises:
-        ValueError: It is something else.
     """
     allowed = "0..100 alternatives, or None"
     return None if count is None else check_whole("logprobs", count, 0, 100, allowed)
 
 
 def check_lm(lm: Any) -> None:
-    """Checks that `lm` is an LM that holds parameters.
-
-    Args:
-        lm: The argument of the caller.
-
-    Raises:
-        ValueError: It is no LM, or its parameters are not arrays.
-    """
+    """Checks that `lm` is an LM that holds parameters."""
     if not isinstance(lm, LM):
         raise refuse("lm", lm, "a model as mj.load() returns it")
     compilation.prepare()
@@ -343,11 +265,6 @@ def refuse_nan(is_nan: np.ndarray, where: str, name: str = "logits") -> None:
 
     Args:
         is_nan: Which rows have NaN logits [B].
-        where: The pass that computed the logits, for the message.
-        name: Name of the logits in the message.
-
-    Raises:
-        ValueError: A row has; the message names the row and the pass.
     """
     for row in np.flatnonzero(is_nan):
         raise ValueError(
@@ -361,16 +278,6 @@ def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
     """Context manager around a compiled pass, which explains a failure due to parameters of another model.
 
     The check traces a pass of its own, which takes as long as tracing the model, so it runs only after a failure.
-
-    Args:
-        lm: The model, with the parameters of the pass.
-        name: Name of the parameters in errors.
-
-    Yields:
-        None.
-
-    Raises:
-        ValueError: The model cannot be traced with its parameters.
     """
     try:
         yield
@@ -381,16 +288,7 @@ def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
 
 
 def check_params(model: Model, params: Params, name: str) -> None:
-    """Checks that a model can be traced with its parameters.
-
-    Args:
-        model: The model.
-        params: Arrays, or their shapes.
-        name: Name of the parameters in errors.
-
-    Raises:
-        ValueError: Tracing fails; the message contains the first line of the error.
-    """
+    """Checks that a model can be traced with its parameters."""
     at = jnp.zeros((1, 1), jnp.int32)
     time = jnp.zeros((1,)) if model.config.timed else None
     given = PackedPass(at, at, jnp.zeros((1, 1, 2, 2), jnp.int32), time=time)

@@ -36,16 +36,7 @@ from mercury_jax.types import Cache, Params, Pass
 
 
 def reuse_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass as `decoder.plain_step`, over a part of the canvases.
-
-    Args:
-        config: Static sizes, with `refresh`.
-        params: Parameters of the model.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Runs one pass as `decoder.plain_step`, over a part of the canvases."""
     state = open_canvases(config, state)
     feed = next_feed(config, state)
     run = _policy_forward if isinstance(config.refresh, CachePolicy) else _refresh_forward
@@ -171,11 +162,7 @@ def _choose(
     old: Reuse,
     used: Int[Array, ""],
 ) -> tuple[Positions, Any]:
-    """Builds the view of one row and calls the policy.
-
-    Returns:
-        The positions, and the policy's memory for the next pass.
-    """
+    """Builds the view of one row and calls the policy."""
     at = jnp.arange(config.width)
     window = window_of(config, row)
     exists, mask = at < used, config.corruption.mask
@@ -207,15 +194,9 @@ def _keep_hidden(
     """Writes the results of a pass over T positions into the records of all W positions.
 
     Args:
-        width: Size W of the canvas.
         old: Hidden states, key drift and value drift of the rows, leaves [b, W, ...].
-        rows: Positions that the pass computed.
         hidden: Their hidden states, leaves [b, T, ...].
         before: Their keys and values before the pass; None if the policy reads no drift.
-        after: The cache after the pass.
-
-    Returns:
-        The records, updated at the computed positions.
     """
     size = jax.tree.leaves(hidden)[0].shape[1]
     # Unused entries get the index W, which mode="drop" ignores.
@@ -274,12 +255,6 @@ def run_by_width(
     rows, bit for bit.
 
     Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: State of all rows, with the cache.
-        time: Diffusion time of each row [B], or None.
-        work: The positions that each row computes.
-        widths: Widths of the passes, in addition to the whole canvas W.
         collect: collect(old, rows, hidden [b, T, ...], result of `read`, cache after the pass) -> the new value of
             `old`, leaves [b, ...], for a group of b rows.
         collected: Initial value of what `collect` returns, leaves [B, ...]. Only the rows that ran are replaced.

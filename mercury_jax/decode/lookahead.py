@@ -36,16 +36,7 @@ from mercury_jax.types import Params
 
 
 def lookahead_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass over the canvases and their drafts, and takes all the steps that it has computed.
-
-    Args:
-        config: Static sizes, with `lookahead`.
-        params: Parameters of the model.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Runs one pass over the canvases and their drafts, and takes all the steps that it has computed."""
     state = open_canvases(config, state)
     feed = next_feed(config, state)
     hidden, leave_one_out, before = forward_drafts(config, params, state, *feed)
@@ -69,14 +60,6 @@ def forward_drafts(
 
     The KV cache is repeated for the drafts, and of what the pass writes only that of the canvases is kept: keys of a
     canvas are computed anew in each pass.
-
-    Args:
-        config: Static sizes; n is `config.lookahead`.
-        params: Of the model.
-        state: Of all rows.
-        tokens: What each row feeds, as of `forward`.
-        used: How many of them.
-        causal: Rows that write committed tokens to the cache; they have no drafts.
 
     Returns:
         Hidden states of each row's window and of its drafts' [B (1 + n), L, ...], row by row; the same by leave-one-out
@@ -127,12 +110,8 @@ def denoise_ahead(
     """Takes all the denoising steps whose logits a pass has computed, and drafts the steps after them.
 
     Args:
-        config: Static sizes.
-        params: Of the model.
-        state: Of all rows, with the cache that this pass has written.
         hidden: Of each row's window and of its drafts', from `forward_drafts`.
         leave_one_out: The same by leave-one-out masks, or None.
-        rows: Which rows denoise; the others keep their state.
 
     Returns:
         The next state, with the drafts of the next pass, and a frame that shows each row's window after its last step.

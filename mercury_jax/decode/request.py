@@ -85,9 +85,6 @@ class Request(NamedTuple):
         """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
 
         The axes of the mesh become those that the compiler shards (`AxisType.Auto`), whatever kind the user's are.
-
-        Raises:
-            ValueError: Names the argument of a wrong type.
         """
         if self.state is not None and not isinstance(self.state, Session):
             raise refuse("state", self.state, "the state of an earlier Output, or None")
@@ -112,18 +109,7 @@ class Request(NamedTuple):
 
 
 def encode_request(lm: LM, request: Request) -> Request:
-    """Encodes the prompts of a request, and chooses its sampler and plan.
-
-    Args:
-        lm: The model.
-        request: Checked, with a prompt.
-
-    Returns:
-        The request with `rows` and `prompts`.
-
-    Raises:
-        ValueError: Names the argument that does not fit.
-    """
+    """Encodes the prompts of a request, and chooses its sampler and plan."""
     efforts = find_effort(request.effort)
     prompts = _prompts(lm, request, _thinks(efforts))
     count, n = len(prompts), request.n
@@ -202,19 +188,7 @@ def _thinks(effort: Any) -> bool | list[bool]:
 
 
 def resolve_sampler(lm: LM, request: Request, prompts: int) -> Request:
-    """Returns the request with the sampler and the plan that apply, its `logit_bias` among the processors.
-
-    Args:
-        lm: Its checkpoint and noise set the defaults.
-        request: Checked.
-        prompts: How many the call has.
-
-    Returns:
-        The request with `sampler`, `plan` and, where each prompt has an effort of its own, `steps` set.
-
-    Raises:
-        ValueError: Names the list that has not one entry per prompt.
-    """
+    """Returns the request with the sampler and the plan that apply, its `logit_bias` among the processors."""
     efforts, steps = find_effort(request.effort), None
     if isinstance(efforts, list):
         if len(efforts) != prompts:
@@ -256,16 +230,9 @@ def _prompts(lm: LM, request: Request, thinking: bool | list[bool]) -> list[inpu
 def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
     """Prepares the call that finishes the answers of a session which `passes` stopped.
 
-    Args:
-        lm: The model.
-        request: Checked, with `state` and without a prompt.
-
     Returns:
         The request with its sampler, for answers that are continued after their thinking; and a copy of the session,
         because running one uses its state up.
-
-    Raises:
-        ValueError: An argument that only a new answer can have.
     """
     session: Session = request.state
     check_session(lm, session)
@@ -292,15 +259,7 @@ def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
 
 
 def check_session(lm: LM, session: Session) -> None:
-    """Raises ValueError unless a session belongs to this model.
-
-    Args:
-        lm: The model of the call.
-        session: The caller's.
-
-    Raises:
-        ValueError: It was made by another model.
-    """
+    """Raises ValueError unless a session belongs to this model."""
     if session.config.model.config != lm.model.config:
         raise refuse("state", "a session of another model", f"one of {lm.name}")
 
@@ -311,17 +270,7 @@ def rows_of(
     seed: int | np.ndarray | Key,
     thinking: Sequence[int] | np.ndarray | None = None,
 ) -> Rows:
-    """Lays prompts out as left-aligned rows.
-
-    Args:
-        prompts: As ids.
-        max_tokens: Most tokens of an answer; one number, or one per row.
-        seed: Row i draws from seed + i, or from seed[i]; numbers or keys, as of `inputs.row_seeds`.
-        thinking: Most tokens of thinking in each row; None: no row thinks.
-
-    Returns:
-        The rows.
-    """
+    """Lays prompts out as left-aligned rows."""
     lengths = np.array([len(p.ids) for p in prompts])
     budgets = np.zeros(len(prompts), int) if thinking is None else np.asarray(thinking)
     end = lengths + np.where(budgets > 0, budgets, max_tokens)
@@ -336,18 +285,7 @@ def rows_of(
 
 
 def start(lm: LM, request: Request) -> Session:
-    """Makes a session of a request; long prompts are encoded, nothing is decoded yet.
-
-    Args:
-        lm: The model.
-        request: With `rows`, a sampler and a plan. Where `state` is set, its keys are reused.
-
-    Returns:
-        A session that `decoder.advance` runs.
-
-    Raises:
-        ValueError: Names the argument that does not fit, before any compute.
-    """
+    """Makes a session of a request; long prompts are encoded, nothing is decoded yet."""
     rows = request.rows
     assert rows is not None
     weights, negatives = _guidance(lm, request)
@@ -377,15 +315,7 @@ def start(lm: LM, request: Request) -> Session:
 
 
 def fork_of(request: Request, rows: int) -> Fork | None:
-    """Says which rows of a call share a prompt.
-
-    Args:
-        request: As `encode_request` made it.
-        rows: B, with those that fill the bucket; they take the last prompt.
-
-    Returns:
-        The fork; None where every row has a prompt of its own.
-    """
+    """Says which rows of a call share a prompt."""
     if not request.forked:
         return None
     prompts = len(request.prompts) // request.n
@@ -435,14 +365,6 @@ def keeps_slots(config: DecodeConfig, slots: int, before: State) -> bool:
 
     Layers with a sliding window keep fewer slots than positions (`models.cache.with_rings`). Rings of different sizes
     hold a position in different slots.
-
-    Args:
-        config: Static sizes of the new state.
-        slots: Positions of a row of the new state.
-        before: The earlier state.
-
-    Returns:
-        Whether the keys of the earlier state can be copied.
     """
     if config.model.config.window is None or isinstance(before.cache, guidance.GuidedCache):
         return True  # every layer has a slot for each position, before and now
@@ -460,15 +382,8 @@ def keeps_slots(config: DecodeConfig, slots: int, before: State) -> bool:
 def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, Rows]:
     """Fixes the static sizes of a request and pads its rows. The parameters of the model are not read.
 
-    Args:
-        lm: The model.
-        request: With `rows`, a sampler and a plan.
-
     Returns:
         The static configuration, the sampling parameters [B, ...] and the rows [B, ...], B a bucket.
-
-    Raises:
-        ValueError: Names what does not fit together.
     """
     rows, plan, model_config = request.rows, request.plan, lm.model.config
     assert rows is not None
@@ -563,27 +478,12 @@ def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots:
 
 
 def row_mesh(lm: LM, mesh: Mesh | None) -> Mesh | None:
-    """Returns the mesh whose devices decode rows of their own; None where the parameters are sharded over it.
-
-    Args:
-        lm: Its parameters may be sharded.
-        mesh: Of the request.
-
-    Returns:
-        The mesh, or None.
-    """
+    """Returns the mesh whose devices decode rows of their own; None where the parameters are sharded over it."""
     return None if mesh is not None and mesh == sharding.model_parallel_mesh(lm.params) else mesh
 
 
 def is_guided(session: Session | None) -> bool:
-    """Returns whether a session has the keys of two branches.
-
-    Args:
-        session: Of an earlier call, or None.
-
-    Returns:
-        Whether that call had `guidance=`.
-    """
+    """Returns whether a session has the keys of two branches."""
     return session is not None and isinstance(session.state.cache, guidance.GuidedCache)
 
 
@@ -630,17 +530,7 @@ def _guidance(lm: LM, request: Request) -> tuple[np.ndarray | None, list[list[in
 def continue_request(
     lm: LM, request: Request, replies: Sequence[tuple[int, ...]], which: Sequence[int]
 ) -> Request:
-    """Makes the request that continues answers in which nothing shows, after their closed thinking.
-
-    Args:
-        lm: The model.
-        request: As `encode_request` made it.
-        replies: Of every row; of those to continue, the closed thinking alone.
-        which: The rows to continue. The first token of their answers shows text; the others are done from the start.
-
-    Returns:
-        A request for `start`.
-    """
+    """Makes the request that continues answers in which nothing shows, after their closed thinking."""
     context, prompts, budgets = lm.model.config.context, [], []
     for i, (prompt, reply) in enumerate(zip(request.prompts, replies, strict=True)):
         begun, budget = inputs.Prompt([*prompt.ids, *reply], True), 0

@@ -48,17 +48,8 @@ class Reward(Protocol):
 def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) -> np.ndarray:
     """Calls a user's reward and checks what it returns.
 
-    Args:
-        reward: The reward function.
-        prompts: Prompts as the caller gave them, one per text.
-        texts: The answers.
-
     Returns:
         The rewards, float64 [B].
-
-    Raises:
-        ValueError: It did not return one finite number per text.
-        RuntimeError: It failed; its own error is the cause.
     """
     try:
         values = np.asarray(reward(prompts, texts))
@@ -75,19 +66,7 @@ def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) ->
 
 
 def repeat_prompts(lm: LM, prompt: Any, n: int) -> list[Any]:
-    """Repeats every prompt n times: n times the first, then n times the second, and so on.
-
-    Args:
-        lm: The model; its tokenizer and vocabulary check the prompts.
-        prompt: One prompt, or several.
-        n: Number of answers to each prompt.
-
-    Returns:
-        The prompts as the caller gave them, one per row.
-
-    Raises:
-        ValueError: A prompt or `n` is not allowed.
-    """
+    """Repeats every prompt n times: n times the first, then n times the second, and so on."""
     inputs.check_lm(lm)
     n = inputs.check_whole("n", n, 1, inputs.MAX_TOKENS)
     _, single = inputs.encode_prompts(lm, prompt)
@@ -338,18 +317,7 @@ def answer_batch(
 
 
 def pad_answers(batch: AnswerBatch, row: int) -> AnswerBatch:
-    """Pads a batch to a fixed shape, so that a training step compiles once for answers of any lengths.
-
-    Args:
-        batch: Result of `answer_batch` or `Rollout.batch`, on the host.
-        row: The new number of slots T, and the new length N of the texts.
-
-    Returns:
-        The batch with T = N = `row`.
-
-    Raises:
-        ValueError: A prompt with its answer needs more than `row` slots.
-    """
+    """Pads a batch to a fixed shape, so that a training step compiles once for answers of any lengths."""
     longest, total = np.asarray(batch.ids).shape[1], np.asarray(batch.index).shape[1]
     used = int((np.asarray(batch.index) < longest).sum(1).max())
     if used > row:
@@ -386,13 +354,6 @@ def masked_answer_logits(
     hidden: Bool[Array, "B N"] | None = None,
 ) -> tuple[Float[Array, "B S V"], Int[Array, "B S"]]:
     """Runs one forward pass over answers in which some tokens are masked.
-
-    Args:
-        lm: The model.
-        params: Parameters of the model.
-        batch: The answers.
-        masked: Which answer tokens are masked [B, S].
-        hidden: Which prompt tokens are masked [B, N], in all of their slots; None: none.
 
     Returns:
         The logits at the answer tokens [B, S, V], with the ids that are never emitted forbidden, and the tokens there

@@ -408,20 +408,8 @@ def collect(
     """Makes the output of a call from the state of its rows.
 
     Args:
-        lm: The model, whose tokenizer decodes the answers.
-        found: Arrays of all rows. Rows after `len(prompts)` only pad the batch to its bucket and are dropped.
-        prompts: Encoded prompts of the call, one per answer.
-        began: `time.perf_counter()` at the start of the call.
-        frames: Frames to return in `Output.history`.
-        cached: Tokens [B] that were in the KV cache when the call began.
         stopped: {row: text} of the rows that a stop text ended. The text is cut, since the last token of such a row
             may contain characters after the stop text.
-
-    Returns:
-        The answers and their cost.
-
-    Raises:
-        ValueError: Names row and pass if the logits of a model were NaN.
     """
     host: Any = jax.device_get(found)
     count = len(prompts)
@@ -472,9 +460,6 @@ def _continue_empty_answers(
     """Continues conversations whose answer has no text, such as those that never closed their thinking section.
 
     The thinking section is closed, and decoding continues with the answer.
-
-    Returns:
-        The output with the continued answers, the session, and the number of additional passes.
     """
     prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
     empty = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
@@ -529,18 +514,8 @@ def abstract_session(
 ) -> tuple[Session, int | None]:
     """Makes the session of a call with `jax.ShapeDtypeStruct`s instead of arrays.
 
-    Args:
-        lm: The model, decoded with its default sampler and plan.
-        rows: Number of prompts of the call.
-        context: Tokens of a row, prompt and answer together.
-        answer: Tokens of the answer, part of `context`; None: one block.
-        mesh: Mesh over whose `data` axis the rows are sharded, as in `sample`.
-
     Returns:
         The session, and the tokens per prefill pass; None if prompts are so short that `step` encodes them.
-
-    Raises:
-        ValueError: The sizes do not fit the model's context.
     """
     config = lm.model.config
     answer = min(config.block, context - 1) if answer is None else answer
@@ -564,16 +539,7 @@ def abstract_session(
 
 
 def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages.Lowered:
-    """Lowers the decoding loop for the devices in the shardings of the parameters.
-
-    Args:
-        lm: The model; its parameters may be shapes.
-        session: A session from `abstract_session`, or one with arrays.
-        passes: Maximum number of passes; None: until every row is done.
-
-    Returns:
-        The lowered program.
-    """
+    """Lowers the decoding loop for the devices in the shardings of the parameters."""
     varying = lm.params, session.state, passes
     if session.mesh is None:
         return run_program.lower(session.config, *varying)
@@ -581,14 +547,5 @@ def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages
 
 
 def lower_prefill(lm: LM, session: Session, width: int) -> jax.stages.Lowered:
-    """Lowers the prefill loop of long prompts for the devices in the shardings of the parameters.
-
-    Args:
-        lm: The model; its parameters may be shapes.
-        session: A session from `abstract_session`, or one with arrays.
-        width: Tokens per prefill pass.
-
-    Returns:
-        The lowered program.
-    """
+    """Lowers the prefill loop of long prompts for the devices in the shardings of the parameters."""
     return prefill_program.lower(session.config, lm.params, session.state, width)

@@ -119,15 +119,7 @@ class HiddenHead(Protocol):
 
 
 def no_memory(canvas: Int[Array, "L"], vocab: int) -> Memory:
-    """Returns the empty memory of a rule or stopping criterion that carries nothing from step to step.
-
-    Args:
-        canvas: Unused.
-        vocab: Unused.
-
-    Returns:
-        ().
-    """
+    """Returns the empty memory of a rule or stopping criterion that carries nothing from step to step."""
     return ()
 
 
@@ -374,18 +366,7 @@ ARGUMENTS = {
 
 
 def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
-    """Returns the parameters of a function that follow the arguments of its kind.
-
-    Args:
-        function: A user's function.
-        kind: A key of `ARGUMENTS`.
-
-    Returns:
-        The parameters after these arguments.
-
-    Raises:
-        ValueError: The function does not take the arguments of its kind in their order.
-    """
+    """Returns the parameters of a function that follow the arguments of its kind."""
     names, title = ARGUMENTS[kind], function_title(function)
     wanted = f"({', '.join(names)})"
     if type(function) in KINDS or hasattr(function, "params"):
@@ -411,9 +392,6 @@ def function_title(function: Any) -> str:
 
     Args:
         function: A function, a factory or a part.
-
-    Returns:
-        The name, or that of the type if the object has none.
     """
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
@@ -543,12 +521,6 @@ def check_sampler(sampler: Any) -> Sampler:
 
     Args:
         sampler: A `Sampler`, a `Rule`, or a plain function with the signature of a rule.
-
-    Returns:
-        A `Sampler` whose `rule` is a `Rule` and whose processors are tuples.
-
-    Raises:
-        ValueError: Names the field that holds a value of the wrong kind.
     """
     if isinstance(sampler, Sampler):
         return Sampler(*sampler)  # `_replace` does not check
@@ -580,14 +552,9 @@ def broadcast_params(tree: Any, rows: int, n: int = 1) -> Any:
 
     Args:
         tree: A sampler or a part. Numbers are repeated for all rows; arrays must have one entry per prompt.
-        rows: Number of rows B.
-        n: Rows per prompt, next to each other.
 
     Returns:
         The same tree with arrays [B, ...]; JAX arrays where the parameter is one, else numpy arrays.
-
-    Raises:
-        ValueError: Names the parameter whose array has another length.
     """
 
     def widen(path: Any, x: Any) -> Any:

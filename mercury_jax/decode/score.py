@@ -235,14 +235,7 @@ def noised_document(
     """Draws the noised canvases that score a text, by the noise of the model.
 
     Args:
-        lm: The model.
         ids: Prompt and answer [T].
-        prompt: Number of tokens of the prompt, which are not scored.
-        samples: Number of noised canvases.
-        seed: Seed of the draws.
-
-    Returns:
-        The document, for `weighted_nats`.
     """
     laid = lm.model.layout(ids, prompt, all_clean=False)
     rng, kind = np.random.default_rng(seed), lm.corruption.kind
@@ -258,11 +251,6 @@ def draw_masks(
 
     Sample i has k = 1 + floor(m ((u + i / N) mod 1)), up to a permutation of the samples. Each k is uniform in 1..m,
     and the N of them are spread evenly, which lowers the variance of their mean.
-
-    Args:
-        laid: A document of T tokens.
-        samples: N, the number of samples.
-        rng: Draws u and the positions.
 
     Returns:
         Which positions are masked, bool [N, T], and the weights m / k of their cross-entropies [N, T].
@@ -286,12 +274,6 @@ def draw_times(
     laid: LaidOutDocument, samples: int, rng: np.random.Generator, kind: noise.Kind
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws a time for each canvas and sample, spread evenly over the samples.
-
-    Args:
-        laid: A document of T tokens.
-        samples: N, the number of samples.
-        rng: Draws the times.
-        kind: Kind of noise, which determines the distribution of the times; see `noise.bound_times`.
 
     Returns:
         Times [N, T], 0 outside of canvases; and importance weights, 1 / density of the time [N, T], 0 at positions that
@@ -333,15 +315,8 @@ ROWS_PER_PASS = 16  # noised canvases per forward pass of `weighted_nats` and `n
 def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
     """Computes -log p of each answer under an autoregressive model, by one causal pass over prompt and answer.
 
-    Args:
-        lm: An autoregressive model: its hidden state at position i predicts the token at i + 1.
-        pairs: Ids of the prompt and of the answer, one pair per row.
-
     Returns:
         Nats summed over the answer's tokens, float64 [B].
-
-    Raises:
-        ValueError: A row has no token before its answer, so that nothing predicts the first token of the answer.
     """
     for i, (before, _) in enumerate(pairs):
         if not before:
@@ -375,16 +350,9 @@ def prefix_log_p(lm: LM, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np
     The sum over the last tokens is the log-likelihood of decoding them from left to right, one token per pass. A model
     that denoises masks makes one row for each token, an autoregressive model has all of them in one causal pass.
 
-    Args:
-        lm: A model that denoises masks, or an autoregressive one.
-        ids: N ids.
-
     Returns:
         log p of the tokens after the first [N - 1], the ids of the likeliest tokens in their place [N - 1, K], and
         log p of those [N - 1, K], in descending order.
-
-    Raises:
-        ValueError: If the model's noise is another one, or the model sees padding.
     """
     config, kind = lm.model.config, lm.corruption.kind
     if not config.autoregressive and kind != "absorbing":
@@ -465,13 +433,6 @@ def weighted_nats(
 
     Under uniform and hybrid noise, it sums the terms of `noise.bound_terms` instead. The documents are padded to the
     same length and run `ROWS_PER_PASS` canvases per pass, so that a batch needs one compilation.
-
-    Args:
-        lm: The model.
-        documents: B documents with the same number of samples N.
-        quantum: The padded length is a multiple of it.
-        posterior: See `score`.
-        guidance: See `score`.
 
     Returns:
         Nats, float64 [B, N].

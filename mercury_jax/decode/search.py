@@ -333,15 +333,7 @@ def _normalised(log_weights: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P n
 
 
 def systematic_resample(weights: Float[np.ndarray, "n"], uniform: float) -> Int[np.ndarray, "n"]:
-    """Draws n ancestors by systematic resampling: particle i has floor(n w_i) or ceil(n w_i) of them.
-
-    Args:
-        weights: Of n particles; they sum to 1.
-        uniform: One uniform in [0, 1) for all of them.
-
-    Returns:
-        Indices of the ancestors, in increasing order.
-    """
+    """Draws n ancestors by systematic resampling: particle i has floor(n w_i) or ceil(n w_i) of them."""
     n = len(weights)
     points = (uniform + np.arange(n)) / n
     return np.minimum(np.searchsorted(np.cumsum(weights), points, side="right"), n - 1)
@@ -367,16 +359,8 @@ def advance_particles(
     emit.
 
     Args:
-        config: Static sizes.
-        params: Of the model.
-        state: Of all particles; donated.
-        passes: Most passes in which any row denoises.
         is_twisted: Whether the rule is one of `twisted_sampler`, whose memory holds the log p / q of its last
             step.
-        guess: Whether undecided tokens are reported as the rule's guess; else as masks.
-
-    Returns:
-        The state and the report.
     """
     before, zeros = state.nfe, jnp.zeros(state.done.shape, jnp.float32)
 
@@ -400,10 +384,6 @@ def advance_particles(
 def decided_share(config: DecodeConfig, row: State) -> Float[Array, ""]:
     """Returns the share of one row's answer that is decided: 0 before the first pass, 1 at the end.
 
-    Args:
-        config: Static sizes.
-        row: One row of a state.
-
     Returns:
         Decided tokens over all; under uniform noise a block counts by its steps, since none of its tokens
         stays.
@@ -421,17 +401,7 @@ def decided_share(config: DecodeConfig, row: State) -> Float[Array, ""]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_particles(state: State, source: Int[Array, "B"], which: Bool[Array, "B"], key: Key) -> State:
-    """Replaces rows by copies of others; the copies draw from fresh keys, the other rows keep theirs.
-
-    Args:
-        state: Of all particles; donated.
-        source: The row that each one copies; its own index where nothing changes.
-        which: Rows that get a fresh key.
-        key: The fresh keys are split from it.
-
-    Returns:
-        The state.
-    """
+    """Replaces rows by copies of others; the copies draw from fresh keys, the other rows keep theirs."""
     copies = jax.tree.map(lambda x: x[source], state)
     return copies._replace(key=jnp.where(which, jax.random.split(key, len(which)), copies.key))
 
@@ -485,19 +455,6 @@ class _TwistedInit(NamedTuple):
 def twisted_sampler(lm: LM, sampler: Sampler, twist: LogitsProcessor, temperature: Any) -> Sampler:
     """Makes the sampler that draws from twisted logits and keeps log p / q of the accepted tokens in its
     memory.
-
-    Args:
-        lm: The model.
-        sampler: Whose rule, processors and temperature define p.
-        twist: A logits processor; q is p with it.
-        temperature: Of the request.
-
-    Returns:
-        The sampler.
-
-    Raises:
-        ValueError: The twist is no logits processor, or it does not go with the model, the rule or the
-            temperature.
     """
     if not isinstance(twist, LogitsProcessor):
         raise refuse(

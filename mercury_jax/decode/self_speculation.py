@@ -56,16 +56,7 @@ from mercury_jax.types import Params
 
 
 def speculative_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass in which rows encode, denoise a draft, or verify one.
-
-    Args:
-        config: Static sizes, with `speculative`.
-        params: Parameters of the model.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Runs one pass in which rows encode, denoise a draft, or verify one."""
     state = open_canvases(config, state)
     feed, verifying, hidden, state = _verifying_pass(config, params, state)
     denoising = ~feed.encoding & ~verifying & ~state.done
@@ -75,17 +66,7 @@ def speculative_step(config: DecodeConfig, params: Params, state: State) -> tupl
 
 
 def drafted_step(draft: Step, config: DecodeConfig, params: DraftParams, state: State) -> tuple[State, Frame]:
-    """Lets another model draft, and runs one pass in which rows encode or verify.
-
-    Args:
-        draft: The pass of the drafter.
-        config: Static sizes, with `drafter`.
-        params: Parameters of both models.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Lets another model draft, and runs one pass in which rows encode or verify."""
     state = draft_block(draft, config, params, open_canvases(config, state))
     feed, verifying, hidden, state = _verifying_pass(config, params, state)
     logits = config.model.head(params, hidden)
@@ -105,16 +86,7 @@ def _verifying_pass(
 
 
 def seeded_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass as `decoder.plain_step`; the pass that encodes a block also decides the next block's first token.
-
-    Args:
-        config: Static sizes, with `seeded`.
-        params: Parameters of the model.
-        state: State of all rows.
-
-    Returns:
-        The next state, and a frame that shows each row's window after this pass.
-    """
+    """Runs one pass as `plain_step`; the pass that encodes a block also decides the first token of the next."""
     state = open_canvases(config, state)
     feed = next_feed(config, state)
     hidden, leave_one_out, state = forward(config, params, state, *feed)
@@ -133,15 +105,7 @@ def first_tokens(
     decided.
 
     Args:
-        config: Static sizes.
-        params: Parameters of the model.
         hidden: Hidden states of each row's window [B, L, ...]; the last position is the end of the encoded block.
-        state: State of all rows before the pass.
-        feed: What the rows have fed.
-        moved: The state after the steps of the other rows.
-
-    Returns:
-        The state, with one more committed token in these rows.
     """
     rows = feed.encoding & (state.cache_length + feed.used == state.committed)  # no token follows the block
     logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
@@ -193,19 +157,7 @@ def verify(
     moved: State,
     frame: Frame,
 ) -> tuple[State, Frame]:
-    """Verifies the drafts of some rows, and commits the accepted tokens plus one.
-
-    Args:
-        config: Static sizes.
-        state: The state before the pass.
-        logits: Logits of the causal pass [B, W, V]; logits[:, j] predicts the token after canvas position j.
-        rows: Which rows verify in this pass [B].
-        moved: The state after the denoising step of the other rows.
-        frame: The frame of that step.
-
-    Returns:
-        The next state and frame of all rows.
-    """
+    """Verifies the drafts of some rows, and commits the accepted tokens plus one."""
     row = functools.partial(verify_row, config)
     changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposals(config, state))
     moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
@@ -227,9 +179,6 @@ def verify_row(
     """Verifies the draft of one row.
 
     Args:
-        config: Static sizes.
-        row: One row of a state.
-        logits: Logits of the causal pass [W, V]; logits[j] predicts the token after canvas position j.
         proposed: The distributions from which another model drew the draft, for rejection sampling. None: accept the
             draft as far as it equals the drawn tokens.
 

@@ -63,12 +63,6 @@ def advance(
 ) -> tuple[Session, Frame | None, jax.Array]:
     """Runs a session, without waiting for the device.
 
-    Args:
-        lm: The model; its parameters are used.
-        session: The session. Its state is donated and cannot be read afterwards.
-        passes: Maximum number of passes; None: until every row is done.
-        watch: Also stop after a pass in which one of these rows [B] has committed tokens.
-
     Returns:
         The session, frames [passes, B, ...] (None without `passes`), and the number of passes made: a scalar, or with a
         mesh one number per device.
@@ -82,27 +76,12 @@ def advance(
 
 
 def check_nan(session: Session) -> None:
-    """Checks that no row of a session has had NaN logits.
-
-    Args:
-        session: The session after its passes.
-
-    Raises:
-        ValueError: A row has; the message names the row and the pass.
-    """
+    """Checks that no row of a session has had NaN logits."""
     check_nan_steps(np.asarray(session.state.nan_step)[: session.rows])
 
 
 def check_nan_steps(nan_step: Int[np.ndarray, "B"], name: str = "logits") -> None:
-    """Checks that no row has had NaN logits.
-
-    Args:
-        nan_step: The first pass with NaN logits of each row; -1: none.
-        name: Name of the logits in errors.
-
-    Raises:
-        ValueError: A row has; the message names the row and the pass.
-    """
+    """Checks that no row has had NaN logits."""
     for row in np.flatnonzero(nan_step >= 0)[:1]:
         refuse_nan(nan_step >= 0, f"denoising pass {nan_step[row]}", name)
 
@@ -124,14 +103,7 @@ class Answers(NamedTuple):
 
 
 def read_answers(state: State) -> Answers:
-    """Selects the fields of a state from which an `Output` is made.
-
-    Args:
-        state: The state of all rows.
-
-    Returns:
-        The fields; those of a drafting model are reduced to its counters.
-    """
+    """Selects the fields of a state from which an `Output` is made."""
     drafter = state.drafter
     if isinstance(drafter, Drafter):
         drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.nan_step)
@@ -147,18 +119,7 @@ class Fork(NamedTuple):
 
 
 def forked_prefill(config: DecodeConfig, params: Params, state: State, fork: Fork, width: int) -> State:
-    """Encodes each prompt once, and copies its KV cache to all rows that share it.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: The state of all rows.
-        fork: The rows that share a prompt.
-        width: Number of tokens per prefill pass.
-
-    Returns:
-        The state, with all prompts in the cache.
-    """
+    """Encodes each prompt once, and copies its KV cache to all rows that share it."""
     # [B] rows -> [P] prompts -> prefill -> [B] rows
     prompts = jax.tree.map(lambda x: x[fork.first], state)
     prompts = prefill(config, params, prompts, width, limit=jnp.asarray(state.tokens.shape[1]))
@@ -178,17 +139,6 @@ def decode_program(
     """Decodes a batch from its prompts to its answers in a single compiled program.
 
     This serves calls that do not keep the session: the KV cache never leaves the program.
-
-    Args:
-        config: Static sizes.
-        width: Number of tokens per prefill pass over long prompts; None: the decoder's steps encode the prompts.
-        params: Parameters of the model.
-        sampling: Sampling parameters of each row.
-        rows: The padded rows, with all fields set.
-        fork: The rows that share a prompt; None: no rows do.
-
-    Returns:
-        The answers, and the number of passes made.
     """
     state = first_state(config, sampling, rows)
     if width is not None and fork is not None:
@@ -207,13 +157,6 @@ def run_session(
     watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, ""]]:
     """Runs for some passes, or until every row is done.
-
-    Args:
-        config: Static sizes.
-        params: Parameters of the model.
-        state: The state of all rows.
-        passes: Maximum number of passes; None for no bound.
-        watch: Also stop after a pass in which one of these rows [B] has committed tokens.
 
     Returns:
         The state, frames [passes, B, ...] (None without `passes`), and the number of passes made.
@@ -243,14 +186,6 @@ def run_sharded_program(
     """Runs `run_session` with the rows sharded over the `data` axis of a mesh.
 
     Each device makes as many passes as its own rows need.
-
-    Args:
-        config: Static sizes.
-        mesh: A mesh with an axis `data`.
-        params: Parameters of the model, replicated.
-        state: The state of all rows; donated.
-        passes: Maximum number of passes; None for no bound.
-        watch: As in `run_session`; a device stops for its own rows only.
 
     Returns:
         As `run_session`, with one number of passes per device.

@@ -47,19 +47,8 @@ def sampling_params(
     """Makes the sampling parameters of rows that do not think and end with the model's end-of-text token.
 
     Args:
-        lm: The model.
-        config: Static sizes.
         sampler: A sampler completed by `defaults.complete_sampler`. Its parameters are numbers, or arrays with one
             entry per prompt.
-        steps: Denoising steps per block, one number or one per prompt; None or 0: one per token.
-        rows: Number of rows B.
-        n: Rows per prompt, next to each other.
-
-    Returns:
-        Sampling parameters in which every leaf has the batch axis first.
-
-    Raises:
-        ValueError: Names a parameter whose array has another length.
     """
     ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy, whose dispatch costs the host less than jnp's
     # A draft always takes at least one step: 0 would mean one step per token.
@@ -187,16 +176,7 @@ Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]  # one pass
 
 
 def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> State:
-    """Makes the state before the first pass.
-
-    Args:
-        config: Static sizes.
-        sampling: Sampling parameters of the rows.
-        rows: Padded rows with all fields set. A row with `committed >= end` has nothing to write and starts as done.
-
-    Returns:
-        A state with an empty cache and no open canvas.
-    """
+    """Makes the state before the first pass."""
     count, slots = rows.tokens.shape
     int32 = lambda x: jnp.asarray(x).astype(jnp.int32)
     zeros = jnp.zeros((count,), jnp.int32)
@@ -272,16 +252,7 @@ def _nothing_drawn(config: DecodeConfig, rows: int) -> Drawn:
 
 
 def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
-    """Writes the state of one row into a slot of a larger state, as continuous batching does for a new request.
-
-    Args:
-        state: State of all slots.
-        slot: Index of the row to replace; traced, so that one program serves all slots.
-        row: A state with one row and otherwise the same shapes, from `first_state`.
-
-    Returns:
-        The state of all slots; the other slots are unchanged.
-    """
+    """Writes the state of one row into a slot of a larger state, as continuous batching does for a new request."""
     return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
 
 
@@ -294,12 +265,7 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
     Not for the cache: selecting by row copies the whole field.
 
     Args:
-        record: State or frame; every leaf has the batch axis first.
-        rows: Which rows change.
         changes: {field: new value}; the values have entries for all B rows.
-
-    Returns:
-        The record, with the new values in the selected rows.
     """
     pick = lambda new, old: jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
     updated = {name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
@@ -323,43 +289,20 @@ class PackedState(NamedTuple):
 
 
 def pack_state(state: State) -> PackedState:
-    """Packs the small fields of a state.
-
-    Args:
-        state: State of all rows.
-
-    Returns:
-        The packed state.
-    """
+    """Packs the small fields of a state."""
     counters = jnp.stack([getattr(state, name).astype(jnp.int32) for name in COUNTERS])
     return PackedState(counters, state._replace(**dict.fromkeys(COUNTERS, ())))
 
 
 def unpack_state(packed: PackedState) -> State:
-    """Inverts `pack_state`.
-
-    Args:
-        packed: The packed state.
-
-    Returns:
-        The state.
-    """
+    """Inverts `pack_state`."""
     flags = ("done", "unverified")
     values = {name: x > 0 if name in flags else x for name, x in zip(COUNTERS, packed.counters, strict=True)}
     return packed.rest._replace(**values)
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
-    """Makes the memories of the rule and of the stopping criterion for one row, at the start of a block.
-
-    Args:
-        config: Static sizes, with the vocabulary size of the model.
-        sampler: Sampler of the row.
-        canvas: Tokens of the row's window at the start of the block.
-
-    Returns:
-        Memory of the rule, memory of the stopping criterion.
-    """
+    """Makes the memories of the rule and of the stopping criterion for one row, at the start of a block."""
     rule, stopping, vocab = sampler.rule, sampler.stopping, config.model.config.vocab
     assert stopping is not None
     memory = call_part(f"init of the rule {rule.name}", rule.init, canvas, vocab)
@@ -371,14 +314,6 @@ def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
 
     The key depends only on the start of the block and on the step, so that neither the chunks of the prefill nor the
     other rows of the batch change the text.
-
-    Args:
-        key: Key of the row.
-        committed: Absolute start of the block.
-        step: Number of the step in its block; -1 for the noise of a new canvas.
-
-    Returns:
-        The key.
     """
     return jax.random.fold_in(jax.random.fold_in(key, committed), step)
 
@@ -387,13 +322,6 @@ def position_uniforms(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
     """Draws one uniform per absolute position, the same in every pass.
 
     A draft and the pass that verifies it thus sample each token with the same uniform.
-
-    Args:
-        key: Key of the row.
-        at: Absolute positions.
-
-    Returns:
-        Uniforms in [0, 1).
     """
     each = lambda p: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0x7FFFFFFF), p))
     return jax.vmap(each)(at)
@@ -414,12 +342,8 @@ def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -
     """Computes where the window begins within the canvas, for one row or for B rows.
 
     Args:
-        config: Static sizes.
         cache_length: `State.cache_length`, a scalar or [B].
         committed: `State.committed`, with the same shape.
-
-    Returns:
-        Index of the window's first position within the canvas, with the same shape.
     """
     first = committed - cache_length - config.revisable
     # Active blocks shorter than the model's block (the small blocks of Fast-dLLM v2, arXiv 2509.26328) are aligned to
@@ -430,15 +354,7 @@ def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -
 
 
 def window_of(config: DecodeConfig, row: State) -> Window:
-    """Computes the window of a row: its active block, and the editable positions before it.
-
-    Args:
-        config: Static sizes.
-        row: One row of a state, without a batch axis.
-
-    Returns:
-        The window.
-    """
+    """Computes the window of a row: its active block, and the editable positions before it."""
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
     # The active block ends at the end of the row, at the end of the canvas, or `block` positions after its start,
@@ -450,16 +366,7 @@ def window_of(config: DecodeConfig, row: State) -> Window:
 
 
 def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Bool[Array, "*s"]:
-    """Returns which tokens end an answer: the row's `eos` and the other end ids of the model.
-
-    Args:
-        config: Static sizes; the config of the model lists the other end ids.
-        tokens: Token ids.
-        row: One row of a state. With `eos` -1 no token ends the answer.
-
-    Returns:
-        Bools with the shape of `tokens`.
-    """
+    """Returns which tokens end an answer: the row's `eos` and the other end ids of the model."""
     eos = row.sampling.eos
     ends = tokens == eos
     for other in config.model.config.ends:
@@ -468,15 +375,7 @@ def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Boo
 
 
 def close_thinking(row: State, changes: dict[str, Array]) -> dict[str, Array]:
-    """When the thinking of a row ends, writes the closing token and starts the answer with its reserved budget.
-
-    Args:
-        row: One row, before this pass.
-        changes: New values of `tokens`, `committed`, `end` and `done` after this pass.
-
-    Returns:
-        New values of these fields and of `answer_budget`.
-    """
+    """When the thinking of a row ends, writes the closing token and starts the answer with its reserved budget."""
     # While a row thinks, `end` bounds the thinking: a row that becomes done has finished it, by the closing token or
     # by the budget, and continues with the answer. Other rows write at index `slots`, which mode="drop" ignores.
     closing = changes["done"] & ~row.done & (row.answer_budget > 0)

@@ -28,9 +28,6 @@ class StopMatcher:
     """Finds the first of several texts in a stream, wherever the stream is split.
 
     Text that may be the beginning of a match is held back until the next `push` or `flush`.
-
-    Args:
-        texts: The texts to find; empty texts are ignored.
     """
 
     def __init__(self, texts: Iterable[str]):
@@ -40,9 +37,6 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, str | None, str]:
         """Adds the next text of the stream.
-
-        Args:
-            text: The next text.
 
         Returns:
             The text before the match, or all text that cannot belong to a match; the match, or None; the text after the
@@ -72,15 +66,7 @@ class StopMatcher:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Cuts a text where its first stop text begins; `StopMatcher` defines the first one.
-
-    Args:
-        text: The text of an answer.
-        stops: The stop texts.
-
-    Returns:
-        The text, and whether it was cut.
-    """
+    """Cuts a text where its first stop text begins; `StopMatcher` defines the first one."""
     before, found, _ = StopMatcher(stops).push(text)
     return (text, False) if found is None else (before, True)
 
@@ -91,14 +77,6 @@ def check_stops(stop: Any, prompts: int, name: str = "stop") -> list[tuple[str, 
     Args:
         stop: A text, a list of texts for all prompts, a list with one list of texts (or None) per prompt, or
             None.
-        prompts: Number of prompts.
-        name: Name of the argument in errors.
-
-    Returns:
-        The stop texts of each prompt; [] if no prompt has any.
-
-    Raises:
-        ValueError: `stop` is something else, holds an empty text, or has another length.
     """
 
     def texts(name: str, given: Any) -> tuple[str, ...]:
@@ -133,8 +111,6 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
     the beginning of the stop text, so the text of the answer is kept separately, in `Session.stopped`.
 
     Args:
-        lm: The model; its tokenizer decodes.
-        session: A session with stop texts.
         checked: Number of committed tokens of each row when it was last checked [B]; zeros at first.
 
     Returns:

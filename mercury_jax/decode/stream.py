@@ -166,20 +166,7 @@ def _session_outputs(
     steps: Sequence[int],
     grammars: Grammars | None = None,
 ) -> Iterator[tuple[StreamOutput, bool]]:
-    """Yields the outputs of some rows of a session.
-
-    Args:
-        lm: The model, whose tokenizer decodes the answers.
-        session: The session at its start.
-        rows: Indices of the rows to show.
-        every: Number of passes between two outputs.
-        before: For each row, tokens of its answer from an earlier session; they precede the tokens of this one.
-        steps: For each row, the passes of the earlier session.
-        grammars: For each row, its grammar or None.
-
-    Yields:
-        An output, and whether a stop text has ended the answer.
-    """
+    """Yields the outputs of some rows of a session."""
     marks = lm.tokenizer.thinking
     close = lm.tokenizer.pad if marks is None else marks.close
     prompt, slots = np.asarray(session.state.prompt), session.state.tokens.shape[1]
@@ -257,15 +244,7 @@ class AnswerBuffer:
         self.confidence = np.zeros(slots, np.float32)
 
     def update(self, frames: Frame, made: int) -> bool:
-        """Adds the first `made` frames.
-
-        Args:
-            frames: Frames of several passes, leaves [passes, B, ...].
-            made: Number of passes that were made; later frames are empty.
-
-        Returns:
-            Whether any of these passes denoised the row.
-        """
+        """Adds the first `made` frames."""
         denoising = [i for i in range(made) if frames.used[i, self.row] > 0]
         for i in denoising:
             frame: Frame = jax.tree.map(lambda x, i=i: x[i, self.row], frames)
@@ -297,11 +276,7 @@ class AnswerBuffer:
         self.done |= row.ended
 
     def finish(self, end: int) -> None:
-        """Marks the answer as finished at the token that completes a stop text.
-
-        Args:
-            end: Absolute position after that token.
-        """
+        """Marks the answer as finished at the token that completes a stop text."""
         self.end, self.done = min(self.end, end - self.prompt), True
 
 

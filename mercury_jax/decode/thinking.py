@@ -19,16 +19,7 @@ from mercury_jax.types import LM
 
 
 def is_thinking(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> bool:
-    """Says whether a reply ends inside its thinking section.
-
-    Args:
-        tokenizer: Defines the marks that open and close thinking; without marks the result is False.
-        ids: The reply so far.
-        opened: Whether the prompt already opened the thinking.
-
-    Returns:
-        Whether the thinking is still open.
-    """
+    """Says whether a reply ends inside its thinking section."""
     marks = tokenizer.thinking
     if marks is None:
         return False
@@ -39,32 +30,14 @@ def is_thinking(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = Fals
 
 
 def close_thinking_ids(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> tuple[int, ...]:
-    """Appends the closing token to a reply that ends inside its thinking section.
-
-    Args:
-        tokenizer: Defines the marks that open and close thinking.
-        ids: The reply.
-        opened: Whether the prompt already opened the thinking.
-
-    Returns:
-        The ids; unchanged if the thinking is closed already.
-    """
+    """Appends the closing token to a reply that ends inside its thinking section."""
     ids = tuple(ids)
     marks = tokenizer.thinking
     return ids if marks is None or not is_thinking(tokenizer, ids, opened) else (*ids, marks.close)
 
 
 def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
-    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
-
-    Args:
-        lm: The model; its tokenizer decodes.
-        ids: The ids of one answer.
-        chat: Whether the prompt was a conversation.
-
-    Returns:
-        The thinking or None, and the answer.
-    """
+    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking."""
     if chat:
         return lm.tokenizer.split_answer(ids.tolist())
     return None, lm.tokenizer.decode(ids.tolist())
@@ -74,14 +47,6 @@ def closed_thinking(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Itera
     """Returns the closed thinking section of a reply without an answer; generation continues after it.
 
     The ids after the thinking section show no text and would use up `max_tokens`, so they are dropped.
-
-    Args:
-        tokenizer: Defines the marks that open and close thinking.
-        prompt: Ids of the prompt.
-        reply: Ids of the reply.
-
-    Returns:
-        The ids up to the closing token, included; () if the reply has no thinking section.
     """
     ends = {*tokenizer.ends, tokenizer.pad, tokenizer.end_turn}
     text = itertools.takewhile(lambda i: i not in ends, map(int, reply))
@@ -99,16 +64,6 @@ def continuation_prompt(
 
     Thinking is cut so that the answer can have a quarter of the context after the prompt, or `max_tokens` if that is
     less. A thinking section that is cut is closed again.
-
-    Args:
-        tokenizer: Defines the marks that open and close thinking.
-        prompt: Ids of the prompt; at least one position of the context must be left.
-        thinking: The closed thinking section.
-        max_tokens: Maximum number of tokens of the answer.
-        context: Context length of the model.
-
-    Returns:
-        The prompt with the thinking section, and the number of tokens for the answer, at least 1.
     """
     prompt = tuple(prompt)
     left = context - len(prompt)
@@ -124,10 +79,6 @@ def continuation_prompt(
 @functools.lru_cache(4)
 def visible_ids(tokenizer: AnyTokenizer, vocab: int) -> np.ndarray:
     """Finds the ids that show text by themselves, as a mask for `processors.allow_bits`.
-
-    Args:
-        tokenizer: The tokenizer, whose pieces are decoded one by one.
-        vocab: Size of the model's vocabulary; ids without a piece in the tokenizer show nothing.
 
     Returns:
         uint32 [1, ceil(vocab / 32)]; bit v % 32 of word v // 32 belongs to id v.

@@ -24,16 +24,7 @@ SEARCH_BLOCK = 128  # ids whose weights are summed at once by `search_cdf`
 def forbid(
     logits: Float[Array, "L V"], ids: tuple[int, ...], first_id: int | Int[Array, ""] = 0
 ) -> Float[Array, "L V"]:
-    """Sets the logits of some ids to `NEVER`.
-
-    Args:
-        logits: Logits of one row, for all ids or for a chunk of the vocabulary.
-        ids: Ids to forbid; ids outside of the chunk are ignored.
-        first_id: The id of the first column.
-
-    Returns:
-        The logits, with `NEVER` at these ids.
-    """
+    """Sets the logits of some ids to `NEVER`."""
     if not ids:
         return logits
     # A negative column would count from the end: move it past the end, where the scatter drops it.
@@ -46,12 +37,6 @@ def most_probable(logits: Float[Array, "*s V"]) -> Int[Array, "*s"]:
 
     On a CPU this takes a fifth of the time of `jnp.argmax`, which compares pairs of a value and its index one by one:
     a maximum, and a second pass that searches for it, are both vectorized.
-
-    Args:
-        logits: Logits [..., V]. If one of a position is NaN, the id of that position is arbitrary.
-
-    Returns:
-        The ids [...].
     """
     last = logits.shape[-1] - 1
     largest = logits == logits.max(axis=-1, keepdims=True)
@@ -65,14 +50,6 @@ def draw(
 
     This needs one uniform number per position instead of Gumbel noise per id: it is five times faster on a CPU, and
     tests can pass the random numbers of a reference implementation.
-
-    Args:
-        logits: Logits [..., V], at least fp32.
-        uniforms: Uniform numbers in [0, 1), one per position [...].
-        temperature: 0 or more, a scalar.
-
-    Returns:
-        The drawn ids [...], int32.
     """
     greedy = most_probable(logits)
     scaled = logits / jnp.maximum(temperature, 1e-6)[..., None]
@@ -86,13 +63,6 @@ def search_cdf(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> I
 
     The search has two levels: it finds the block of `SEARCH_BLOCK` ids, then the id in the block. A cumulative sum over
     the whole vocabulary takes twice as long and accumulates more rounding error.
-
-    Args:
-        weights: Non-negative weights [..., V], not normalized.
-        uniforms: Uniform numbers in [0, 1), one per position [...].
-
-    Returns:
-        The ids [...]. An id of weight 0 is never returned unless all weights are 0.
     """
     blocks = in_blocks(weights, 0.0)
     block, column = search_blocks(blocks.sum(-1), functools.partial(block_of, blocks), uniforms)
@@ -100,15 +70,7 @@ def search_cdf(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> I
 
 
 def in_blocks(x: Float[Array, "*s V"], fill: float) -> Float[Array, "*s n b"]:
-    """Splits the ids into n blocks of b = `SEARCH_BLOCK`, or into one block if there are fewer.
-
-    Args:
-        x: One number per id [..., V].
-        fill: Value that fills up the last block.
-
-    Returns:
-        The blocks [..., n, b].
-    """
+    """Splits the ids into n blocks of b = `SEARCH_BLOCK`, or into one block if there are fewer."""
     *shape, vocab = x.shape
     size = min(SEARCH_BLOCK, vocab)
     full = jnp.pad(x, [(0, 0)] * len(shape) + [(0, -vocab % size)], constant_values=fill)
@@ -116,15 +78,7 @@ def in_blocks(x: Float[Array, "*s V"], fill: float) -> Float[Array, "*s n b"]:
 
 
 def block_of(blocks: Float[Array, "*s n b"], block: Int[Array, "*s"]) -> Float[Array, "*s b"]:
-    """Returns one block of each position.
-
-    Args:
-        blocks: All blocks [..., n, b].
-        block: Index of a block [...].
-
-    Returns:
-        The blocks [..., b].
-    """
+    """Returns one block of each position."""
     return jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
 
 
@@ -134,11 +88,6 @@ def search_blocks(
     uniforms: Float[Array, "*s"],
 ) -> tuple[Int[Array, "*s"], Int[Array, "*s"]]:
     """Inverts a cumulative distribution at two levels, from the weights of blocks and those of one block.
-
-    Args:
-        sums: Summed weight of each block.
-        weights_of: weights_of(block) -> the weights in one block of each position.
-        uniforms: Uniform numbers in [0, 1), one per position.
 
     Returns:
         The block, and the index in the block, of the first weight at which the cumulative weight exceeds uniform *
@@ -160,17 +109,7 @@ def search_blocks(
 def token_stats(
     logits: Float[Array, "L V"], canvas: Int[Array, "L"], sample: Int[Array, "L"], eos: Int[Array, ""]
 ) -> TokenStats:
-    """Computes the statistics of one row from all of its logits.
-
-    Args:
-        logits: Logits after the processors [L, V].
-        canvas: The tokens that the canvas holds now [L].
-        sample: The drawn tokens [L].
-        eos: The id that ends the answer, -1 for none.
-
-    Returns:
-        The statistics, each [L]; entropies in nats.
-    """
+    """Computes the statistics of one row from all of its logits."""
     # With e = exp(logit - best): p = e / sum(e), and the entropy is log(sum(e)) + sum(e * (best - logit)) / sum(e).
     best = logits.max(axis=-1, keepdims=True)
     argmax = most_probable(logits)
@@ -214,16 +153,7 @@ class Trajectory(NamedTuple):
 def draw_log_prob(
     logits: Float[Array, "L V"], ids: Int[Array, "L"], temperature: Float[Array, ""]
 ) -> Float[Array, "L"]:
-    """Computes log-probabilities of the distribution that `draw` draws from, softmax(logits / temperature).
-
-    Args:
-        logits: Logits of one row after all processors [L, V].
-        ids: The drawn tokens [L].
-        temperature: 0 or more, a scalar; at 0 the argmax has log-probability 0.
-
-    Returns:
-        Log-probabilities in nats [L].
-    """
+    """Computes log-probabilities of the distribution that `draw` draws from, softmax(logits / temperature)."""
     log_p = jax.nn.log_softmax(logits / jnp.maximum(temperature, 1e-6), axis=-1)
     return jnp.take_along_axis(log_p, ids[:, None], axis=-1)[:, 0]
 
@@ -240,9 +170,6 @@ def write_changed(
     Args:
         old: Values by position in the text [S, ...].
         fresh: New values for the window [L, ...].
-        changed: Which positions of the window take the new value [L].
-        start: Position of the window's first token in the text.
-        source: Old index of each position of the window, for rules that insert or delete; None: nothing has moved.
 
     Returns:
         The updated array [S, ...].
@@ -266,16 +193,7 @@ def update_logprobs(
     """Records the log-probabilities of the tokens that this pass has written in one row.
 
     Args:
-        logprobs: The buffer of one row [S].
-        logits: Logits of the window before any processor [L, V].
-        answer: The tokens of the window [L].
-        changed: Which of them this pass has written [L].
-        start: Position of the window's first token in the text.
         forbidden: Ids that the model never emits, such as the mask. They have no share, as in `score`.
-        source: Old index of each position of the window, for rules that insert or delete; None: nothing has moved.
-
-    Returns:
-        The updated log-probabilities.
     """
     k = logprobs.top_ids.shape[-1]
     log_p = jax.nn.log_softmax(forbid(logits, forbidden), axis=-1)
@@ -290,8 +208,6 @@ def slice_at(x: Array, start: Int[Array, ""], size: int) -> Array:
 
     Args:
         x: Array [S, ...].
-        start: Index of the first element; clamped so that the slice fits.
-        size: Length of the slice, static.
 
     Returns:
         The slice [size, ...].
@@ -305,7 +221,6 @@ def write_at(x: Array, piece: Array, start: Int[Array, ""]) -> Array:
     Args:
         x: Array [S, ...].
         piece: Array [L, ...] with L <= S; converted to the dtype of x.
-        start: Index at which the piece begins; clamped so that the piece fits.
 
     Returns:
         The updated array [S, ...].

@@ -35,15 +35,7 @@ class Observation(NamedTuple):
 
 
 def observe(config: DecodeConfig, row: State) -> Observation:
-    """Builds the view of one row in this step, without its logits.
-
-    Args:
-        config: Static sizes.
-        row: One row of a state.
-
-    Returns:
-        The observation; `view.stats`, `view.leave_one_out` and `view.logits` are None.
-    """
+    """Builds the view of one row in this step, without its logits."""
     corruption, window = config.corruption, window_of(config, row)
     _, noise_key, rule_key = _step_keys(row)
     steps = steps_of(window, row)
@@ -92,11 +84,6 @@ def draw_uniforms(
 ) -> tuple[Float[Array, "L"], Float[Array, "L"]]:
     """Draws the uniform numbers from which one row's tokens are sampled in this step.
 
-    Args:
-        config: Static sizes.
-        row: One row of a state.
-        window: Window of the row.
-
     Returns:
         Two arrays [L] in [0, 1). The first selects the token, or the chunk of the vocabulary when statistics are
         computed in chunks; the second then selects the token within the chunk.
@@ -115,12 +102,7 @@ def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
     """Makes the view of a row in a denoising or a verifying pass.
 
     Args:
-        config: Static sizes.
-        row: One row of a state.
         fields: The fields that differ between the two kinds of passes.
-
-    Returns:
-        The view; `stats`, `leave_one_out` and `logits` are None, because logits processors run before they exist.
     """
     # Histograms [V] over the row's tokens [S], for the repetition, presence and frequency penalties.
     at = jnp.arange(row.tokens.shape[0])
@@ -139,15 +121,7 @@ def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
 
 
 def steps_of(window: Window, row: State) -> Int[Array, ""]:
-    """Returns how many denoising steps the block of one row may take.
-
-    Args:
-        window: Window of the row.
-        row: One row of a state.
-
-    Returns:
-        The request's number of steps; if it is 0, one step for each editable position. A scalar.
-    """
+    """Returns how many denoising steps the block of one row may take."""
     steps = row.sampling.steps
     return jnp.where(steps > 0, steps, jnp.maximum(window.editable.sum(), 1))
 
@@ -155,16 +129,7 @@ def steps_of(window: Window, row: State) -> Int[Array, ""]:
 def step_times(
     config: DecodeConfig, step: Int[Array, ""], steps: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the times before and after a step.
-
-    Args:
-        config: Uses `config.times` if given, otherwise times evenly spaced from 1 to 0.
-        step: Number of steps taken on the block so far; -1 if no block is open.
-        steps: Number of steps that the block may take.
-
-    Returns:
-        The time t of the canvas, and the time s after the step, s < t. Scalars.
-    """
+    """Computes the times before and after a step."""
     if config.times is None:
         return jnp.clip(1.0 - step / steps, 0.0, 1.0), jnp.maximum(1.0 - (step + 1) / steps, 0.0)
     times = jnp.asarray(config.times)
@@ -181,14 +146,6 @@ def process_logits(
     first_id: int | Int[Array, ""] = 0,
 ) -> tuple[Float[Array, "L v"], Float[Array, "L v"]]:
     """Applies forbidden ids, constraints and logits processors to the logits of one row.
-
-    Args:
-        config: Holds the ids that are never emitted.
-        row: One row of a state.
-        view: View of the row.
-        at: Absolute positions of the logits [L].
-        logits: Logits of the model, for all ids or for a chunk of the vocabulary.
-        first_id: The id of the first column.
 
     Returns:
         The logits that the statistics are computed from, and those that tokens are drawn from: the same array unless a

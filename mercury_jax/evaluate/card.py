@@ -41,17 +41,7 @@ class Measurement(NamedTuple):
     limit: int | None = None
 
     def path(self, planning: str | Path | None) -> Path | None:
-        """Finds the file in the planning folder.
-
-        Args:
-            planning: The planning folder.
-
-        Returns:
-            The path; None without a file or a folder.
-
-        Raises:
-            ValueError: The folder does not have the file.
-        """
+        """Finds the file in the planning folder."""
         if self.file is None or planning is None:
             return None
         path = Path(planning) / self.file
@@ -93,18 +83,7 @@ def measure(
     say: Callable[[str], None] = print,
     learnt: Collection[str] | None = None,
 ) -> list[Summary]:
-    """Measures the entries of `SUITE`; without a planning folder, those with a file are left out.
-
-    Args:
-        lm: The model.
-        planning: Folder with the public test files.
-        limit: Largest number of questions per task.
-        say: Called with one line per result.
-        learnt: Tasks to measure, from `learnt_tasks`; None for all.
-
-    Returns:
-        Summaries in the order of `SUITE`.
-    """
+    """Measures the entries of `SUITE`; without a planning folder, those with a file are left out."""
     suite = [item for item in SUITE if learnt is None or item.task in learnt]
     if limit is not None:
         at_least(1, limit=limit)
@@ -131,9 +110,6 @@ def learnt_tasks(recipe: Mapping[str, Any]) -> set[str] | None:
 
     Args:
         recipe: The resolved recipe, `config.json` of a run; {} without one.
-
-    Returns:
-        Names of tasks whose problems occur in the training data; None without a recipe.
     """
     if "data" not in recipe:
         return None
@@ -151,19 +127,7 @@ def card(
     trained_on: str = "",
     evaluated_on: str = "",
 ) -> str:
-    """Writes the model card.
-
-    Args:
-        lm: The model.
-        summaries: Summaries from `measure`.
-        recipe: The recipe from `read_run`.
-        trained: The totals of the run from `read_run`.
-        trained_on: Hardware of the training, in words; "" if it was not recorded.
-        evaluated_on: Hardware of the evaluation, in words.
-
-    Returns:
-        Markdown.
-    """
+    """Writes the model card."""
     c = lm.model.config
     parts = [
         f"# {lm.name}",
@@ -230,9 +194,6 @@ def command(s: Mapping[str, Any]) -> str:
 
     Args:
         s: A summary from `measure`.
-
-    Returns:
-        The command.
     """
     words = ["mercury eval", s["task"]]
     words += [f"--file {s['data']}"] if s["data"].endswith(".jsonl") else []
@@ -245,14 +206,8 @@ def command(s: Mapping[str, Any]) -> str:
 def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the folder of a training run.
 
-    Args:
-        folder: A folder with config.json and metrics.jsonl.
-
     Returns:
         (resolved recipe, {"step", "tokens", "seconds"}); the second is {} if nothing was logged.
-
-    Raises:
-        ValueError: The folder is not that of a training run.
     """
     try:
         recipe = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -285,16 +240,7 @@ def main(
     limit: int | None = None,
     trained_on: str = "",
 ) -> None:
-    """Measures a model and writes its card.
-
-    Args:
-        model: Folder that `train` or `hub.save` wrote.
-        out: The card, a Markdown file; `evaluation.json` goes beside it.
-        run: Folder of the training run, for its data, steps and time.
-        planning: Folder with sudoku_4x4_4.jsonl, sudoku_4x4_8.jsonl and cd3_test.jsonl.
-        limit: Most questions of each task (for a quick look).
-        trained_on: The hardware that it was trained on, in words.
-    """
+    """Measures a model and writes its card."""
     recipe, trained = read_run(run) if run else ({}, {})
     lm = hub.load(model)
     began = time.perf_counter()

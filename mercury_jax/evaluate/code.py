@@ -63,16 +63,6 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
     covers the draws of masks and of chunks, but not the choice of files.
 
     An autoregressive model is scored exactly, on all tokens but the first of chunks of 96 tokens.
-
-    Args:
-        lm: The model.
-        settings: Number of chunks, seed and rows per pass.
-
-    Returns:
-        The bound with its interval, and one row per chunk.
-
-    Raises:
-        ValueError: A diffusion model without masks (uniform noise).
     """
     causal = lm.model.config.autoregressive
     if lm.corruption.mask is None and not causal:
@@ -109,19 +99,7 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
 
 
 def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
-    """Draws chunks of the held-out files: the first chunks of a shuffled pass over all of them.
-
-    Args:
-        lm: The model, for its tokenizer and layout.
-        limit: Largest number of chunks.
-        seed: Equal seeds give equal chunks.
-
-    Returns:
-        The chunks, laid out.
-
-    Raises:
-        ValueError: The interpreter has no source files.
-    """
+    """Draws chunks of the held-out files: the first chunks of a shuffled pass over all of them."""
     # A row of an autoregressive model has each token once, as a clean token; there are no canvases.
     layout = functools.partial(lm.model.layout, all_clean=None if lm.model.config.autoregressive else False)
     settings = packing.StreamSettings(lm.tokenizer, layout, _row(lm), (seed,), "test")
@@ -171,14 +149,6 @@ def draw_masks(
 
     For canvas i, k = 1 + floor(m frac(start + i * golden ratio)). Each k is uniform in 1..m, and the values of any run
     of consecutive canvases are spread evenly.
-
-    Args:
-        batch: Packed rows.
-        start: Current value of the sequence, in [0, 1).
-        rng: Draws the masked tokens.
-
-    Returns:
-        Positions to mask, the weight m / k of each position, and the value from which the sequence continues.
     """
     masked, weight = np.zeros(batch.tokens.shape, bool), np.zeros(batch.tokens.shape)
     for b, canvas in enumerate(np.where(batch.editable, batch.canvas, -1)):
@@ -211,10 +181,6 @@ def _cross_entropy(
 
 def ratio(cost: Float[np.ndarray, "N"], size: Int[np.ndarray, "N"]) -> tuple[float, float]:
     """Estimates a ratio of two sums over the same N chunks, with its standard error.
-
-    Args:
-        cost: Cost of each chunk.
-        size: Size of each chunk.
 
     Returns:
         (sum(cost) / sum(size), its standard error). The error is infinite for a single chunk.
@@ -257,13 +223,6 @@ def infill_lines(lm: LM, settings: EvalSettings) -> EvalReport:
 
     Half of the holes are whole lines, half are spans within a line. The context is two blocks of text before the hole,
     and the rest of the hole's block after it, which is the form of context that a causal encoder is trained on.
-
-    Args:
-        lm: The model.
-        settings: Number of holes, seed, sampler and plan.
-
-    Returns:
-        Accuracy and cost, with one row per hole.
     """
     began, timed = time.perf_counter(), list[tuple[int, int, float]]()
     rows: list[dict[str, Any]] = []
@@ -306,19 +265,7 @@ def infill_lines(lm: LM, settings: EvalSettings) -> EvalReport:
 
 
 def draw_holes(lm: LM, n: int, seed: int) -> list[HiddenText]:
-    """Draws holes in the held-out files, whole lines and spans in turn.
-
-    Args:
-        lm: The model, for its tokenizer and block size.
-        n: Number of holes.
-        seed: Equal seeds and tokenizers give equal holes.
-
-    Returns:
-        `n` holes.
-
-    Raises:
-        ValueError: The files do not have enough holes for this tokenizer.
-    """
+    """Draws holes in the held-out files, whole lines and spans in turn."""
     rng, block = np.random.default_rng((seed, 2)), lm.model.config.block
     docs = [(path, lm.tokenizer.encode(text)) for path, text in sources.stdlib_files("test")]
     docs = [(path, ids) for path, ids in docs if len(ids) > 4 * block]

@@ -37,10 +37,6 @@ class Question(NamedTuple):
 def evaluate(lm: LM, settings: EvalSettings) -> EvalReport:
     """Asks every question `settings.samples` times, and compares the answers without their thinking.
 
-    Args:
-        lm: The model.
-        settings: The file, and how answers are decoded.
-
     Returns:
         Accuracy (with several answers per question its mean, which is pass@1, and pass@k), its 95% interval and the
         cost; one row per answer, the answers of a question one after the other.
@@ -76,28 +72,12 @@ def evaluate(lm: LM, settings: EvalSettings) -> EvalReport:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimates the probability that at least one of k answers is right, without bias (arXiv 2107.03374, eq. 1).
-
-    Args:
-        n: Number of answers to a question.
-        correct: How many of them are right.
-        k: At most n.
-
-    Returns:
-        1 - C(n - correct, k) / C(n, k).
-    """
+    """Estimates the probability that at least one of k answers is right, without bias (arXiv 2107.03374, eq. 1)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def check_settings(settings: EvalSettings) -> None:
-    """Checks what only this task uses, before a model is loaded.
-
-    Args:
-        settings: All settings.
-
-    Raises:
-        ValueError: A setting is not allowed, or a file does not hold questions.
-    """
+    """Checks what only this task uses, before a model is loaded."""
     if settings.file is None:
         raise refuse("file", None, 'a JSON Lines file of {"input", "output"}')
     if settings.shots is not None and settings.examples is None:
@@ -108,18 +88,7 @@ def check_settings(settings: EvalSettings) -> None:
 
 
 def read(settings: EvalSettings, examples: bool = False) -> list[Question]:
-    """Reads the questions of a file.
-
-    Args:
-        settings: The file and the limit.
-        examples: Read `settings.examples` and its first `settings.shots` questions instead.
-
-    Returns:
-        At least one question.
-
-    Raises:
-        ValueError: The file cannot be read, has other fields, or has too few questions.
-    """
+    """Reads the questions of a file."""
     path: Path | None = settings.examples if examples else settings.file
     argument, most = ("examples", _shots(settings)) if examples else ("file", settings.limit)
     assert path is not None
@@ -139,19 +108,7 @@ def read(settings: EvalSettings, examples: bool = False) -> list[Question]:
 
 
 def build_prompts(settings: EvalSettings, asked: Sequence[Question], form: str) -> list[Any]:
-    """Writes the prompts.
-
-    Args:
-        settings: `template` is the text of a question; `examples` come before each question.
-        asked: The questions.
-        form: "chat" or "text".
-
-    Returns:
-        A conversation or a text for each question.
-
-    Raises:
-        ValueError: The template names a field other than {input}.
-    """
+    """Writes the prompts."""
     shown = [
         (fill(settings, shot), shot.output)
         for shot in (read(settings, examples=True) if settings.examples else ())
@@ -168,18 +125,7 @@ def build_prompts(settings: EvalSettings, asked: Sequence[Question], form: str) 
 
 
 def fill(settings: EvalSettings, question: Question) -> str:
-    """Returns a question's text, or the template with it in place of {input}; other braces stay.
-
-    Args:
-        settings: With the template.
-        question: The question.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: The template names another field.
-    """
+    """Returns a question's text, or the template with it in place of {input}; other braces stay."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] != "input":

@@ -53,33 +53,14 @@ class MercuryModel(HarnessModel):
     """A model of mercury_jax as the harness calls it.
 
     Args:
-        pretrained: "nano", a folder, or an id on the Hugging Face hub, as `mj.load` takes it.
-        dtype: As in `mj.load`.
-        quantise: As in `mj.load`.
-        kv: As in `mj.load`.
-        adapter: As in `mj.load`.
-        ignore_config: As in `mj.load`; several keys in a text are joined by "+".
-        batch_size: Rows that are decoded or scored together.
-        rule: Decoding rule by name; "": the model's published settings. Its parameters are further arguments.
-        steps: Denoising steps of a block; 0: one per token.
-        block: Tokens of a block; 0: the model's.
-        effort: "instant", "low", "medium" or "high"; "": none.
         preset: A function of `mj.presets` by name, such as "dream"; its parameters are further arguments, as in the
             authors' scripts: `preset=dream,max_new_tokens=256,steps=256,temperature=0.1,top_p=0.9,alg=entropy`. Its
             number of tokens and temperature win over those of the task. Not with rule, block, effort or max_gen_toks.
         guidance: Weight of classifier-free guidance, for answers and log-likelihoods: `mj.score` with `guidance`,
             `mj.sample` with `negative="masked"` (LLaDA's `cfg`).
-        max_gen_toks: Tokens of an answer where the task names no number; None: 256.
-        samples: Noised canvases per answer of a log-likelihood (LLaDA's tables use 128).
         check_greedy: Decode each continuation to tell whether it is the greedy one, as LAMBADA asks. Otherwise this is
             reported as False.
-        seed: Of the canvases of log-likelihoods and of sampled tokens.
-        device: Unused; the harness always passes one. JAX_PLATFORMS and CUDA_VISIBLE_DEVICES choose JAX's.
-        max_batch_size: Unused; the harness always passes it.
         **parameters: Parameters of the rule, such as `p=0.9`, or of the preset.
-
-    Raises:
-        ValueError: An argument is unknown or out of range; raised before the model is loaded.
     """
 
     def __init__(
@@ -147,18 +128,7 @@ class MercuryModel(HarnessModel):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns a conversation as one text, which `generate_until` and `loglikelihood` read again.
-
-        Args:
-            chat_history: The messages.
-            add_generation_prompt: False if the last message is the beginning of the answer (`gen_prefix` of a task).
-
-        Returns:
-            The messages as JSON behind a mark.
-
-        Raises:
-            ValueError: `add_generation_prompt` is False, and the last message is not the assistant's.
-        """
+        """Returns a conversation as one text, which `generate_until` and `loglikelihood` read again."""
         if not add_generation_prompt and chat_history[-1]["role"] != "assistant":
             raise refuse("add_generation_prompt", False, "True where the last message is not the assistant's")
         return CONVERSATION + json.dumps(chat_history)
@@ -190,10 +160,6 @@ class MercuryModel(HarnessModel):
         Args:
             requests: With `args` (prompt, settings); of the settings `until`, the number of tokens, `do_sample` and
                 `temperature` are read, others are refused.
-            disable_tqdm: Show no progress.
-
-        Returns:
-            The texts, up to the first stop text.
         """
         wanted = [self._generation(request.args[1]) for request in requests]
         found = [""] * len(requests)
@@ -236,15 +202,7 @@ class MercuryModel(HarnessModel):
         return Generation([text for text in stop if text], int(most), temperature)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Scores answers by `mj.score`.
-
-        Args:
-            requests: With `args` (prompt, answer).
-            disable_tqdm: Show no progress.
-
-        Returns:
-            (nats, whether greedy decoding gives this answer) of each; the nats are a lower bound for diffusion models.
-        """
+        """Scores answers by `mj.score`."""
         if not self.check_greedy:
             logger.info("check_greedy is False: no answer is reported as the greedy one")
         pairs = [self._pair(*request.args) for request in requests]
@@ -256,15 +214,7 @@ class MercuryModel(HarnessModel):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Scores whole texts. A text longer than the context is scored in parts, each behind the part before it.
-
-        Args:
-            requests: With `args` (text,).
-            disable_tqdm: Show no progress.
-
-        Returns:
-            Nats of each text, a lower bound for diffusion models.
-        """
+        """Scores whole texts. A text longer than the context is scored in parts, each behind the part before it."""
         half = self.lm.model.config.context // 2 - len(self.lm.tokenizer.begin)
         pairs, owner = [], []
         for i, request in enumerate(requests):

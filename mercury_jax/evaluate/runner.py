@@ -90,15 +90,7 @@ class EvalReport:
 
 
 def rule_name(lm: LM, sampler: SamplerLike) -> str:
-    """Names a rule with its parameters, such as `threshold(p=0.9)`. Parameters that are arrays are left out.
-
-    Args:
-        lm: The model that is decoded.
-        sampler: A rule or a sampler.
-
-    Returns:
-        The name.
-    """
+    """Names a rule with its parameters, such as `threshold(p=0.9)`. Parameters that are arrays are left out."""
     rule = defaults.complete_sampler(sampler, lm.corruption).rule
     values = ", ".join(f"{k}={v}" for k, v in rule.params.items() if isinstance(v, int | float))
     return f"{rule.name}({values})" if values else rule.name
@@ -138,14 +130,6 @@ def answer(
     stop: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], list[tuple[int, int, float]], Summary]:
     """Decodes an answer to each prompt, `settings.batch` at a time, and grades it.
-
-    Args:
-        lm: The model.
-        prompts: Conversations or texts.
-        settings: How they are decoded.
-        max_tokens: Largest number of tokens of an answer.
-        grade: grade(indices of prompts, answers) returns `correct` and what else a row shall hold, for a batch.
-        stop: Texts that end an answer.
 
     Returns:
         One row per prompt; (rows, tokens, seconds) of each batch that compiled no program; the settings, for a summary.
@@ -194,16 +178,7 @@ def _characters(prompt: Any) -> int:
 
 
 def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
-    """Asks every question as a user turn, and checks the answer without its thinking.
-
-    Args:
-        task: Draws the questions and checks the answers.
-        lm: The model.
-        settings: Which questions, and how they are decoded.
-
-    Returns:
-        Accuracy and cost, with one row per question.
-    """
+    """Asks every question as a user turn, and checks the answer without its thinking."""
     if settings.file is not None:
         asked = tasks.read_problems(settings.file, task)[: settings.limit]
     else:
@@ -222,12 +197,7 @@ def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
 
 
 def check_file(task: Task, settings: EvalSettings) -> None:
-    """Reads the questions of a file, to refuse bad lines.
-
-    Args:
-        task: The task that they must belong to.
-        settings: The file.
-    """
+    """Reads the questions of a file, to refuse bad lines."""
     if settings.file is not None:
         tasks.read_problems(settings.file, task)
 
@@ -390,20 +360,7 @@ def compare(
 
 
 def compared(first: Summary, before: Sequence[bool], summary: Summary, now: Sequence[bool]) -> Summary:
-    """Adds the comparison with the first rule to a summary; see `compare`.
-
-    Args:
-        first: The summary of the first rule.
-        before: Whether each answer of the first rule is right.
-        summary: The summary of another rule on the same questions.
-        now: Whether each answer of the other rule is right.
-
-    Returns:
-        `summary` with `compared_with`, `forwards_share`, `points`, `points_low` and `points_high`.
-
-    Raises:
-        ValueError: The task has no right and wrong answers.
-    """
+    """Adds the comparison with the first rule to a summary; see `compare`."""
     if "accuracy" not in summary:
         raise refuse("task", summary["task"], "a task with right and wrong answers")
     mean, low, high = (100 * x for x in paired(before, now))
@@ -448,15 +405,8 @@ def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, 
     Only questions whose answer changed contribute to the variance, so the interval is much narrower than two separate
     intervals suggest. Adding 0.5 to the numbers of gained and lost answers keeps its width above 0 if none changed.
 
-    Args:
-        first: Whether each answer of the first rule is right.
-        other: Whether each answer of the other rule is right, in the same order.
-
     Returns:
         (mean, low, high) of accuracy(other) - accuracy(first).
-
-    Raises:
-        ValueError: There are no answers, or the numbers of answers differ.
     """
     n = len(first)
     if not n or n != len(other):
@@ -477,12 +427,6 @@ def summarise(
     samples: int = 1,
 ) -> Summary:
     """Summarises answered questions.
-
-    Args:
-        rows: One record per answer, with `correct`, `forwards` and `tokens`.
-        timed: (rows, tokens, seconds) of each batch that compiled no program.
-        seconds: Total time.
-        samples: Answers per question.
 
     Returns:
         Accuracy with its interval, and costs. `n` counts questions; the interval of several answers per question is as

@@ -85,9 +85,6 @@ class Factors(NamedTuple):
     def product(self, experts: int) -> np.ndarray:
         """Computes the change of the weight.
 
-        Args:
-            experts: Number of stacked experts; 0 for a plain matrix.
-
         Returns:
             [out, in] in fp32, or [E, out, in] for stacked experts.
         """
@@ -104,9 +101,6 @@ class Factors(NamedTuple):
 def module_of(tensor: str) -> tuple[str, str]:
     """Splits the name of a tensor at its last dot.
 
-    Args:
-        tensor: Name of the tensor.
-
     Returns:
         (module, parameter). The parameter of a torch Linear is "weight"; stacked experts have other names.
     """
@@ -119,9 +113,6 @@ def own_names(model_shapes: Mapping[str, Any]) -> dict[str, TensorSource]:
 
     Args:
         model_shapes: Shapes of the parameters by path.
-
-    Returns:
-        The source of each matrix, by path.
     """
     found = {}
     for path, like in model_shapes.items():
@@ -133,15 +124,7 @@ def own_names(model_shapes: Mapping[str, Any]) -> dict[str, TensorSource]:
 
 
 def family_for(config: ModelConfig, own: object) -> Family | None:
-    """Chooses the family that names the modules of an adapter.
-
-    Args:
-        config: Config of the trained model.
-        own: Name of the family that the base model was loaded from, or None.
-
-    Returns:
-        The family `own`, otherwise the first that can hold the model; None if no family can.
-    """
+    """Chooses the family that names the modules of an adapter."""
     if isinstance(own, str):
         return named_family(own)
     return next(iter(writers(plain_build(config))), None)
@@ -326,18 +309,7 @@ class Adapter(NamedTuple):
     record: Mapping[str, Any] | None
 
     def config_for(self, opened: Opened, dtype: str | None) -> Opened:
-        """Replaces config, noise and sampling settings of the base model by those of the adapter's training.
-
-        Args:
-            opened: The base model.
-            dtype: Dtype of the computation. Default: the adapter's.
-
-        Returns:
-            The base model with the adapter's config; unchanged for an adapter without mercury.json.
-
-        Raises:
-            ValueError: The adapter belongs to a model with other parameters.
-        """
+        """Replaces config, noise and sampling settings of the base model by those of the adapter's training."""
         r = self.record
         if r is None:
             return opened
@@ -364,16 +336,9 @@ class Adapter(NamedTuple):
     def merged(self, opened: Opened, read: Callable[[str], np.ndarray]) -> Callable[[str], np.ndarray]:
         """Wraps the reader of the base model's parameters so that it returns merged parameters.
 
-        Args:
-            opened: The base model, from `config_for`.
-            read: Returns a parameter of the base model by its path.
-
         Returns:
             A reader that adds the adapter to targeted matrices. The sum is computed in fp32 and rounded to the dtype
             of the base model.
-
-        Raises:
-            CheckpointError: A tensor of the adapter belongs to no parameter of the base model.
         """
         family = opened.family
         if self.record is not None:
@@ -464,18 +429,7 @@ class Adapter(NamedTuple):
 
 
 def open_adapter(folder: str | Path) -> Adapter:
-    """Opens a LoRA adapter: reads its config and the headers of its tensors, and verifies the checksum.
-
-    Args:
-        folder: A folder with adapter_config.json and adapter_model.safetensors.
-
-    Returns:
-        The adapter.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-        ValueError: The adapter has features that cannot be merged here (DoRA, biases, saved modules).
-    """
+    """Opens a LoRA adapter: reads its config and the headers of its tensors, and verifies the checksum."""
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(f"adapter is {str(folder)!r}: this folder does not exist")

@@ -53,9 +53,6 @@ class ChatTemplate:
     Attributes:
         source: The jinja2 template.
         limits: Limits of a rendering.
-
-    Raises:
-        ValueError: The source is not a string, too long, not valid jinja2, or uses statements that are not allowed.
     """
 
     source: str
@@ -79,16 +76,9 @@ class ChatTemplate:
         """Renders a conversation.
 
         Args:
-            messages: The conversation. Roles are marked as the template's text, everything else as user text.
             names: Texts of special tokens by name (`bos_token`), as variables of the template. They are marked as the
                 template's text.
             **variables: Other variables of the template, JSON-like data (`tools`, `add_generation_prompt`).
-
-        Returns:
-            The text, with a mask of the characters that the template wrote.
-
-        Raises:
-            ValueError: A message is malformed, or the template failed, tried to leave its sandbox, or exceeded a limit.
         """
         if isinstance(messages, str | Mapping) or not messages:
             raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
@@ -138,18 +128,7 @@ def _explained(run: Callable[[], T]) -> T:
 
 
 def _plain(data: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Copies JSON-like data, so that a template receives no other object.
-
-    Args:
-        data: The variables of the template.
-        limit: Largest number of characters and items.
-
-    Returns:
-        The copy, made of dicts, lists and scalars of exactly these types.
-
-    Raises:
-        ValueError: A part is of another type, nested too deeply, or exceeds `limit`; the message names it.
-    """
+    """Copies JSON-like data, so that a template receives no other object."""
     total = 0
 
     def copy(value: Any, name: str, depth: int) -> Any:

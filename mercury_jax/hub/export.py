@@ -241,16 +241,7 @@ def _multiplied_out(config: ModelConfig, params: Params) -> Params:
 def lazy_tensors(
     names: Mapping[str, TensorSource], params: Params, dtype: DTypeLike | None = None
 ) -> list[LazyTensor]:
-    """Lists the tensors of a checkpoint. Each is made from our parameters only when it is written.
-
-    Args:
-        names: The source of each parameter by path, from `Family.names`.
-        params: Our parameters.
-        dtype: Dtype of the tensors. Default: the dtype of the parameters.
-
-    Returns:
-        The tensors.
-    """
+    """Lists the tensors of a checkpoint. Each is made from our parameters only when it is written."""
     flat: dict[str, Any] = flatten_dict(params, sep="/")
     paths: dict[str, list[str]] = {}  # tensor -> our parameters; several if they are rows of a fused tensor
     shapes: dict[str, tuple[int, ...]] = {}
@@ -284,19 +275,6 @@ def write_folder(
     """Writes a checkpoint that transformers reads, with one tensor in memory at a time.
 
     The files are written to a temporary folder, which is renamed when it is complete.
-
-    Args:
-        folder: A new or empty folder.
-        config: Contents of config.json.
-        arrays: The tensors.
-        shard: Largest number of bytes of tensors in one file; a larger tensor gets a file of its own.
-        extra: Contents of other files by name, such as the tokenizer's.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: The folder is not empty, a name occurs twice, or a tensor differs from its announced shape or dtype.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):

@@ -88,11 +88,7 @@ class ConfigKeys:
         """Merges with other keys; a later entry for a key replaces the earlier one.
 
         Args:
-            *others: Keys to add.
             **tables: More keys to add, as the constructor's arguments.
-
-        Returns:
-            The merged keys.
         """
         merged = vars(self)
         # A key may move between tables (from `used` to `only`, say), so it is removed from all tables first.
@@ -105,19 +101,7 @@ class ConfigKeys:
         return ConfigKeys(**merged)
 
     def check(self, config: Json, file: str, path: str = "") -> list[str]:
-        """Refuses the first key of a config.json that is unknown or has a value that is not allowed.
-
-        Args:
-            config: The object to check.
-            file: The file's name, for the message.
-            path: Keys that lead to a nested object, each followed by a dot.
-
-        Returns:
-            The keys that no table of the family names and that are ignored, with their paths.
-
-        Raises:
-            ValueError: Names the file, the key with its path, the value, and what is supported.
-        """
+        """Refuses the first key of a config.json that is unknown or has a value that is not allowed."""
         ignored: list[str] = []
         for key, value in config.items():
             where = f"{file}: {path}{key}"
@@ -159,20 +143,7 @@ def vouch(key: str) -> str:
 
 
 def without(config: Json, keys: Sequence[str], file: str, family: Family) -> dict[str, Any]:
-    """Removes the keys of a config.json that the user vouches for.
-
-    Args:
-        config: config.json.
-        keys: The keys; one of a nested object has its path, such as "text_config.new_key".
-        file: The file's name, for messages.
-        family: The family of the checkpoint.
-
-    Returns:
-        The config without the keys.
-
-    Raises:
-        ValueError: config.json has no such key, or the family reads it.
-    """
+    """Removes the keys of a config.json that the user vouches for."""
     found = copy.deepcopy(dict(config))
     table: ConfigKeys | Callable[[Json], ConfigKeys] | None
     for key in dict.fromkeys(keys):
@@ -193,18 +164,7 @@ def without(config: Json, keys: Sequence[str], file: str, family: Family) -> dic
 
 
 def need(config: Json, *keys: str) -> Any:
-    """Returns the value of the first of `keys` that is present and not null.
-
-    Args:
-        config: config.json, or an object in it.
-        *keys: Names of the key, in order of preference.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: None of the keys has a value.
-    """
+    """Returns the value of the first of `keys` that is present and not null."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -212,17 +172,7 @@ def need(config: Json, *keys: str) -> Any:
 
 
 def listed_ids(value: Any) -> list[int]:
-    """Returns an `eos_token_id` as a list.
-
-    Args:
-        value: One id, a list of ids, or None.
-
-    Returns:
-        The ids; empty for None.
-
-    Raises:
-        ValueError: The value is something else.
-    """
+    """Returns an `eos_token_id` as a list."""
     found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(isinstance(x, int) for x in found):
         raise refuse("config.json: eos_token_id", value, "an id, or a list of ids")
@@ -232,15 +182,9 @@ def listed_ids(value: Any) -> list[int]:
 def common_fields(config: Json) -> dict[str, Any]:
     """Converts what every config.json has: the special ids, and the dtype (`dtype`, formerly `torch_dtype`).
 
-    Args:
-        config: config.json.
-
     Returns:
         Fields of `ModelConfig`: mask, pad, eos, ends (further ids that end an answer) and dtype. A missing or negative
         padding id becomes `eos`.
-
-    Raises:
-        ValueError: The dtype is not supported, or an id is not an integer.
     """
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in get_args(ComputeType):
@@ -342,15 +286,7 @@ def decoder_config(config: Json, *, default_mask: int | None = None, **ours: Any
     """Converts a config.json of this kind.
 
     Args:
-        config: config.json.
-        default_mask: The mask id where config.json names none.
         **ours: Fields of `ModelConfig` that the family adds or overrides.
-
-    Returns:
-        Our config.
-
-    Raises:
-        ValueError: A value is missing or not supported.
     """
     heads, width = need(config, "num_attention_heads"), need(config, "hidden_size")
     if heads < 1:
@@ -389,15 +325,7 @@ def _window_fields(config: Json) -> dict[str, Any]:
 
 
 def check_layer_types(kinds: list[str], layers: int) -> None:
-    """Checks `layer_types`.
-
-    Args:
-        kinds: The kind of attention of each layer.
-        layers: The number of layers.
-
-    Raises:
-        ValueError: The list has the wrong length, or names a kind that is not supported.
-    """
+    """Checks `layer_types`."""
     if len(kinds) != layers:
         raise refuse("config.json: layer_types", f"{len(kinds)} entries", f"{layers}, one a layer")
     for kind in kinds:
@@ -459,14 +387,7 @@ def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
 
 
 def tensor_names(c: ModelConfig) -> dict[str, TensorSource]:
-    """Maps the parameters of a Llama-like model to the tensors of its checkpoint.
-
-    Args:
-        c: Our config.
-
-    Returns:
-        Sources by path of the parameter, such as "block_0/attention/q/w".
-    """
+    """Maps the parameters of a Llama-like model to the tensors of its checkpoint."""
     sources = {
         "embed": TensorSource("model.embed_tokens.weight"),
         "norm/scale": TensorSource("model.norm.weight"),
@@ -495,16 +416,7 @@ def tensor_names(c: ModelConfig) -> dict[str, TensorSource]:
 
 
 def mlp_names(ours: str, theirs: str, bias: bool = False) -> dict[str, TensorSource]:
-    """Maps gate, up and down of a dense MLP to the tensors of a checkpoint.
-
-    Args:
-        ours: Prefix of the parameters' paths.
-        theirs: Prefix of the tensors' names.
-        bias: Whether the projections have biases.
-
-    Returns:
-        Sources by path.
-    """
+    """Maps gate, up and down of a dense MLP to the tensors of a checkpoint."""
     parts = ("gate", "up", "down")
     sources = {f"{ours}{p}/w": TensorSource(f"{theirs}{p}_proj.weight", 1) for p in parts}
     return sources | ({f"{ours}{p}/b": TensorSource(f"{theirs}{p}_proj.bias") for p in parts} if bias else {})
@@ -514,14 +426,6 @@ def expert_names(e: Experts, ours: str, theirs: str) -> dict[str, TensorSource]:
     """Maps the router and the experts' gate, up and down to the tensors of a checkpoint.
 
     The checkpoint has one tensor per expert; our parameters stack them, with gate and up concatenated.
-
-    Args:
-        e: The experts.
-        ours: Prefix of the parameters' paths.
-        theirs: Prefix of the tensors' names.
-
-    Returns:
-        Sources by path.
     """
     each = f"{theirs}experts.{{e}}."
     return {
@@ -580,44 +484,17 @@ class Family(NamedTuple):
     rank: int = 0
 
     def read(self, config: Json, file: str = "config.json") -> ModelConfig:
-        """Checks the keys of a config.json and converts it to our config.
-
-        Args:
-            config: The contents of config.json.
-            file: Its path, for messages.
-
-        Returns:
-            Our config.
-
-        Raises:
-            ValueError: A key is unknown to the family, or a value is not supported.
-        """
+        """Checks the keys of a config.json and converts it to our config."""
         self.ignored_keys(config, file)
         return self.config(config)
 
     def ignored_keys(self, config: Json, file: str) -> list[str]:
-        """Checks the keys of a config.json.
-
-        Args:
-            config: The contents of config.json.
-            file: Its path, for messages.
-
-        Returns:
-            The keys that are ignored, with their paths; see `ConfigKeys.check`.
-        """
+        """Checks the keys of a config.json."""
         keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
         return keys.check(config, f"{file} ({self.name})")
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
-        """Says whether a tensor of a checkpoint must be a parameter of the model.
-
-        Args:
-            tensor: Its name in the file.
-            config: Our config.
-
-        Returns:
-            False if the family ignores the tensor.
-        """
+        """Says whether a tensor of a checkpoint must be a parameter of the model."""
         patterns = self.ignored(config) if callable(self.ignored) else self.ignored
         return not any(re.search(pattern, tensor) for pattern in patterns)
 
@@ -656,14 +533,8 @@ def family_of(config: Json) -> tuple[Family, list[str]]:
 
     `model_type` is not used: LLaDA-MoE has the model type of LLaDA.
 
-    Args:
-        config: config.json.
-
     Returns:
         (the family, notes for the user). A note names another family that would fit if config.json named a mask id.
-
-    Raises:
-        ValueError: No family has the architecture.
     """
     named = config.get("architectures") or []
     named = named if isinstance(named, list) and all(isinstance(x, str) for x in named) else []
@@ -681,17 +552,7 @@ def family_of(config: Json) -> tuple[Family, list[str]]:
 
 
 def named_family(name: str) -> Family:
-    """Finds a family by its name or one of its architectures.
-
-    Args:
-        name: The name; case, spaces and punctuation are ignored.
-
-    Returns:
-        The family.
-
-    Raises:
-        ValueError: There is no such family; the message lists all.
-    """
+    """Finds a family by its name or one of its architectures."""
     plain = lambda text: "".join(c for c in text.lower() if c.isalnum())
     for family in families():
         if plain(name) in map(plain, (family.name, *family.architectures)):
@@ -700,14 +561,7 @@ def named_family(name: str) -> Family:
 
 
 def writers(config: ModelConfig) -> list[Family]:
-    """Finds the families that can hold a model: writing and reading config.json gives back the same config.
-
-    Args:
-        config: Our config.
-
-    Returns:
-        The families, in order of rank.
-    """
+    """Finds the families that can hold a model: writing and reading config.json gives back the same config."""
     able = []
     # Fields that config.json does not have and that change no logit: a bidirectional model can be decoded with any
     # block size, and `predicts_next` only says whether a causal encoder was trained to predict, too.
@@ -727,9 +581,6 @@ def plain_build(config: ModelConfig) -> ModelConfig:
     """Converts the config of our own architecture to plain RMSNorm and unscaled embeddings, as other libraries have.
 
     Our norms multiply by 1 + scale (`zero_centred`) and our embeddings are multiplied by sqrt(width) (`scale_embed`).
-
-    Args:
-        config: Config of a model.
 
     Returns:
         The config of a model with the same logits, once both factors are multiplied into the parameters

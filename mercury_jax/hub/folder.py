@@ -53,18 +53,7 @@ class Folder(NamedTuple):
     notes: list[str]
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """Reads one tensor.
-
-        Args:
-            name: Name of the tensor.
-            rows: Only these rows of the first axis. Default: all.
-
-        Returns:
-            The array, in newly allocated memory.
-
-        Raises:
-            CheckpointError: There is no such tensor, or its file is damaged.
-        """
+        """Reads one tensor."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {_short(name)}")
         return tensors.read(self.files[name], self.tensors[name], rows)
@@ -81,18 +70,7 @@ _REFUSALS = {
 
 
 def download(source: str) -> Path:
-    """Downloads a checkpoint from the Hugging Face hub, or finds it in the cache of `huggingface_hub`.
-
-    Args:
-        source: "org/name" or "org/name@revision".
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: `huggingface_hub` is not installed.
-        CheckpointError: The hub cannot be reached or has no such model.
-    """
+    """Downloads a checkpoint from the Hugging Face hub, or finds it in the cache of `huggingface_hub`."""
     name, _, revision = source.partition("@")
     try:
         import huggingface_hub
@@ -117,17 +95,7 @@ def download(source: str) -> Path:
 
 
 def scan(folder: str | Path) -> Folder:
-    """Reads config.json and all headers of a checkpoint folder.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        Its contents.
-
-    Raises:
-        CheckpointError: A file or tensor is missing or damaged; the message names it.
-    """
+    """Reads config.json and all headers of a checkpoint folder."""
     folder = Path(folder)
     if not folder.is_dir():
         allowed = f"a folder with {CONFIG} and {SINGLE}, this one does not exist"
@@ -143,16 +111,6 @@ def find(folder: str | Path, name: str) -> Path | None:
     """Finds a file of a folder, and refuses a symbolic link to a file elsewhere.
 
     Allowed targets are files of the same folder and, in the cache of `huggingface_hub`, blobs of the same repository.
-
-    Args:
-        folder: The folder.
-        name: The file's name in it.
-
-    Returns:
-        The path with symbolic links resolved; None if there is no such file.
-
-    Raises:
-        CheckpointError: The file is a link to elsewhere, a broken link, or not a regular file.
     """
     folder = Path(folder)
     path = folder / name
@@ -172,19 +130,7 @@ def find(folder: str | Path, name: str) -> Path | None:
 
 
 def read_json(folder: str | Path, name: str, *, optional: bool = False) -> dict[str, Any]:
-    """Reads a JSON object, and refuses duplicate keys, NaN, infinities and lone surrogates.
-
-    Args:
-        folder: The folder.
-        name: The file's name in it.
-        optional: Return {} if the file does not exist.
-
-    Returns:
-        The object.
-
-    Raises:
-        CheckpointError: The file is missing, too large, or not a JSON object.
-    """
+    """Reads a JSON object, and refuses duplicate keys, NaN, infinities and lone surrogates."""
     path, real = Path(folder) / name, find(folder, name)
     if real is None and optional:
         return {}

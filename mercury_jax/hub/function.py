@@ -269,11 +269,7 @@ def check_arrays(name: str, params: Any) -> None:
     """Checks that parameters are a pytree of arrays.
 
     Args:
-        name: Name of the argument, for the message.
         params: A pytree of arrays, or of `jax.ShapeDtypeStruct`s.
-
-    Raises:
-        ValueError: A leaf is something else; the message names it.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -297,18 +293,7 @@ class PlainTokenizer(IdTokenizer):
     text: Any = None
 
     def encode(self, *texts: Any, **options: object) -> list[int]:
-        """Encodes a text without special tokens (`add_special_tokens=False` where the tokenizer has that option).
-
-        Args:
-            *texts: One text.
-            **options: Not used.
-
-        Returns:
-            Ids.
-
-        Raises:
-            ValueError: The user's tokenizer does not return ids of the vocabulary.
-        """
+        """Encodes a text without special tokens (`add_special_tokens=False` where the tokenizer has that option)."""
         found = _encode(self.text)(texts[0])
         ids = np.asarray(getattr(found, "ids", found))
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
@@ -319,18 +304,7 @@ class PlainTokenizer(IdTokenizer):
         return [int(i) for i in ids]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Decodes ids.
-
-        Args:
-            ids: Any iterable of integers.
-            skip_special: Leave out the mask and the ids that end an answer.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: The user's tokenizer fails, or does not return a string.
-        """
+        """Decodes ids."""
         hidden = {self.mask, *self.ends} if skip_special else set()
         shown = [i for i in map(int, ids) if i not in hidden]
         try:
@@ -343,15 +317,7 @@ class PlainTokenizer(IdTokenizer):
         return found
 
     def render(self, *messages: object, **options: object) -> NoReturn:
-        """Raises ValueError, because there is no chat template. `follow` and `example` are the same function.
-
-        Args:
-            *messages: A conversation.
-            **options: Options of the other tokenizers.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises ValueError, because there is no chat template. `follow` and `example` are the same function."""
         raise refuse("prompt", messages[0], "a text or ids: this tokenizer has no chat template")
 
     follow = example = render
@@ -521,14 +487,6 @@ def _attends(
 
     A query without keys (padding) attends to all tokens of its row: some implementations return NaN for a softmax over
     no keys, and a NaN value spreads through the next layer even with attention weight 0.
-
-    Args:
-        ranges: R key ranges [start, stop) of each query, in cache slots.
-        slots: The cache slot of each token; tokens at `masks.OUT_OF_CACHE` are never keys.
-        lengths: Number of tokens of each row.
-
-    Returns:
-        Whether query i may attend to key j.
     """
     key = slots[:, None, :, None]  # [B, 1, T, 1]
     inside = (key >= ranges[:, :, None, :, 0]) & (key < ranges[:, :, None, :, 1])  # [B, T, T, R]
@@ -552,12 +510,6 @@ def check_function(lm: LM) -> None:
     - Bidirectional attention: a changed last token must change earlier logits, if a changed first token changes later
       ones. (A function without attention passes.)
     - Padding: other ids in the padding must change no logits, if the function takes `lengths` or `attention_mask`.
-
-    Args:
-        lm: From `from_function`.
-
-    Raises:
-        ValueError: A check failed; the message says which.
     """
     model, config = lm.model, lm.model.config
     size = min(PROBE, config.context)

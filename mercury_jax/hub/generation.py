@@ -121,14 +121,7 @@ def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str,
     because the `generate` of its reference implementation does not know that key.
 
     Args:
-        decoding: The family's settings.
         generation: The contents of the file; {} without one.
-
-    Returns:
-        The settings of the checkpoint.
-
-    Raises:
-        ValueError: A value is not allowed; the message names its key.
     """
     said, tables = _checked(generation), _tables(generation)
     if not said:
@@ -231,11 +224,7 @@ def not_applied(generation: Mapping[str, Any], decoding: Mapping[str, Any]) -> l
     """Names the keys of generation_config.json that would change the text in transformers and are not applied.
 
     Args:
-        generation: The contents of the file.
         decoding: The settings that were made of it.
-
-    Returns:
-        The keys with their values, such as "no_repeat_ngram_size=3".
     """
     names = []
     for key, value in generation.items():
@@ -263,18 +252,7 @@ def _put(chain: dict[str, dict[str, Any]], name: str, value: float) -> None:
 
 
 def dream_decoding(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Combines the settings of Dream's README with `alg`, `alg_temp` and `eps` of generation_config.json.
-
-    Args:
-        config: config.json; not used.
-        generation: generation_config.json.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: A value is not allowed; the message names its key.
-    """
+    """Combines the settings of Dream's README with `alg`, `alg_temp` and `eps` of generation_config.json."""
     alg = generation.get("alg") or "entropy"
     if alg not in DREAM_RULES:
         raise refuse(f"{FILE}: alg", alg, ", ".join(DREAM_RULES))

@@ -154,15 +154,7 @@ def load(
 
 
 def model_name(source: str | Path | None, opened: Opened) -> str:
-    """Finds the name that `load` gives a model.
-
-    Args:
-        source: As in `load`.
-        opened: The checkpoint of `source`.
-
-    Returns:
-        The id, for one on the hub in Hugging Face's layout; else the name in the files of the folder.
-    """
+    """Finds the name that `load` gives a model."""
     is_id = opened.family is not None and source is not None and Path(source) != opened.path
     return str(source) if is_id else opened.name
 
@@ -234,15 +226,7 @@ def takes_mask(source: str | Path, mask: int, *, ignore_config: Sequence[str] = 
 
 
 def check_mask(opened: Opened, mask: int | None) -> None:
-    """Refuses a mask id that the model would not use.
-
-    Args:
-        opened: The checkpoint, from `open_checkpoint` with this mask id.
-        mask: The mask id; None is always allowed.
-
-    Raises:
-        ValueError: The model is autoregressive, or its noise has no mask.
-    """
+    """Refuses a mask id that the model would not use."""
     if mask is not None and opened.config.mask != mask:
         raise refuse(
             "mask", mask, "None: this model is autoregressive, or its noise has no mask. A recipe makes a masked "
@@ -334,18 +318,6 @@ def open_checkpoint(
     Args:
         source: As in `load`, or the path of a config.json in Hugging Face's form, which gives a checkpoint without
             tensors.
-        dtype: Dtype of the computation. Default: the dtype of the checkpoint.
-        mask: The mask id, if the config has none or a wrong one. Ignored by a model without masks; see `check_mask`.
-        verify: Check the SHA-256 of every file first. Applies to our own layout only.
-        context: As in `load`.
-        ignore_config: As in `load`.
-
-    Returns:
-        The opened checkpoint.
-
-    Raises:
-        ValueError: The model is not supported.
-        CheckpointError: A file or tensor is missing or damaged.
     """
     if dtype is not None:
         one_of(ComputeType, dtype=dtype)
@@ -593,20 +565,9 @@ def load_opened(
     Parameters are read one at a time and copied to their devices, so host memory holds one of them.
 
     Args:
-        opened: From `open_checkpoint`.
         dtype: Dtype of the parameters. Default: as stored in our own layout; in Hugging Face's layout, the dtype of
             most of the bytes.
-        quantise: As in `load`.
-        adapter: A LoRA adapter to merge; `opened` already has its config (`Adapter.config_for`).
-        mesh: As in `load`.
         progress: As in `load`.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: The model does not fit into memory, or the tokenizer is not the model's.
-        CheckpointError: A file is damaged, or a parameter is missing or has the wrong shape.
     """
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
     if opened.quantised is not None and (quantise is not None or adapter is not None):
@@ -669,18 +630,6 @@ def load_tokenizer(
     """Loads the tokenizer that `load` would give the model, without its parameters.
 
     Unlike `tokenizer_of`, this checks that the tokenizer belongs to the model and applies `mask`.
-
-    Args:
-        source: As in `load`.
-        mask: The mask id, for a checkpoint that does not name it.
-        ignore_config: As in `load`.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: The model is not supported.
-        CheckpointError: A file is missing or damaged.
     """
     return _opened_tokenizer(open_checkpoint(source, mask=mask, ignore_config=ignore_config))
 

@@ -36,14 +36,7 @@ from mercury_jax.types import Model, Params
 
 @functools.lru_cache(maxsize=4)  # this traces the whole model, and loading asks for it several times
 def shapes_of(model: Model) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a model's parameters, without computing them.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Shape and dtype by path.
-    """
+    """Returns the shapes and dtypes of a model's parameters, without computing them."""
     tree = jax.eval_shape(model.init, jax.random.key(0))
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
@@ -96,14 +89,7 @@ class TensorSource(NamedTuple):
         return bool(self.experts) and "{e}" in "".join(self.name)
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Computes the shapes of the checkpoint's tensors.
-
-        Args:
-            shape: Shape of our parameter.
-
-        Returns:
-            Shapes by name of the tensor.
-        """
+        """Computes the shapes of the checkpoint's tensors."""
         # [experts, *inputs, *outputs] -> [out / parts, in] per tensor, with a leading expert axis if it is stacked.
         lead, rest = (shape[:1], shape[1:]) if self.experts else ((), shape)
         if self.inputs:
@@ -119,11 +105,6 @@ class TensorSource(NamedTuple):
 
 def to_ours(source: TensorSource, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> np.ndarray:
     """Converts tensors of a checkpoint to one of our parameters.
-
-    Args:
-        source: The tensors that make up the parameter.
-        shape: Shape of our parameter.
-        read: Returns a tensor of the checkpoint by name.
 
     Returns:
         The array, with `shape`; a view of a single tensor where its layout allows.
@@ -147,15 +128,7 @@ def to_ours(source: TensorSource, shape: tuple[int, ...], read: Callable[[str], 
 
 
 def to_theirs(source: TensorSource, ours: np.ndarray) -> dict[str, np.ndarray]:
-    """Converts one of our parameters to tensors of a checkpoint, the inverse of `to_ours`.
-
-    Args:
-        source: The tensors that make up the parameter.
-        ours: Our parameter.
-
-    Returns:
-        Tensors by name. With `source.rows`, only those rows of the fused tensor.
-    """
+    """Converts one of our parameters to tensors of a checkpoint, the inverse of `to_ours`."""
     lead = ours.shape[:1] if source.experts else ()
     rest = ours.shape[len(lead) :]
     if source.inputs:
@@ -185,16 +158,8 @@ def load_params(
     """Reads all parameters onto their devices, with at most one in host memory at a time.
 
     Args:
-        model: The model, for the paths and the sharding of its parameters.
-        read: Returns a parameter by its path; a quantised matrix in numpy if the checkpoint has it.
-        dtype: Dtype of parameters that are not quantised. Default: as read.
         quantise: Format in which matrices, the embedding table and the output head are stored, "int8" or "fp8", with
             one scale per output, in a table per id. Default: not quantised.
-        mesh: The devices. Default: the first device.
-        progress: Called after each parameter with its number of bytes.
-
-    Returns:
-        The tree of parameters; quantised matrices are `QuantisedWeight`.
     """
     params: dict[str, Any] = {}
     for path in shapes_of(model):
@@ -228,14 +193,7 @@ def quantised_specs(
     the values, along the outputs and the first input axis.
 
     Args:
-        like: The matrix, or its shapes.
         shape: Shape of the matrix [batch..., inputs..., outputs...].
-        path: Path of the parameter.
-        model: The model.
-        mesh: The mesh.
-
-    Returns:
-        A spec for each array; None for an array that the matrix does not have.
     """
     spec = partition_spec(path, shape, model.shardings, mesh)
     lead, inputs, outputs = _split_spec(spec, path, len(shape))
@@ -255,17 +213,7 @@ def _split_spec(spec: PartitionSpec, path: str, ndim: int) -> tuple[list[Any], l
 
 
 def input_shards(shape: tuple[int, ...], path: str, model: Model, mesh: Mesh | AbstractMesh) -> int:
-    """Counts the parts into which a mesh divides the inputs of a matrix.
-
-    Args:
-        shape: Shape of the matrix.
-        path: Path of the parameter.
-        model: The model.
-        mesh: The mesh.
-
-    Returns:
-        The number of parts.
-    """
+    """Counts the parts into which a mesh divides the inputs of a matrix."""
     spec = partition_spec(path, shape, model.shardings, mesh)
     _, inputs, _ = _split_spec(spec, path, len(shape))
     return math.prod(mesh.shape[axis] for axis in jax.tree.leaves(inputs[0]))
@@ -295,15 +243,7 @@ Formats = Mapping[str, WeightFormat]  # of the matrices that are quantised, by p
 
 
 def formats_of(model: Model, quantise: str | Formats | None) -> Formats:
-    """Lists the formats of quantised matrices.
-
-    Args:
-        model: The model.
-        quantise: "int8" or "fp8" for every matrix; formats, which are returned; or None for none.
-
-    Returns:
-        Formats by path.
-    """
+    """Lists the formats of quantised matrices."""
     if not isinstance(quantise, str):
         return quantise or {}
     return {path: _format_of(path, quantise) for path in shapes_of(model) if quantised_axes(path) is not None}
@@ -335,18 +275,7 @@ def param_bytes(
     quantise: str | Formats | None = None,
     packed: bool = True,
 ) -> int:
-    """Computes the bytes of the parameters on each device.
-
-    Args:
-        model: The model.
-        mesh: The mesh, of which only the shape is used. None: one device.
-        dtype: Dtype of parameters that are not quantised.
-        quantise: "int8", "fp8", the formats of a quantised checkpoint, or None.
-        packed: Whether the device stores two values of 4 bits in a byte.
-
-    Returns:
-        Bytes per device.
-    """
+    """Computes the bytes of the parameters on each device."""
     total, formats = 0, formats_of(model, quantise)
     for path, like in shapes_of(model).items():
         axes, kind = quantised_axes(path), formats.get(path)
@@ -368,16 +297,7 @@ def param_bytes(
 def memory_plan(
     model: Model, dtype: DTypeLike, quantise: str | Formats | None = None
 ) -> dict[int, MemoryNeed]:
-    """Estimates the memory per device when a model is split over 1, 2, 4 or 8 devices.
-
-    Args:
-        model: The model.
-        dtype: Dtype of parameters that are not quantised.
-        quantise: "int8", "fp8", the formats of a quantised checkpoint, or None.
-
-    Returns:
-        Memory per device by number of devices, for the mesh axis that leaves the fewest bytes on each.
-    """
+    """Estimates the memory per device when a model is split over 1, 2, 4 or 8 devices."""
     decoding = model if model.rings is None else model.rings(model, 0)
     leaves = jax.tree.leaves(jax.eval_shape(lambda: decoding.empty_cache(1, model.config.context)))
     cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
@@ -395,9 +315,6 @@ def memory_plan(
 
 def free_memory(devices: Sequence[Any]) -> int | None:
     """Returns the bytes that can still be allocated on every one of the devices.
-
-    Args:
-        devices: Devices of this process.
 
     Returns:
         The least free memory of a device; on CPU, the free host memory divided by the number of devices. None if the
@@ -429,18 +346,7 @@ def _host_memory() -> int:
 def check_memory(
     model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: str | Formats | None, name: str
 ) -> None:
-    """Refuses a model whose parameters do not fit into the free memory of the devices.
-
-    Args:
-        model: The model.
-        mesh: The devices. Default: the first device.
-        dtype: Dtype of parameters that are not quantised.
-        quantise: "int8", "fp8", the formats of a quantised checkpoint, or None.
-        name: The model's name, for the message.
-
-    Raises:
-        ValueError: The parameters do not fit. The message has the bytes needed, the bytes free, and what to change.
-    """
+    """Refuses a model whose parameters do not fit into the free memory of the devices."""
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     local = [d for d in devices if d.process_index == jax.process_index()]
     packed = devices[0].platform != "cpu"
@@ -459,9 +365,6 @@ def check_memory(
 
 def count_parameters(model: Model) -> tuple[int, int]:
     """Counts parameters, in total and active per token.
-
-    Args:
-        model: The model.
 
     Returns:
         (all parameters, parameters that one token uses). The latter counts only the active experts.

@@ -66,18 +66,7 @@ class Quantisation(NamedTuple):
 
 
 def quantisation_of(config: Json, file: str) -> Quantisation | None:
-    """Reads the quantisation in a config.json.
-
-    Args:
-        config: The contents of config.json.
-        file: Its path, for messages.
-
-    Returns:
-        The quantisation; None if the checkpoint is not quantised.
-
-    Raises:
-        ValueError: The method, or a variant of it, is not supported.
-    """
+    """Reads the quantisation in a config.json."""
     named = [key for key in KEYS if config.get(key) is not None]
     if not named:
         return None
@@ -220,15 +209,7 @@ def _matches(module: str, targets: Sequence[str], classes: bool = True) -> bool:
 
 
 def scheme_of(quantisation: Quantisation, module: str) -> Scheme | None:
-    """Finds how config.json says that a module is stored. Names go before classes.
-
-    Args:
-        quantisation: Of the checkpoint.
-        module: Name of the module in the checkpoint.
-
-    Returns:
-        The scheme; None if no group targets the module, or it is ignored.
-    """
+    """Finds how config.json says that a module is stored. Names go before classes."""
     if _matches(module, quantisation.ignored, classes=False):
         return None
     for classes in (False, True):

@@ -42,18 +42,7 @@ ACTIVATIONS = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale
 
 
 def common_format(path: str, matrices: Sequence[StoredMatrix | None]) -> WeightFormat | None:
-    """Finds the format of a parameter that is made of several matrices (gate and up, experts).
-
-    Args:
-        path: The parameter, for messages.
-        matrices: Its matrices; None for one that is not quantised.
-
-    Returns:
-        The format in which all of them can be stored; None if none is quantised.
-
-    Raises:
-        CheckpointError: They have different dtypes, or only some are quantised.
-    """
+    """Finds the format of a parameter that is made of several matrices (gate and up, experts)."""
     found = [matrix for matrix in matrices if matrix is not None]
     if not found:
         return None
@@ -81,22 +70,7 @@ def quantised_to_ours(
     kind: WeightFormat,
     read: Callable[[str], UnpackedMatrix],
 ) -> QuantisedWeight:
-    """Converts matrices of a checkpoint to one of our parameters, the counterpart of `params.to_ours`.
-
-    Args:
-        source: The tensors that make up the parameter in the unquantised checkpoint.
-        shape: Shape of our parameter.
-        inputs: Number of its axes that are contracted.
-        batch: Number of axes before them.
-        kind: Format of the parameter, from `common_format`.
-        read: Returns a matrix by the name of its tensor in the unquantised checkpoint.
-
-    Returns:
-        The parameter in numpy.
-
-    Raises:
-        CheckpointError: Matrices that are fused have different orders of inputs.
-    """
+    """Converts matrices of a checkpoint to one of our parameters, the counterpart of `params.to_ours`."""
     return _without_defaults(_assembled(source, shape, inputs, batch, kind, read))
 
 
@@ -199,15 +173,7 @@ class QuantisedTensors(NamedTuple):
         return {tensor for matrix in self.matrices.values() for tensor in matrix.tensors.values()}
 
     def dense(self, read: Callable[[str], np.ndarray], dtype: DTypeLike) -> Callable[[str], np.ndarray]:
-        """Makes a function that reads any tensor of the unquantised checkpoint, and dequantises matrices.
-
-        Args:
-            read: Returns a tensor of this checkpoint by name.
-            dtype: Dtype of dequantised matrices.
-
-        Returns:
-            The function of a name.
-        """
+        """Makes a function that reads any tensor of the unquantised checkpoint, and dequantises matrices."""
 
         def found(name: str) -> np.ndarray:
             if name not in self.matrices:
@@ -219,16 +185,7 @@ class QuantisedTensors(NamedTuple):
     def parameter(
         self, path: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray]
     ) -> QuantisedWeight:
-        """Reads a parameter that stays quantised.
-
-        Args:
-            path: Its path, a key of `formats`.
-            shape: Its shape.
-            read: Returns a tensor of this checkpoint by name.
-
-        Returns:
-            The parameter in numpy.
-        """
+        """Reads a parameter that stays quantised."""
         axes = matrix_axes(path)
         assert axes is not None
         matrix = lambda name: unpack_matrix(self.matrices[name], read)
@@ -237,14 +194,7 @@ class QuantisedTensors(NamedTuple):
         )
 
     def about(self, model: Model) -> dict[str, Any]:
-        """Describes the formats for people.
-
-        Args:
-            model: The model.
-
-        Returns:
-            JSON-ready: the method, how many parameters have each format, and the bytes per number of their matrices.
-        """
+        """Describes the formats for people."""
         kinds, numbers, size = dict[str, int](), 0, 0
         for path, like in shapes_of(model).items():
             if (kind := self.formats.get(path)) is None:
@@ -271,20 +221,7 @@ def find_quantised(
     names: Mapping[str, TensorSource],
     model: Model,
 ) -> QuantisedTensors:
-    """Finds the quantised matrices of a checkpoint in its headers. No tensor is read.
-
-    Args:
-        quantisation: From config.json.
-        entries: The tensors of the checkpoint.
-        names: The tensors of each parameter in the unquantised checkpoint, by path.
-        model: The model.
-
-    Returns:
-        The matrices.
-
-    Raises:
-        CheckpointError: A tensor is missing, has the wrong dtype or shape, or contradicts config.json.
-    """
+    """Finds the quantised matrices of a checkpoint in its headers. No tensor is read."""
     sources = {path: _unfused(source, entries) for path, source in names.items()}
     matrices, formats = dict[str, StoredMatrix](), dict[str, WeightFormat]()
     for path, source in sources.items():

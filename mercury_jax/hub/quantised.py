@@ -75,16 +75,7 @@ def stored_matrix(
     """Finds the tensors of one matrix, and checks their dtypes and shapes.
 
     Args:
-        quantisation: Of the checkpoint.
-        entries: Its tensors.
-        name: Name of the tensor in the unquantised checkpoint, such as "model.layers.0.mlp.up_proj.weight".
         shape: Shape of that tensor, [out, in] or [experts, out, in].
-
-    Returns:
-        The matrix; None if it is not quantised.
-
-    Raises:
-        CheckpointError: A tensor is missing, has a dtype or shape that is not supported, or contradicts config.json.
     """
     module = name.removesuffix(".weight")
     has = lambda suffix: name + suffix in entries
@@ -284,18 +275,7 @@ class UnpackedMatrix(NamedTuple):
 
 
 def unpack_matrix(stored: StoredMatrix, read: Callable[[str], np.ndarray]) -> UnpackedMatrix:
-    """Reads the tensors of a matrix and unpacks its values, without rounding them.
-
-    Args:
-        stored: The matrix.
-        read: Returns a tensor of the checkpoint by name.
-
-    Returns:
-        The matrix.
-
-    Raises:
-        CheckpointError: A scale is not finite, a group does not exist, or `weight_shape` is another shape.
-    """
+    """Reads the tensors of a matrix and unpacks its values, without rounding them."""
     unread = {"values"} if stored.format.zeros else {"values", "zero"}
     named = {field: read(tensor) for field, tensor in stored.tensors.items() if field not in unread}
     values = read(stored.tensors["values"])
@@ -402,9 +382,6 @@ def _with_scales(
 
 def dequantised(matrix: UnpackedMatrix) -> np.ndarray:
     """Computes a matrix in fp32, for a parameter that is not kept quantised (an embedding, a head, a router).
-
-    Args:
-        matrix: The matrix.
 
     Returns:
         The matrix [..., out, in].

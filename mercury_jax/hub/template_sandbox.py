@@ -121,16 +121,7 @@ class TracedText(str):
         return self[: len(super().rstrip(chars))]
 
     def replace(self, old: str, new: str, count: int = -1, /) -> Any:
-        """As in `str`.
-
-        Args:
-            old: Text to replace; if it is empty, the result is untraced.
-            new: Its replacement.
-            count: Largest number of replacements. Default: all.
-
-        Returns:
-            The text.
-        """
+        """As in `str`."""
         return joined(self.split(old, count), new) if old else super().replace(old, new, count)
 
     def join(self, parts: Iterable[str], /) -> Any:
@@ -175,19 +166,7 @@ for _name in (*_CASES, *_PARTS):
 
 
 def formatted(text: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
-    """Formats as `str.format`, and keeps the masks of the text and of strings that plain fields insert.
-
-    Args:
-        text: The format. Its fields have a number, a name, or neither.
-        args: Values of the numbered fields.
-        named: Values of the named fields.
-
-    Returns:
-        The text.
-
-    Raises:
-        SecurityError: A field reads an attribute or an item, or has a width above 999.
-    """
+    """Formats as `str.format`, and keeps the masks of the text and of strings that plain fields insert."""
     mark, parts, count = (str if 0 in mask_of(text) else own), list[str](), 0
     for before, field, spec, conversion in string.Formatter().parse(str.__str__(text)):
         parts.append(mark(before))
@@ -214,15 +193,7 @@ def mask_of(text: str) -> bytes:
 
 
 def joined(parts: Iterable[str], between: str = "") -> str:
-    """Joins texts and their masks.
-
-    Args:
-        parts: The texts.
-        between: The separator.
-
-    Returns:
-        `between.join(parts)`; a `TracedText` if a part or `between` is one.
-    """
+    """Joins texts and their masks."""
     parts = list(parts)
     text = str.join(between, parts)
     if not any(isinstance(part, TracedText) for part in (*parts, between)):
@@ -378,12 +349,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Joins values as text, for the operator `~`, the filter `join`, and the output of macros and blocks.
 
         Args:
-            value: The values.
             d: The separator; `d` is the name of this argument in jinja2.
-            attribute: Join this attribute of each value. Default: the value itself.
-
-        Returns:
-            The text.
         """
         pick = (lambda x: x) if attribute is None else library.make_attrgetter(self, attribute)
         parts, between = [self._text(None, pick(x)) for x in self._each(value)], self._text(None, d)
@@ -398,21 +364,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # --- operators, attributes and calls
 
     def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
-        """Applies +, *, ** or %, after charging for a result that may be much larger than the operands.
-
-        Args:
-            context: Unused.
-            operator: The operator.
-            left: First operand.
-            right: Second operand.
-
-        Returns:
-            The result.
-
-        Raises:
-            LimitExceeded: The result would be too large.
-            SecurityError: A format would pad to a large width.
-        """
+        """Applies +, *, ** or %, after charging for a result that may be much larger than the operands."""
         numbers = isinstance(left, int) + isinstance(right, int)
         if operator == "**" and numbers == 2 and left.bit_length() * abs(right) > MAX_BITS:
             raise LimitExceeded("computes with huge numbers")
@@ -427,31 +379,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._made(self.binop_table[operator](left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Says whether a template may read an attribute.
-
-        Args:
-            obj: The object.
-            attr: Name of the attribute.
-            value: Value of the attribute.
-
-        Returns:
-            True for `METHODS` of texts, and what jinja2 allows of lists, mappings, loops, macros and namespaces.
-        """
+        """Says whether a template may read an attribute."""
         if isinstance(obj, str):
             return attr in METHODS.split()
         known = isinstance(obj, list | tuple | dict | LoopContext | Namespace | Macro)
         return known and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
-        """Refuses an unsafe attribute immediately; jinja2 would raise only when its value is used.
-
-        Args:
-            obj: The object.
-            attribute: Name of the attribute.
-
-        Raises:
-            SecurityError: Always.
-        """
+        """Refuses an unsafe attribute immediately; jinja2 would raise only when its value is used."""
         kind = "text" if isinstance(obj, str) else type(obj).__name__
         raise SecurityError(f"reaches for {attribute!r} of a {kind}, which is not supported")
 
@@ -459,17 +394,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Returns None, so that jinja2 offers no sandboxed `str.format`, which could pad to any width."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a macro, a method or a function, after charging for what it costs.
-
-        Args:
-            __context: The variables of the template.
-            __obj: The callable.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            The result, which is charged to the budget.
-        """
+        """Calls a macro, a method or a function, after charging for what it costs."""
         target, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         args = tuple(list(__self._each(a)) if isinstance(a, Iterator) else a for a in args)
         named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}

@@ -99,23 +99,7 @@ class HFTokenizer:
         ends: Sequence[int] = (),
         vocab: int | None = None,
     ) -> HFTokenizer:
-        """Builds a tokenizer from its files.
-
-        Args:
-            files: Contents by name.
-            mask: The model's mask id. Default: the mask_token of the files.
-            eos: The model's end-of-text id. Default: the eos_token of the files.
-            pad: The model's padding id. Default: the pad_token of the files, otherwise `eos`.
-            ends: Further ids that end an answer.
-            vocab: Size of the model's vocabulary. Default: unknown.
-
-        Returns:
-            The tokenizer.
-
-        Raises:
-            CheckpointError: A file is damaged.
-            ValueError: An id is out of range, or there is no end-of-text id.
-        """
+        """Builds a tokenizer from its files."""
         data = tokenizer_data(files, [i for i in (mask, eos, pad, *ends) if i is not None])
         tokens = respell(data, USED)
         named = {
@@ -203,32 +187,11 @@ class HFTokenizer:
         return tuple(whole[: starts[0]]) if starts else ()
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a text.
-
-        Args:
-            text: Any text. Characters that spell a control token are encoded as ordinary text.
-
-        Returns:
-            Ids, without control tokens.
-
-        Raises:
-            ValueError: The text contains a lone surrogate.
-        """
+        """Encodes a text."""
         return self.tokens.encode(valid(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Decodes ids with the decoder of the checkpoint.
-
-        Args:
-            ids: Any iterable of integers. Ids of the model that the tokenizer does not have give no text.
-            skip_special: Leave out special tokens, ends, padding and mask.
-
-        Returns:
-            The text. Bytes that are not valid UTF-8 become U+FFFD.
-
-        Raises:
-            ValueError: An id is outside of the model's vocabulary.
-        """
+        """Decodes ids with the decoder of the checkpoint."""
         found = []
         for i in map(int, ids):
             if i < 0 or (self.vocab is not None and i >= max(self.vocab, self.vocab_size)):
@@ -280,20 +243,10 @@ class HFTokenizer:
         """Encodes a conversation with the chat template.
 
         Args:
-            messages: As in `Tokenizer.render`; the template may read additional keys.
-            thinking: Request thinking, and open the thinking section in the prompt. False: the template's default.
-            add_generation_prompt: End with the start of an assistant turn.
-            tools: Tools that the model may call, as JSON schemas.
             at_once: Answer without thinking: if `thinking` is False, disable it in the template, and close a thinking
                 section that the template opens anyway.
             continue_final_message: End with the text of the last message, as in transformers; nothing follows it, not
                 even the end of its turn.
-
-        Returns:
-            Ids.
-
-        Raises:
-            ValueError: A message is malformed, or the template failed, or does not write the last message.
         """
         if continue_final_message:
             return self._rendered(messages, False, prompt=False, tools=tools, continued=True)
@@ -302,25 +255,12 @@ class HFTokenizer:
         return self._with_thinking(ids, thinks) if add_generation_prompt and thinks is not None else ids
 
     def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
-        """Encodes the messages that follow an answer, to append them to the ids of a conversation.
-
-        Args:
-            messages: The messages after the answer, as in `render`.
-            thinking: As in `render`.
-
-        Returns:
-            Ids: the end of the answer's turn, the messages, and the start of the next assistant turn.
-        """
+        """Encodes the messages that follow an answer, to append them to the ids of a conversation."""
         ids = self._rendered(messages, thinking or None, prompt=True, after_answer=True)
         return self._with_thinking(ids, True) if thinking else ids
 
     def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
         """Encodes a training example.
-
-        Args:
-            prompt: Text of the user's turn.
-            answer: Text of the answer.
-            thinking: Text of the thinking before the answer. Default: none.
 
         Returns:
             (prompt ids, response ids). The prompt includes the start of the assistant turn; the response includes the
@@ -337,9 +277,6 @@ class HFTokenizer:
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
         """Splits sampled ids into thinking and answer. Line breaks between the two are dropped.
-
-        Args:
-            ids: Sampled ids. Those after the first id that ends the answer are ignored.
 
         Returns:
             (thinking or None, answer). The answer is empty if the thinking is not closed.
@@ -389,19 +326,7 @@ class HFTokenizer:
         after_answer: bool = False,
         continued: bool = False,
     ) -> list[int]:
-        """Renders and encodes a conversation with the chat template.
-
-        Args:
-            messages: The conversation.
-            thinking: Passed to the template. None: the template's default.
-            prompt: End with the start of an assistant turn.
-            tools: Tools that the model may call.
-            after_answer: Put a question and an answer in front, and return only the ids after the answer.
-            continued: Return only the ids up to the end of the last message's text.
-
-        Returns:
-            Ids.
-        """
+        """Renders and encodes a conversation with the chat template."""
         if thinking:
             self._required_marks()
         templates = self.data.templates
@@ -511,15 +436,7 @@ class IdTokenizer:
         return (b"",) * self.vocab_size
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Writes ids as text.
-
-        Args:
-            ids: Any iterable of integers.
-            skip_special: No effect: which ids are special is unknown.
-
-        Returns:
-            Decimal numbers, separated by spaces.
-        """
+        """Writes ids as text."""
         return " ".join(str(int(i)) for i in ids)
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
@@ -527,32 +444,14 @@ class IdTokenizer:
         return None, self.decode(ids)
 
     def encode(self, *texts: object, **options: object) -> NoReturn:
-        """Raises ValueError, because prompts must be ids. `render`, `follow` and `example` are the same function.
-
-        Args:
-            *texts: Texts or messages.
-            **options: Options of the other tokenizers.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises ValueError, because prompts must be ids. `render`, `follow` and `example` are the same function."""
         raise refuse("prompt", texts[0], "ids: this model has no tokenizer")
 
     render = follow = example = encode
 
 
 def unpack(proto: bytes) -> AnyTokenizer:
-    """Reads a tokenizer from the bytes that are saved with a model.
-
-    Args:
-        proto: The `proto` of a `Tokenizer`, an `HFTokenizer` or an `IdTokenizer`.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: The bytes are damaged, or not a tokenizer.
-    """
+    """Reads a tokenizer from the bytes that are saved with a model."""
     if proto.startswith(ID_TOKENIZER):
         ids = json.loads(proto.removeprefix(ID_TOKENIZER))
         return IdTokenizer(ids["vocab"], ids["mask"], ids["pad"], tuple(ids["ends"]))

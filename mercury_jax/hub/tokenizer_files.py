@@ -93,17 +93,7 @@ class TokenizerData(NamedTuple):
 
 
 def read_files(folder: str | Path) -> dict[str, bytes]:
-    """Reads the tokenizer files of a folder.
-
-    Args:
-        folder: A checkpoint in Hugging Face's layout.
-
-    Returns:
-        Contents by name.
-
-    Raises:
-        CheckpointError: A file is too large, a link leads out of the folder, or there is no tokenizer.
-    """
+    """Reads the tokenizer files of a folder."""
     folder = Path(folder)
     names = list(MAX_BYTES)
     if (folder / MORE_TEMPLATES).is_dir():
@@ -129,15 +119,8 @@ def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Toke
     """Combines the tokenizer files of a checkpoint.
 
     Args:
-        files: Contents by name.
         used: Special ids of the model (mask, eos, pad). They become special tokens if they are added tokens, or if
             their text looks like `<...>` or `[...]`.
-
-    Returns:
-        The combined contents.
-
-    Raises:
-        CheckpointError: A file is damaged; the message names it.
     """
     config = _json(files, "tokenizer_config.json")
     data = _json(files, "tokenizer.json") or _byte_level_json(files, config)
@@ -296,26 +279,11 @@ class ControlTokens(NamedTuple):
     late: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
-        """Encodes user text, without control tokens whatever it contains.
-
-        Args:
-            text: The text.
-
-        Returns:
-            Ids.
-        """
+        """Encodes user text, without control tokens whatever it contains."""
         return [i for part in self._cut(text) for i in self._ids(part)]
 
     def encode_rendered(self, text: str, mask: bytes) -> list[int]:
-        """Encodes a rendered chat template, with the control tokens that the template itself wrote.
-
-        Args:
-            text: The rendered text.
-            mask: One byte per character: 1 if the template wrote it, 0 if it comes from a message.
-
-        Returns:
-            Ids.
-        """
+        """Encodes a rendered chat template, with the control tokens that the template itself wrote."""
         # Respell control tokens only within runs of characters that the template wrote; leave all others as they are.
         parts, end = [""], 0
         for run in re.finditer(b"\1+", mask):
@@ -329,27 +297,12 @@ class ControlTokens(NamedTuple):
         return [i for part in [*parts[:-1], parts[-1] + before, *rest] for i in self._ids(part)]
 
     def foreign(self, text: str, mask: bytes) -> set[str]:
-        """Finds control tokens in a rendered template that the template did not write completely.
-
-        Args:
-            text: As in `encode_rendered`.
-            mask: As in `encode_rendered`.
-
-        Returns:
-            Their texts.
-        """
+        """Finds control tokens in a rendered template that the template did not write completely."""
         found = self.pattern.finditer(text) if self.pattern else ()
         return {m.group() for m in found if 0 in mask[m.start() : m.end()]}
 
     def decode(self, ids: list[int]) -> str:
-        """Decodes ids, with control tokens in their original spelling.
-
-        Args:
-            ids: Ids of the tokenizer's vocabulary.
-
-        Returns:
-            The text.
-        """
+        """Decodes ids, with control tokens in their original spelling."""
         known = {i: text for text, i in self.control.items()}
         whole = lambda ids: self.core.decode(ids, skip_special_tokens=False)
         if known.keys().isdisjoint(ids):
@@ -374,19 +327,7 @@ class ControlTokens(NamedTuple):
 
 
 def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
-    """Builds the tokenizer of a checkpoint with respelled control tokens.
-
-    Args:
-        data: The combined contents of the tokenizer files.
-        used: Texts of tokens that this package uses as control tokens.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: The `tokenizers` library is not installed.
-        CheckpointError: The library cannot build the tokenizer, or gives an added token another id than the files.
-    """
+    """Builds the tokenizer of a checkpoint with respelled control tokens."""
     written, used = "\0".join(data.templates.values()), set(used)
     control = {
         i: token
@@ -487,8 +428,6 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
 
     Args:
         decoder: The decoder of tokenizer.json: ByteLevel, WordPiece, BPEDecoder, or SentencePiece's sequence.
-        ids: The vocabulary, ids by text.
-        added: Texts of added tokens by id; they are not decoded.
 
     Returns:
         [V] bytes by id; empty for ids that no token has.
@@ -549,9 +488,6 @@ CHAT_TEMPLATE = """{%- set listed = '' -%}
 
 def own_files(tok: Tokenizer) -> dict[str, bytes]:
     """Writes our own tokenizer as the files that transformers, vLLM and SGLang read.
-
-    Args:
-        tok: The tokenizer.
 
     Returns:
         Contents by name: tokenizer.json, tokenizer_config.json, chat_template.jinja and our own tokenizer.model. Both

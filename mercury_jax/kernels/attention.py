@@ -75,11 +75,7 @@ _BACKENDS: dict[str, Backend] = {
 
 
 def backends() -> tuple[str, ...]:
-    """Lists the names that `attend(backend=)` takes.
-
-    Returns:
-        Names, fastest first.
-    """
+    """Lists the names that `attend(backend=)` takes."""
     return tuple(_BACKENDS)
 
 
@@ -101,25 +97,14 @@ def attend(
     Softmax is in fp32. The GPU kernels first copy the keys if S is not a multiple of 8.
 
     Args:
-        q: Queries. H is a multiple of G (grouped queries: head h reads key head h // (H / G)).
-        k: Keys [B, S, G, K], an array, `Int8Vectors` or `Fp8Vectors`.
-        v: Values, with the shape of k.
-        ranges: Key ranges of each query; those of one query must not overlap.
-        scale: Factor of the scores; None: 1 / sqrt(K).
-        softcap: Scores become softcap * tanh(scores / softcap); None: unchanged.
         residual: Whether to also return the log-sum-exp of each query's scores, with which the results of calls over
             parts of the keys can be merged.
         cached: True: the keys are a cache with unused slots, and no gradient is needed. False: the result is
             differentiable in reverse mode, and all keys and values are finite.
-        backend: One of `backends()`; None: the first that supports the call on the platform of lowering.
-        device: Device to compile for; None: the device of this machine.
 
     Returns:
         The outputs [B, T, H, K] in the dtype of q; zeros for a query whose ranges are all empty. With `residual` also
         the log-sum-exp [B, T, H] in fp32, -inf for such a query.
-
-    Raises:
-        ValueError: If shapes do not match, or if the named backend refuses.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, ranges, factor, softcap, residual, device)
@@ -146,21 +131,7 @@ def attention_kernel(
     cached: bool = False,
     device: Device | None = None,
 ) -> str | None:
-    """Finds the kernel that `attend` runs for a call by default. XLA cannot partition kernels over a mesh.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        ranges: Key ranges.
-        scale: As in `attend`.
-        softcap: As in `attend`.
-        cached: As in `attend`.
-        device: As in `attend`.
-
-    Returns:
-        The name of its backend; None: plain XLA computes the call on the device.
-    """
+    """Finds the kernel that `attend` runs for a call by default. XLA cannot partition kernels over a mesh."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     call = AttentionCall(q, k, v, ranges, factor, softcap, False, device)
     chosen = [_choose(platform, cached, call) for platform in PLATFORMS]

@@ -83,14 +83,7 @@ class AttentionCall(NamedTuple):
 
 
 def quantise_int8(x: Float[Array, "*s K"]) -> Int8Vectors:
-    """Rounds vectors to int8: 255 evenly spaced levels, scaled by the largest magnitude in each vector.
-
-    Args:
-        x: Vectors.
-
-    Returns:
-        Values and fp32 scales.
-    """
+    """Rounds vectors to int8: 255 evenly spaced levels, scaled by the largest magnitude in each vector."""
     x = x.astype(accumulation_dtype(x.dtype))
     scale = jnp.maximum(jnp.abs(x).max(-1), 1e-12) / 127.0
     return Int8Vectors(jnp.rint(x / scale[..., None]).astype(jnp.int8), scale.astype(jnp.float32))
@@ -101,12 +94,6 @@ def quantise_fp8(x: Float[Array, "*s K"]) -> Fp8Vectors:
 
     A number keeps 3 bits of mantissa, so its error is at most 1/16 of it, where int8 has at most 1/254 of the largest:
     int8 is the more precise of the two unless a few numbers of a vector are much larger than the others.
-
-    Args:
-        x: Vectors.
-
-    Returns:
-        Values and fp32 scales.
     """
     x = x.astype(accumulation_dtype(x.dtype))
     scale = jnp.maximum(jnp.abs(x).max(-1), 1e-12) / float(jnp.finfo(jnp.float8_e4m3fn).max)
@@ -114,15 +101,7 @@ def quantise_fp8(x: Float[Array, "*s K"]) -> Fp8Vectors:
 
 
 def dequantise(x: KVArray, dtype: DTypeLike) -> Float[Array, "B S G K"]:
-    """Converts keys or values to an array of a dtype; multiplies rounded vectors by their scales.
-
-    Args:
-        x: Keys or values.
-        dtype: Dtype of the result.
-
-    Returns:
-        The vectors as an array.
-    """
+    """Converts keys or values to an array of a dtype; multiplies rounded vectors by their scales."""
     if isinstance(x, RoundedVectors):
         return (x.values.astype(x.scale.dtype) * x.scale[..., None]).astype(dtype)
     return x.astype(dtype)

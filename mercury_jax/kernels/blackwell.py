@@ -60,14 +60,7 @@ COLUMNS = 32  # of the sum that are in registers at a time; in fp32 a line of 12
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this kernel does not take a call: as on Hopper, except for the head sizes.
-
-    Args:
-        call: Reads shapes, dtypes and the scale.
-
-    Returns:
-        The reason in words; None: it takes the call.
-    """
+    """Why this kernel does not take a call: as on Hopper, except for the head sizes."""
     if call.q.shape[-1] not in KEYS:
         return f"head size {call.q.shape[-1]} is not one of {', '.join(map(str, KEYS))}"
     return hopper.refuses(call)
@@ -79,12 +72,6 @@ def run(call: AttentionCall) -> AttentionResult:
 
     Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
     the highest end that one range has over the rows of a tile: there they must be finite.
-
-    Args:
-        call: A call that `refuses` takes.
-
-    Returns:
-        As `attend`.
     """
     c = config_of(call)
     # The output is fp32: a thread has a row of it, and two numbers of 16 bits are too few for it to store them without
@@ -93,14 +80,7 @@ def run(call: AttentionCall) -> AttentionResult:
 
 
 def config_of(call: AttentionCall) -> AttentionConfig:
-    """Chooses the tiles of a call: as many in flight as shared memory holds, and splits that fill the GPU.
-
-    Args:
-        call: Reads shapes and dtypes.
-
-    Returns:
-        The static configuration of the kernel.
-    """
+    """Chooses the tiles of a call: as many in flight as shared memory holds, and splits that fill the GPU."""
     (batch, slots, groups, width), int8 = call.k.shape, isinstance(call.k, Int8Vectors)
     ranges = call.ranges.shape[2]
     keys = min(KEYS[width], 64) if int8 else KEYS[width]  # int8 tiles are in shared memory twice
@@ -143,16 +123,7 @@ class TensorMemory(NamedTuple):
 
 
 def scratch_of(c: AttentionConfig, width: int, dtype: DTypeLike) -> tuple[SharedMemory, TensorMemory]:
-    """The scratch of a program.
-
-    Args:
-        c: Static configuration.
-        width: K.
-        dtype: Of the queries.
-
-    Returns:
-        Shared memory and tensor memory.
-    """
+    """The scratch of a program."""
     finished = functools.partial(plgpu.Barrier, orders_tensor_core=not c.interpreted)  # products arrive here
     # A tile has one arrival: of its copy, or for int8 of the warpgroup that writes it.
     loaded, int8 = plgpu.Barrier(num_barriers=c.stages), (2, INT8_STAGES, c.keys)
@@ -291,19 +262,7 @@ def _step(
     i: Value,
     carry: tuple[Value, Value],
 ) -> tuple[Value, Value]:
-    """Adds the key tile of step i to the softmax.
-
-    Args:
-        c: Static configuration.
-        s: Shared memory.
-        t: Tensor memory.
-        tiles: The program's key tiles.
-        i: The step.
-        carry: Maximum score so far of each row in units of log 2, and the sum of its weights.
-
-    Returns:
-        The carry of the next step.
-    """
+    """Adds the key tile of step i to the softmax."""
     (before, total), half = carry, jax.lax.rem(i, jnp.int32(2)) * c.keys
     # 1. Scores [128, keys] into registers. The product of the next step starts at once, in the other half of
     # `t.scores`: what step i - 1 left there was read before step i began.

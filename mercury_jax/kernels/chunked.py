@@ -53,29 +53,13 @@ class RunningSoftmax(NamedTuple):
 
 
 def refuses_cached(call: AttentionCall, size: int = CHUNK) -> str | None:
-    """Gives the reason why chunked attention does not support a call.
-
-    Args:
-        call: The call; only the shape of the keys is read.
-        size: Keys per step.
-
-    Returns:
-        A reason if there are few keys, for which one product is as fast; None: it supports the call.
-    """
+    """Gives the reason why chunked attention does not support a call."""
     slots = call.k.shape[1]
     return None if slots > 4 * size else f"{slots} keys; it takes more than {4 * size}"
 
 
 def run_cached(call: AttentionCall, size: int = CHUNK) -> AttentionResult:
-    """Computes attention in steps over the chunks of keys that the ranges need, without a gradient.
-
-    Args:
-        call: A call for which `refuses_cached` returns None.
-        size: Keys per step.
-
-    Returns:
-        The result of `attend`.
-    """
+    """Computes attention in steps over the chunks of keys that the ranges need, without a gradient."""
     q, k, ranges = call.q, call.k, call.ranges
     b, t, h, width = q.shape
     slots, g, dtype = k.shape[1], k.shape[2], accumulation_dtype(q.dtype)
@@ -149,9 +133,6 @@ class TileVisits(NamedTuple):
 def refuses_blockwise(call: AttentionCall) -> str | None:
     """Gives the reason why blockwise attention does not support a call.
 
-    Args:
-        call: The call; only the type of the keys and the lengths are read.
-
     Returns:
         A reason for rounded keys, which have no gradient, and for short sequences, for which one product is as fast;
         None: it supports the call.
@@ -168,12 +149,6 @@ def run_blockwise(call: AttentionCall) -> AttentionResult:
     """Computes attention tile by tile.
 
     Outputs and log-sum-exp are differentiable in q, k and v, in reverse mode, and only once (no second derivative).
-
-    Args:
-        call: A call for which `refuses_blockwise` returns None.
-
-    Returns:
-        The result of `attend`.
     """
     config = BlockwiseConfig(call.scale, call.softcap)
     found: Any = _blockwise(call.q, call.k, call.v, call.ranges, config)
@@ -181,16 +156,7 @@ def run_blockwise(call: AttentionCall) -> AttentionResult:
 
 
 def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVisits:
-    """Finds the key tiles that each query tile visits: tiles with a key that some query of the tile attends to.
-
-    Args:
-        ranges: Key ranges.
-        slots: S, number of keys.
-        tile: Number of queries, and of keys, per tile.
-
-    Returns:
-        The visits of all N query tiles.
-    """
+    """Finds the key tiles that each query tile visits: tiles with a key that some query of the tile attends to."""
     b, t, r, _ = ranges.shape
     edges = jnp.pad(jnp.minimum(ranges, slots), ((0, 0), (0, -t % tile), (0, 0), (0, 0)))
     edges = jnp.moveaxis(edges.reshape(b, -1, tile, r, 2), 1, 0)
@@ -234,22 +200,7 @@ def gradients(
     d_lse: Float[Array, "B T H"],
     config: BlockwiseConfig,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-    """Computes the gradients of q, k and v from the results of any exact forward pass.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        ranges: Key ranges of each query.
-        out: Output of the forward pass.
-        lse: Its log-sum-exp.
-        d_out: Cotangent of the output.
-        d_lse: Cotangent of the log-sum-exp.
-        config: Scale and softcap; the tiles are those of the platform.
-
-    Returns:
-        The gradients.
-    """
+    """Computes the gradients of q, k and v from the results of any exact forward pass."""
     return _by_platform(_gradients, config, q, k, v, ranges, out, lse, d_out, d_lse)
 
 

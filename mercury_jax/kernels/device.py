@@ -45,15 +45,6 @@ def target(kind: str) -> Device:
     """Returns a device to compile for that is not in this machine.
 
     Compile for one device per process: Mosaic's cache does not distinguish them.
-
-    Args:
-        kind: "sm_90a", "sm_100a" or "tpu".
-
-    Returns:
-        The device.
-
-    Raises:
-        ValueError: For another kind.
     """
     if kind not in (allowed := (*_BY_CAPABILITY.values(), TPU)):
         raise refuse("device", kind, ", ".join(allowed))
@@ -61,14 +52,7 @@ def target(kind: str) -> Device:
 
 
 def present(device: Device | None = None) -> str | None:
-    """Returns the kind of device that a program is compiled for.
-
-    Args:
-        device: A device; None: the device of this machine.
-
-    Returns:
-        The kind; None if no kernel is written for the machine's device.
-    """
+    """Returns the kind of device that a program is compiled for."""
     if device is not None:
         return device.kind
     if jax.default_backend() != "gpu":
@@ -88,14 +72,8 @@ def attention_form(
     """Names the form of the attention kernel for a call, for example "attention-128-bfloat16-int8".
 
     Args:
-        q: Queries [B, T, H, K].
-        k: Keys as `attend` takes them.
-        softcap: Softcap of the scores, or None.
         gradient: Whether the call is one without a cache, whose result is differentiable: forward and backward pass
             are one form.
-
-    Returns:
-        Head size, dtype of the queries, "int8" or "fp8" for such keys, "softcap", "gradient".
     """
     parts = ["attention", str(q.shape[-1]), str(jnp.dtype(q.dtype))]
     parts += ["int8"] * isinstance(k, Int8Vectors) + ["fp8"] * isinstance(k, Fp8Vectors)
@@ -108,45 +86,17 @@ NORM_FORM, ROUTING_FORM, DISPATCH_FORM, HEADS_FORM = "norm", "routing", "dispatc
 
 
 def grouped_form(dtype: DTypeLike, gradient: bool = False, gated: bool = False) -> str:
-    """Names the form of the grouped product for matrices of a dtype.
-
-    Args:
-        dtype: Dtype of the matrices.
-        gradient: Whether it is the product of the backward pass, with transposed matrices.
-        gated: Whether the kernel also computes the gate of a gated feed-forward.
-
-    Returns:
-        For example "grouped-int8", "grouped-int8-gated" or "grouped-bfloat16-gradient".
-    """
+    """Names the form of the grouped product for matrices of a dtype."""
     return f"grouped-{jnp.dtype(dtype)}" + "-gated" * gated + "-gradient" * gradient
 
 
 def chosen(form: str, device: Device | None = None) -> str | None:
-    """Decides whether the kernel of a form is used by default.
-
-    Args:
-        form: Of `attention_form` or `grouped_form`.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The kind of device whose kernel is used; None: plain XLA computes it.
-    """
+    """Decides whether the kernel of a form is used by default."""
     return present(device) if why_off(form, device) is None else None
 
 
 def why_off(form: str, device: Device | None = None) -> str | None:
-    """Gives the reason why no kernel of a form is used by default.
-
-    Args:
-        form: Of `attention_form` or `grouped_form`.
-        device: Device to compile for, all of whose kernels are used. None: the device of this machine.
-
-    Returns:
-        The reason in words; None: the kernel is used.
-
-    Raises:
-        ValueError: If MERCURY_KERNELS is set to something other than 0 or 1.
-    """
+    """Gives the reason why no kernel of a form is used by default."""
     if present(device) is None:
         return f"no kernel is written for {device_name()}"
     if device is not None or (switch := _switch()) == "1":
@@ -199,14 +149,7 @@ def device_name() -> str:
 
 @functools.cache
 def sources(*names: str) -> str:
-    """Hashes source files of `mercury_jax.kernels`: a changed kernel has to pass its check again.
-
-    Args:
-        *names: Files relative to the package's folder; none for all.
-
-    Returns:
-        12 hex digits.
-    """
+    """Hashes source files of `mercury_jax.kernels`: a changed kernel has to pass its check again."""
     folder, total = Path(__file__).parent, hashlib.sha256()
     for file in sorted(folder / name for name in names) if names else sorted(folder.rglob("*.py")):
         total.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
@@ -214,27 +157,12 @@ def sources(*names: str) -> str:
 
 
 def entry_key(device_kind: str, jax_version: str) -> str:
-    """Names the entry of the file for a device, a JAX version and the current sources of the kernels.
-
-    Args:
-        device_kind: Name of the device, such as "NVIDIA H200".
-        jax_version: `jax.__version__`.
-
-    Returns:
-        The key.
-    """
+    """Names the entry of the file for a device, a JAX version and the current sources of the kernels."""
     return f"{device_kind}, jax {jax_version}, kernels {sources()}"
 
 
 def checks_file(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Finds the path of the file.
-
-    Args:
-        environ: Environment variables; None: those of this process.
-
-    Returns:
-        The path, whether the file exists or not; None if the user wants no file.
-    """
+    """Finds the path of the file."""
     environ = os.environ if environ is None else environ
     if file := environ.get(FILE, "").strip():
         return Path(file)
@@ -245,14 +173,7 @@ def checks_file(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def read_checks(entry: str) -> dict[str, dict[str, Any]] | None:
-    """Reads an entry of the file. Warns if the file is damaged.
-
-    Args:
-        entry: From `entry_key`.
-
-    Returns:
-        {form: {"passed": bool, ...}}; None if nothing was checked.
-    """
+    """Reads an entry of the file. Warns if the file is damaged."""
     file = checks_file()
     if file is None or not file.is_file():
         return None
@@ -261,16 +182,7 @@ def read_checks(entry: str) -> dict[str, dict[str, Any]] | None:
 
 
 def write_checks(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) -> Path | None:
-    """Replaces one entry of the file and keeps the others.
-
-    Args:
-        entry: From `entry_key`.
-        forms: Result of each form.
-        date: Date of the check.
-
-    Returns:
-        The file; None if the user wants no file.
-    """
+    """Replaces one entry of the file and keeps the others."""
     file = checks_file()
     if file is None:
         return None
@@ -279,15 +191,7 @@ def write_checks(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) 
 
 
 def replace_json(file: Path, value: Any) -> Path:
-    """Writes a JSON file at once, so that a reader finds the old one or the new one.
-
-    Args:
-        file: The file; its folder is made.
-        value: What it will hold.
-
-    Returns:
-        The file.
-    """
+    """Writes a JSON file at once, so that a reader finds the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")

@@ -57,16 +57,7 @@ class ExpertOutputs(NamedTuple):
 
 
 def dispatch(x: Rows, expert: Int[Array, "N k"], count: int) -> Dispatched:
-    """Copies the hidden states of each token to the rows of its experts.
-
-    Args:
-        x: Hidden states [N, D].
-        expert: Experts of each token; E: none, such rows come last.
-        count: E, number of experts.
-
-    Returns:
-        The rows.
-    """
+    """Copies the hidden states of each token to the rows of its experts."""
     flat = expert.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=jnp.int32), unique_indices=True)
@@ -75,15 +66,7 @@ def dispatch(x: Rows, expert: Int[Array, "N k"], count: int) -> Dispatched:
 
 
 def combine(outputs: ExpertOutputs, held: Bool[Array, "*s k"] | None = None) -> Float[Array, "*s D"]:
-    """Computes the weighted sum of the outputs of each token's experts.
-
-    Args:
-        outputs: Outputs of the experts.
-        held: Whether each row was computed; others count as zeros, whatever their place holds. None: all were.
-
-    Returns:
-        The sums in the dtype of the rows, accumulated in at least fp32.
-    """
+    """Computes the weighted sum of the outputs of each token's experts."""
     found, exact = outputs.rows[outputs.rank], accumulation_dtype(outputs.rows.dtype)  # [*s, k, D]
     if held is not None:
         found = jnp.where(held[..., None], found, 0)
@@ -98,17 +81,7 @@ def refuses(
     count: int,
     device: Device | None = None,
 ) -> str | None:
-    """Gives the reason why the kernel does not compute `dispatch`.
-
-    Args:
-        x: Hidden states [N, D], or the values of rounded ones.
-        expert: Experts of each token [N, k].
-        count: E.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The reason in words; None: it does.
-    """
+    """Gives the reason why the kernel does not compute `dispatch`."""
     if kernel_device.present(device) != HOPPER:
         return f"the kernel is for {HOPPER}"
     if x.dtype not in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn) or expert.dtype != jnp.int32:
@@ -124,35 +97,14 @@ def refuses(
 
 
 def offsets_each(tokens: int, count: int) -> int:
-    """Divides the E + 1 offsets among the programs of the kernel.
-
-    Args:
-        tokens: Programs, one for each token.
-        count: E.
-
-    Returns:
-        Offsets that each program computes.
-    """
+    """Divides the E + 1 offsets among the programs of the kernel."""
     return -(-(count + 1) // tokens)
 
 
 def kernel_dispatch(
     x: Rows, expert: Int[Array, "N k"], count: int, device: Device | None = None
 ) -> Dispatched:
-    """Computes `dispatch` with the kernel. Differentiable in x if it is an array.
-
-    Args:
-        x: Hidden states [N, D].
-        expert: Experts of each token; E: none, such rows come last.
-        count: E, number of experts.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        As `dispatch`.
-
-    Raises:
-        ValueError: If `refuses` gives a reason.
-    """
+    """Computes `dispatch` with the kernel. Differentiable in x if it is an array."""
     values = x.values if isinstance(x, QuantisedRows) else x
     if (why := refuses(values, expert, count, device)) is not None:
         raise refuse("x", f"{values.dtype}{list(values.shape)}", f"others: {why}")

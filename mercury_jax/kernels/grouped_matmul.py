@@ -47,13 +47,6 @@ def tile_rows(rows: int, count: int) -> int:
     Each tile copies the matrices of its expert, so more tiles cost more; but rows of a tile that its expert does not
     fill are wasted. At 32 rows per expert, tiles of 32, 40, 48 and 64 rows took 11.8, 10.3, 10.7 and 12.6 ms per layer
     (16 experts, D = 512, F = 256, one CPU core).
-
-    Args:
-        rows: Number of rows of all experts.
-        count: Number of experts.
-
-    Returns:
-        A multiple of 8 in 16..128.
     """
     quarter_more = -(-rows * 5 // (count * 4))
     return min(max(-(-quarter_more // 8) * 8, 16), 128)
@@ -64,15 +57,6 @@ def few_rows_tile(rows: int, outputs: int, itemsize: int, gated: bool = False) -
 
     A piece of work reads a tile of the rows and a block of the matrix; the time is that of the processor that reads
     most. 256 rows by 2,816 outputs are 44 pieces of 128 rows, but 132 pieces of 48 rows, each of which reads less.
-
-    Args:
-        rows: Number of rows.
-        outputs: Outputs of the matrix.
-        itemsize: Bytes of a number of the matrix.
-        gated: Whether a piece reads `BLOCK` outputs of a gate and of an up projection; else twice as many of one.
-
-    Returns:
-        A multiple of 8 in 8..128.
     """
     tile = lambda count: -(-rows // (count * ALIGN)) * ALIGN
     blocks = outputs // (BLOCK if gated or outputs % (2 * BLOCK) else 2 * BLOCK)
@@ -111,18 +95,7 @@ class Product(NamedTuple):
 def product_of(
     x: Shaped, matrices: Sequence[Shaped], dtype: DTypeLike, transposed: bool, act: Activation | None
 ) -> Product:
-    """Describes a product.
-
-    Args:
-        x: Rows [M, I].
-        matrices: As in `hopper.grouped_matmul.run`.
-        dtype: Of the result.
-        transposed: Whether matrices are [E, O, I].
-        act: Activation of the gate.
-
-    Returns:
-        The sizes and dtypes.
-    """
+    """Describes a product."""
     experts, *axes = matrices[0].shape
     outputs, inputs = axes if transposed else reversed(axes)
     if act is not None and len(matrices) == 1:
@@ -134,15 +107,7 @@ def product_of(
 
 
 def default_tile(p: Product, count: int) -> int:
-    """Chooses the rows of a tile, where none were measured.
-
-    Args:
-        p: The product.
-        count: Experts that the rows are for.
-
-    Returns:
-        The rows.
-    """
+    """Chooses the rows of a tile, where none were measured."""
     if count == 1:
         tile = few_rows_tile(p.rows, p.outputs, jnp.dtype(p.w).itemsize, p.gated)
     else:  # the first tile of an expert may begin with up to 7 rows of the expert before it
@@ -161,28 +126,12 @@ class RowTiles(NamedTuple):
 
 
 def offsets_of(sizes: Int[Array, "E"] | np.ndarray | Sequence[int]) -> Int[Array, "offsets"]:
-    """Computes the first row of each expert, and the end of the last one's rows.
-
-    Args:
-        sizes: Number of rows of each expert.
-
-    Returns:
-        The sums of the sizes before each expert.
-    """
+    """Computes the first row of each expert, and the end of the last one's rows."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.asarray(sizes)).astype(jnp.int32)])
 
 
 def tiles_of(offsets: Int[Array, "offsets"], rows: int, tile: int) -> RowTiles:
-    """Cuts each expert's rows into tiles; the last tile of an expert may reach into the next expert's rows.
-
-    Args:
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1.
-        rows: Upper bound of offsets[E]; static.
-        tile: Rows of a tile.
-
-    Returns:
-        The tiles. Their number is static: enough for any sizes.
-    """
+    """Cuts each expert's rows into tiles; the last tile of an expert may reach into the next expert's rows."""
     count = len(offsets) - 1
     starts, ends = offsets[:-1], offsets[1:]
     tiles = -(-(ends - starts) // tile)
@@ -207,20 +156,7 @@ def refuses(
     knobs: GroupedKnobs | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """Gives the reason why `grouped_matmul` does not support its arguments, from shapes, dtypes and the device.
-
-    Args:
-        x: Rows [M, I].
-        w: Matrices, as in `grouped_matmul`.
-        scale: Scales, as in `grouped_matmul`.
-        act: As in `grouped_matmul`.
-        dtype: Dtype of the result.
-        knobs: As in `grouped_matmul`.
-        device: Device to compile for.
-
-    Returns:
-        The reason in words; None: it supports them.
-    """
+    """Gives the reason why `grouped_matmul` does not support its arguments, from shapes, dtypes and the device."""
     if (kind := kernel_device.present(device)) != HOPPER:
         return f"the kernel is for {HOPPER}, not for {kind or 'this machine'}"
     matrices = w if isinstance(w, tuple) else (w,)
@@ -305,24 +241,10 @@ def prepare(
     Differentiable in x and w; 8-bit matrices and their scales are constants. If M is not a multiple of 8, x is copied.
 
     Args:
-        x: Rows sorted by expert, bfloat16; or with `row_scale` in the dtype of 8-bit matrices, without a gradient.
         w: Matrices [E, I, O] in bfloat16, or [E, O, I] in int8 or float8_e4m3fn with a scale. With `act` gate and up,
             two arrays or one of 2 O outputs with the gate first.
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; offsets[E] <= M. Results and gradients of
             rows from offsets[E] on are undefined. Numbers after the first E + 1 are not read.
-        scale: Scale of each output of 8-bit matrices, of the structure of w; None for bfloat16.
-        row_scale: Scale of each row of 8 bits; None for bfloat16.
-        act: Activation of the gate, one of `ACTIVATIONS`; None: a plain product.
-        dtype: Dtype of the result, bfloat16 or float32; None: bfloat16.
-        total: Number of experts that the M rows are for, of which E are here; None: E.
-        knobs: Choices of the kernel; None: measured ones, or else chosen from the shapes and `total`.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The product; its result [M, O] is summed in fp32.
-
-    Raises:
-        ValueError: If `refuses` gives a reason.
     """
     why = refuses(x, w, scale, act=act, dtype=dtype, knobs=knobs, device=device)
     matrices = w if isinstance(w, tuple) else (w,)
@@ -346,15 +268,7 @@ def _alone(prepare: Callable[Given, Prepared]) -> Callable[Given, Array]:
 
 
 def grouped_matmuls(*products: Prepared, joined: bool = False) -> list[Float[Array, "M O"]]:
-    """Computes products in one launch of the kernel if they are alike, otherwise in one each.
-
-    Args:
-        *products: Products, with the same activation and dtype of the result.
-        joined: Whether the results, of as many rows each, are to be columns of one array, which is returned alone.
-
-    Returns:
-        The result of each.
-    """
+    """Computes products in one launch of the kernel if they are alike, otherwise in one each."""
     if len({_alike(*product) for product in products}) == 1:
         return _grouped(*zip(*products, strict=True), joined)
     results = [_grouped((s,), (o,), False)[0] for s, o in products]
@@ -484,14 +398,6 @@ def outer_products(
 
     The loop over tiles has a static number of steps, so that a GPU runs it without waiting for the host. The result is
     the only array with the size of all matrices.
-
-    Args:
-        x: Rows sorted by expert.
-        dy: Cotangent of the product.
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1.
-
-    Returns:
-        The gradients in the dtype of x, summed in fp32.
     """
     count = len(offsets) - 1
     tile = tile_rows(len(x), count)

@@ -27,11 +27,7 @@ def interpreted(kind: str = HOPPER, **params: Any) -> Device:
     """A GPU whose kernels run on the CPU.
 
     Args:
-        kind: As in `kernels.device`; "tpu" has an interpreter of its own.
         **params: Fields of Mosaic GPU's `InterpretGPUParams`.
-
-    Returns:
-        The device.
     """
     return Device(kind, _InterpretParams(**params))
 
@@ -85,12 +81,6 @@ def _support_cluster_reads(program: str) -> None:
     An interpreted reference is the key of an allocation, an array of integers. The programs of a cluster make the same
     allocations, so that their keys differ only in the program's index. A read through `plgpu.cluster_ref` is thus a
     read without it, of the key with the index of the other program.
-
-    Args:
-        program: Field of a key with the program's index.
-
-    Raises:
-        NotImplementedError: The installed JAX interprets reads in another way.
     """
     try:
         from jax._src.pallas.mosaic_gpu.core import ClusterRefTransform

@@ -58,13 +58,6 @@ def inverse_rms(xs: Sequence[Float[Array, "B T _ K"]], eps: float) -> list[Float
     The mean squares of all arrays are one reduction. XLA makes one GPU kernel of it, and fuses the normalisation of
     each array into what reads it: RoPE and the write into the cache. With a reduction for each array it would make a
     kernel for each, and would not fuse those.
-
-    Args:
-        xs: Queries, keys and so on, of which a device has all heads.
-        eps: Added to the mean square.
-
-    Returns:
-        One number per head of each array.
     """
     heads = jnp.concatenate(xs, axis=2)
     squares = jnp.mean(heads.astype(accumulation_dtype(heads.dtype)) ** 2, axis=-1, keepdims=True)
@@ -73,15 +66,7 @@ def inverse_rms(xs: Sequence[Float[Array, "B T _ K"]], eps: float) -> list[Float
 
 
 def rotate(x: Float[Array, "B T H K"], table: Table) -> Float[Array, "B T H K"]:
-    """Applies RoPE: rotates each pair (x[i], x[i + C]), i < C; the other dimensions are unchanged.
-
-    Args:
-        x: Queries or keys.
-        table: Cosines and sines of the angle of each of the C <= K / 2 pairs (`models.layers.rope_table`).
-
-    Returns:
-        The rotated x in the dtype of x, computed in at least fp32.
-    """
+    """Applies RoPE: rotates each pair (x[i], x[i + C]), i < C; the other dimensions are unchanged."""
     (cos, sin), half, dtype = table, table[0].shape[-1], accumulation_dtype(x.dtype)
     a, b = x[..., :half].astype(dtype), x[..., half : 2 * half].astype(dtype)
     parts = [a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :].astype(dtype)]
@@ -91,17 +76,7 @@ def rotate(x: Float[Array, "B T H K"], table: Table) -> Float[Array, "B T H K"]:
 def norm_rope(
     x: Projections, factors: HeadFactors, table: Table, eps: float
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-    """Normalises the heads of queries, keys and values, and rotates queries and keys.
-
-    Args:
-        x: Projected hidden states.
-        factors: Of the norms of queries and keys.
-        table: Cosines and sines.
-        eps: Added to the mean squares.
-
-    Returns:
-        Queries, keys and values.
-    """
+    """Normalises the heads of queries, keys and values, and rotates queries and keys."""
     heads = [y for y in x[:3] if y is not None]
     inverse = inverse_rms(heads, eps)
     q, k, v = heads[0], heads[1], heads[-1]
@@ -113,16 +88,7 @@ def norm_rope(
 def write_rows(
     cache: Shaped[Array, "B S *w"], new: Shaped[Array, "B T *w"], slots: Int[Array, "B T"]
 ) -> Shaped[Array, "B S *w"]:
-    """Writes an array of each token at its slot of the cache.
-
-    Args:
-        cache: The cache.
-        new: What is written, in any dtype.
-        slots: Slot of each token. Tokens with slot >= S are not written.
-
-    Returns:
-        The updated cache.
-    """
+    """Writes an array of each token at its slot of the cache."""
     write = lambda old, new, at: old.at[at].set(new.astype(old.dtype), mode="drop")
     return jax.vmap(write)(cache, new, slots)
 
@@ -130,19 +96,7 @@ def write_rows(
 def norm_rope_write(
     x: Projections, factors: HeadFactors, table: Table, kv: KVArrays, slots: Int[Array, "B T"], eps: float
 ) -> tuple[Float[Array, "B T H K"], KVArrays]:
-    """Computes `norm_rope`, and writes keys and values into the cache of the layer.
-
-    Args:
-        x: Projected hidden states.
-        factors: Of the norms of queries and keys.
-        table: Cosines and sines.
-        kv: Keys and values of the cache, not quantised.
-        slots: Slot of each token. Tokens with slot >= S are not written.
-        eps: Added to the mean squares.
-
-    Returns:
-        Queries, and the updated cache.
-    """
+    """Computes `norm_rope`, and writes keys and values into the cache of the layer."""
     q, k, v = norm_rope(x, factors, table, eps)
     return q, (write_rows(kv[0], k, slots), write_rows(kv[1], v, slots))
 
@@ -150,17 +104,7 @@ def norm_rope_write(
 def refuses(
     x: Projections, table: Table, kv: tuple[object, object], device: Device | None = None
 ) -> str | None:
-    """Gives the reason why the kernel does not compute `norm_rope_write`.
-
-    Args:
-        x: Projected hidden states; their shapes and dtypes are read.
-        table: Cosines and sines.
-        kv: Keys and values of the cache, possibly quantised.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The reason in words; None: it does.
-    """
+    """Gives the reason why the kernel does not compute `norm_rope_write`."""
     if kernel_device.present(device) != HOPPER:
         return f"the kernel is for {HOPPER}"
     cached = [getattr(y, "dtype", type(y).__name__) for y in kv]
@@ -189,20 +133,8 @@ def kernel_norm_rope_write(
 ) -> tuple[Float[Array, "B T H K"], KVArrays]:
     """Computes `norm_rope_write` with the kernel; gradients are the plain ones.
 
-    Args:
-        x: Projected hidden states.
-        factors: Of the norms of queries and keys.
-        table: Cosines and sines.
-        kv: Keys and values of the cache, whose memory the kernel writes.
-        slots: Slot of each token, different for the tokens of a row that are written.
-        eps: Added to the mean squares.
-        device: Device to compile for; None: the device of this machine.
-
     Returns:
         As `norm_rope_write`.
-
-    Raises:
-        ValueError: If `refuses` gives a reason.
     """
     if (why := refuses(x, table, kv, device)) is not None:
         raise refuse("x", f"{x.q.dtype}{list(x.q.shape)}", f"others: {why}")

@@ -43,45 +43,19 @@ def largest(dtype: Any) -> float:
 
 
 def quantise_rows(x: Float[Array, "*s"], dtype: Any, count: int = 1) -> QuantisedRows:
-    """Rounds rows to 8 bits, with a scale for each.
-
-    Args:
-        x: Rows.
-        dtype: int8 or float8_e4m3fn.
-        count: Number of axes of a row, the last ones.
-
-    Returns:
-        The rows; a scale is the largest magnitude over the largest number of the dtype.
-    """
+    """Rounds rows to 8 bits, with a scale for each."""
     exact, last = x.astype(jnp.float32), tuple(range(x.ndim - count, x.ndim))
     scale = row_scale(jnp.abs(exact).max(axis=last, keepdims=True), dtype)
     return QuantisedRows(quantised(exact, scale, dtype), scale.squeeze(last))
 
 
 def row_scale(peak: Array, dtype: Any) -> Array:
-    """Computes the scale of a row, also in the registers of a kernel.
-
-    Args:
-        peak: Largest magnitude of the row.
-        dtype: int8 or float8_e4m3fn.
-
-    Returns:
-        The scale.
-    """
+    """Computes the scale of a row, also in the registers of a kernel."""
     return jnp.maximum(peak, 1e-12) / largest(dtype)
 
 
 def quantised(x: Float[Array, "*s"], scale: Array, dtype: Any) -> Array:
-    """Rounds numbers to 8 bits, also in the registers of a kernel.
-
-    Args:
-        x: Numbers in fp32.
-        scale: Scale of their row.
-        dtype: int8 or float8_e4m3fn.
-
-    Returns:
-        The values.
-    """
+    """Rounds numbers to 8 bits, also in the registers of a kernel."""
     values = jnp.minimum(jnp.maximum(x / scale, -largest(dtype)), largest(dtype))
     if dtype == jnp.int8:
         values = jax.lax.round(values, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -97,27 +71,14 @@ def dense(x: Rows) -> Array:
 
 
 def refuse_gradient(rounded: bool) -> None:
-    """Refuses a gradient through rows that are rounded.
-
-    Raises:
-        ValueError: They are.
-    """
+    """Refuses a gradient through rows that are rounded."""
     if rounded:
         allowed = "int8, fp8 or None, under which rows have a gradient"
         raise refuse("quantise", "int8_dynamic or fp8_dynamic", allowed)
 
 
 def kernel_quantise_rows(x: Float[Array, "M W"], dtype: Any, device: Device | None = None) -> QuantisedRows:
-    """Computes `quantise_rows` with the kernel, or with XLA if the kernel does not support the shape or the device.
-
-    Args:
-        x: Rows.
-        dtype: int8 or float8_e4m3fn.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The rows.
-    """
+    """Computes `quantise_rows` with the kernel, or with XLA if the kernel does not support the shape or the device."""
     count = math.lcm(x.shape[1], THREADS) // x.shape[1]  # rows of a program
     why = kernel_device.why_off(kernel_device.NORM_FORM, device)
     if kernel_device.present(device) != HOPPER or why or x.dtype != jnp.bfloat16:

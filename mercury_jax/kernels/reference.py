@@ -14,15 +14,7 @@ from mercury_jax.types import accumulation_dtype
 
 
 def visible(ranges: Int[Array, "B T R 2"], slots: int) -> Bool[Array, "B T S"]:
-    """Computes the attention mask of key ranges.
-
-    Args:
-        ranges: Key ranges [start, end) of each query.
-        slots: S, number of keys.
-
-    Returns:
-        Whether each query attends to each key.
-    """
+    """Computes the attention mask of key ranges."""
     s = jnp.arange(slots)
     inside = (s >= ranges[..., 0, None]) & (s < ranges[..., 1, None])  # [B, T, R, S]
     return inside.any(axis=2)
@@ -33,12 +25,6 @@ def run(call: AttentionCall) -> AttentionResult:
 
     Each of the two products is a batched matrix product: P = B * G matrices, with the M = H / G * T queries of a key
     head as rows. On a CPU this is twice as fast as an einsum over five axes.
-
-    Args:
-        call: Any call.
-
-    Returns:
-        The result of `attend`: zeros for a query without keys, and -inf for its log-sum-exp.
     """
     q, ranges = call.q, call.ranges
     k, v = dequantise(call.k, q.dtype), dequantise(call.v, q.dtype)
@@ -65,42 +51,17 @@ def run(call: AttentionCall) -> AttentionResult:
 
 
 def fold_heads(q: Float[Array, "B T H K"], groups: int, scale: float) -> Float[Array, "P M K"]:
-    """Scales the queries, and makes a matrix of the queries of each key head: rows by head, then by query.
-
-    Args:
-        q: Queries.
-        groups: G, number of key heads.
-        scale: Factor of the scores.
-
-    Returns:
-        P = B * G matrices of M = H / G * T rows.
-    """
+    """Scales the queries, and makes a matrix of the queries of each key head: rows by head, then by query."""
     b, t, h, width = q.shape
     queries = (q * scale).astype(q.dtype).reshape(b, t, groups, h // groups, width)
     return queries.transpose(0, 2, 3, 1, 4).reshape(b * groups, h // groups * t, width)
 
 
 def unfold_heads(x: Float[Array, "B G h T K"], queries: int) -> Float[Array, "B T H K"]:
-    """Inverts `fold_heads`, after the rows have been split into axes (G, h, T).
-
-    Args:
-        x: Results of each row; h = H / G.
-        queries: T, number of queries.
-
-    Returns:
-        Results of each query and head.
-    """
+    """Inverts `fold_heads`, after the rows have been split into axes (G, h, T)."""
     return x.transpose(0, 3, 1, 2, 4).reshape(x.shape[0], queries, -1, x.shape[-1])
 
 
 def apply_softcap(scores: Array, softcap: float | None) -> Array:
-    """Limits scores smoothly to (-softcap, softcap).
-
-    Args:
-        scores: Scores of any shape.
-        softcap: The bound; None: unchanged.
-
-    Returns:
-        softcap * tanh(scores / softcap).
-    """
+    """Limits scores smoothly to (-softcap, softcap)."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

@@ -30,16 +30,7 @@ WIDEST = 6144  # as registers allow: 48 numbers a thread of each array
 def rms_normalise(
     x: Float[Array, "*s D"], eps: float, inverse: Float[Array, "*s 1"] | None = None
 ) -> Float[Array, "*s D"]:
-    """Computes x / rms(x) in at least fp32, and returns it in that dtype (arXiv 1910.07467).
-
-    Args:
-        x: Vectors.
-        eps: Added to the mean square.
-        inverse: 1 / rms(x) (`qk_norm_rope.inverse_rms`); None: computed here.
-
-    Returns:
-        The normalised vectors.
-    """
+    """Computes x / rms(x) in at least fp32, and returns it in that dtype (arXiv 1910.07467)."""
     y = x.astype(accumulation_dtype(x.dtype))
     return y * (jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps) if inverse is None else inverse)
 
@@ -71,13 +62,6 @@ def residual_norms(
 ) -> tuple[Float[Array, "*s D"], list[Rows]]:
     """Adds what a layer computed to x, and normalises the sum.
 
-    Args:
-        x: Hidden states.
-        residual: What is added.
-        factors: Factors of each norm of the new hidden states.
-        eps: Added to the mean squares.
-        rounded: For each norm the dtype of 8 bits to which its rows are rounded; None, or too few: the dtype of x.
-
     Returns:
         The new hidden states, and their norms, one for each of `factors`; those that are rounded as `QuantisedRows`.
     """
@@ -96,15 +80,7 @@ def residual_norms(
 
 
 def refuses(x: Array | jax.ShapeDtypeStruct, device: Device | None = None) -> str | None:
-    """Gives the reason why the kernel does not compute `residual_norms` of x.
-
-    Args:
-        x: Hidden states [..., D].
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The reason in words; None: it does.
-    """
+    """Gives the reason why the kernel does not compute `residual_norms` of x."""
     if kernel_device.present(device) != HOPPER:
         return f"the kernel is for {HOPPER}"
     if x.dtype != jnp.bfloat16:
@@ -125,18 +101,10 @@ def kernel_residual_norms(
     """Computes `residual_norms` with the kernel; gradients are the plain ones, and there are none of rounded rows.
 
     Args:
-        x: Hidden states.
-        residual: What is added.
-        factors: Factors of each norm of the new hidden states.
-        eps: Added to the mean squares.
-        device: Device to compile for; None: the device of this machine.
         rounded: As in `residual_norms`.
 
     Returns:
         As `residual_norms`.
-
-    Raises:
-        ValueError: If `refuses` gives a reason.
     """
     if (why := refuses(x, device)) is not None:
         raise refuse("x", f"{x.dtype}{list(x.shape)}", f"others: {why}")

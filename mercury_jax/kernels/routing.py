@@ -22,33 +22,14 @@ MOST_EXPERTS, MOST_ACTIVE = 1024, 16
 def route(
     logits: Float[Array, "*s E"], factors: Float[Array, "E"], active: int, scale: float = 1.0
 ) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
-    """Chooses the k most probable experts, and their weights: probability / sum of the k probabilities * factor.
-
-    Args:
-        logits: Logits of the router.
-        factors: Factor of each expert.
-        active: k.
-        scale: Positive factor of the logits.
-
-    Returns:
-        Ids, the most probable first (of equal ones the lowest id first), and weights in the dtype of the logits.
-    """
+    """Chooses the k most probable experts, and their weights: probability / sum of the k probabilities * factor."""
     weights, ids = jax.lax.top_k(jax.nn.softmax(logits * scale, axis=-1), active)
     weights = weights / weights.sum(axis=-1, keepdims=True)
     return ids, weights * factors[ids].astype(weights.dtype)
 
 
 def refuses(logits: Array | jax.ShapeDtypeStruct, active: int, device: Device | None = None) -> str | None:
-    """Gives the reason why the kernel does not compute `route`.
-
-    Args:
-        logits: Logits [..., E].
-        active: k.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The reason in words; None: it does.
-    """
+    """Gives the reason why the kernel does not compute `route`."""
     if kernel_device.present(device) != HOPPER:
         return f"the kernel is for {HOPPER}"
     if logits.dtype != jnp.float32:
@@ -69,18 +50,8 @@ def kernel_route(
 ) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
     """Computes `route` with the kernel. There is no gradient.
 
-    Args:
-        logits: Logits of the router.
-        factors: Factor of each expert.
-        active: k.
-        scale: Positive factor of the logits.
-        device: Device to compile for; None: the device of this machine.
-
     Returns:
         As `route`; a token with NaN among its logits has ids E and weights NaN.
-
-    Raises:
-        ValueError: If `refuses` gives a reason.
     """
     if (why := refuses(logits, active, device)) is not None:
         raise refuse("logits", f"{logits.dtype}{list(logits.shape)}", f"others: {why}")

@@ -18,15 +18,6 @@ def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int, block: int 
 
     Rows are ordered by block of queries, then by head, then by query, so that a tile holds few queries, whose ranges
     are close to each other.
-
-    Args:
-        q: Queries.
-        groups: G, number of key heads.
-        rows: Rows of a tile; M is padded with zeros to a multiple of it.
-        block: Number of queries of a block, a divisor of `rows`. The rows of one head of a block follow each other.
-
-    Returns:
-        P = B * G matrices of M = T * H / G rows, padded.
     """
     b, t, h, width = q.shape
     q = jnp.pad(q, ((0, 0), (0, -t % block), (0, 0), (0, 0)))
@@ -38,18 +29,7 @@ def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int, block: int 
 def unfold_queries(
     x: Float[Array, "P M *K"], batch: int, queries: int, heads: int, block: int = 1
 ) -> Float[Array, "B T H *K"]:
-    """Inverts `fold_queries`, for outputs and for log-sum-exps.
-
-    Args:
-        x: Results of each row, padding included.
-        batch: B.
-        queries: T.
-        heads: H.
-        block: Number of queries of a block.
-
-    Returns:
-        Results of each query and head.
-    """
+    """Inverts `fold_queries`, for outputs and for log-sum-exps."""
     groups, rest, blocks = x.shape[0] // batch, x.shape[2:], -(-queries // block)
     x = x[:, : blocks * block * (heads // groups)]
     x = x.reshape(batch, groups, blocks, heads // groups, block, *rest)
@@ -58,17 +38,7 @@ def unfold_queries(
 
 
 def fold_ranges(ranges: Int[Array, "B T R 2"], heads: int, rows: int, block: int = 1) -> Int[Array, "B E M"]:
-    """Lays out the key ranges in the order of the rows of `fold_queries`.
-
-    Args:
-        ranges: Key ranges.
-        heads: H / G, number of query heads per key head.
-        rows: Rows of a tile; M is padded with the last query's ranges to a multiple of it.
-        block: Number of queries of a block.
-
-    Returns:
-        E = 2 R numbers per row: start 0, end 0, start 1, ...
-    """
+    """Lays out the key ranges in the order of the rows of `fold_queries`."""
     b, t, count, _ = ranges.shape
     x = jnp.pad(ranges.reshape(b, t, 2 * count), ((0, 0), (0, -t % block), (0, 0)), mode="edge")
     x = jnp.repeat(x.reshape(b, -1, 1, block, 2 * count), heads, axis=2).reshape(b, -1, 2 * count)
@@ -80,12 +50,6 @@ def gaps(ranges: Int[Array, "B T R 2"]) -> Int[Array, "B T _ 2"]:
     """Finds the keys between the ranges of each query, to which the query does not attend.
 
     A kernel sets the scores of one gap after the other to -inf, which takes fewer registers than a mask of all ranges.
-
-    Args:
-        ranges: Key ranges in any order; some may be empty.
-
-    Returns:
-        R + 1 gaps [start, end): before the first range, between ranges, and after the last. Some may be empty.
     """
     empty = ranges[..., 1] <= ranges[..., 0]
     found = [jnp.where(empty[:, :, r, None], BEHIND, ranges[:, :, r]) for r in range(ranges.shape[2])]
@@ -103,12 +67,6 @@ def gaps(ranges: Int[Array, "B T R 2"]) -> Int[Array, "B T _ 2"]:
 
 def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B N C"]:
     """Computes which keys each tile of rows visits, and which of them need no mask.
-
-    Args:
-        edges: Result of `fold_ranges`.
-        rows: Rows of a tile.
-        keys: Keys of a tile.
-        slots: S, number of keys.
 
     Returns:
         C = 4 + E numbers for each of the N = M / rows tiles: the key tiles [first, last) to visit; the keys [from, to)
@@ -134,12 +92,6 @@ def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) ->
 def key_visits(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B N C"]:
     """Lists the key tiles that each tile of rows visits: those with a key that one of its rows attends to.
 
-    Args:
-        edges: Result of `fold_ranges`.
-        rows: Rows of a tile.
-        keys: Keys of a tile.
-        slots: S, number of keys, a multiple of `keys`.
-
     Returns:
         C = 1 + S / keys numbers for each of the N = M / rows tiles: how many key tiles it visits, then 2 j for every
         key tile j that all of its rows attend to in one range, 2 j + 1 for every other that it visits (it needs a
@@ -149,17 +101,7 @@ def key_visits(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> 
 
 
 def row_visits(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B J C"]:
-    """Lists the tiles of rows that visit each key tile.
-
-    Args:
-        edges: Result of `fold_ranges`.
-        rows: Rows of a tile.
-        keys: Keys of a tile.
-        slots: S, number of keys, a multiple of `keys`.
-
-    Returns:
-        C = 1 + M / rows numbers for each of the J = S / keys key tiles, as those of `key_visits`.
-    """
+    """Lists the tiles of rows that visit each key tile."""
     seen, unmasked = _seen_tiles(edges, rows, keys, slots)
     return _visits(seen.swapaxes(1, 2), unmasked.swapaxes(1, 2))
 
@@ -188,15 +130,6 @@ def choose_splits(programs: int, steps: int, processors: int, most: int | None =
 
     Programs run in waves of `processors`. A few programs, or a last wave that is not full, leave processors idle;
     splitting makes more and shorter programs. Each part costs about one step more, for its queries and partial result.
-
-    Args:
-        programs: Number of programs without splitting.
-        steps: Number of key tiles of the longest program.
-        processors: Number of programs that run at the same time.
-        most: Largest number of parts; None: `processors`.
-
-    Returns:
-        The number of parts with the least estimated cost.
     """
     # Waves of programs, times the steps of each program.
     cost = lambda n: -(-programs * n // processors) * (-(-steps // n) + 1)
@@ -206,15 +139,7 @@ def choose_splits(programs: int, steps: int, processors: int, most: int | None =
 def merge_splits(
     outs: Float[Array, "N *r K"], lses: Float[Array, "N *r"]
 ) -> tuple[Float[Array, "*r K"], Float[Array, "*r"]]:
-    """Merges the results of attention over disjoint parts of the keys.
-
-    Args:
-        outs: Output of each of the N parts.
-        lses: Log-sum-exp of each part; -inf for a row without keys in the part.
-
-    Returns:
-        Output and log-sum-exp over all keys.
-    """
+    """Merges the results of attention over disjoint parts of the keys."""
     peak = jnp.maximum(lses.max(axis=0), -1e30)  # finite even if no part has keys
     weights = jnp.exp(lses - peak)
     total = weights.sum(axis=0)

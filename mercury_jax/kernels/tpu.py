@@ -55,14 +55,7 @@ class TpuConfig(NamedTuple):
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this kernel does not take a call.
-
-    Args:
-        call: Reads shapes, dtypes, the scale, and the mesh of the queries.
-
-    Returns:
-        The reason in words; None: it takes the call.
-    """
+    """Why this kernel does not take a call."""
     q, k, v = call.q, call.k, call.v
     if isinstance(k, Fp8Vectors) or isinstance(v, Fp8Vectors):
         return "keys and values are fp8, which it does not read; it reads int8"
@@ -94,12 +87,6 @@ def run(call: AttentionCall) -> AttentionResult:
 
     Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
     the highest end that one range has over the rows of a tile: there they must be finite.
-
-    Args:
-        call: A call that `refuses` takes.
-
-    Returns:
-        As `attend`.
     """
     batch, queries, heads, _ = call.q.shape
     c = config_of(call)
@@ -121,14 +108,7 @@ def run(call: AttentionCall) -> AttentionResult:
 
 
 def config_of(call: AttentionCall) -> TpuConfig | None:
-    """As many rows at once as fit, so that the keys are read as few times as possible; then as many keys.
-
-    Args:
-        call: Reads shapes and dtypes.
-
-    Returns:
-        The static configuration of the kernel; None: not even one register of rows fits.
-    """
+    """As many rows at once as fit, so that the keys are read as few times as possible; then as many keys."""
     (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
     int8, rows, (memory, cores) = isinstance(call.k, Int8Vectors), call.group_rows, _vmem_and_cores()
     fewest = 1 if batch % cores == 0 or rows < cores * SUBLANES else cores
@@ -242,7 +222,6 @@ def _program(c: TpuConfig, bounds: Any, q: Any, edges: Any, *refs: Any) -> None:
     """One step of one tile of queries: adds one tile of keys to its softmax.
 
     Args:
-        c: Static configuration.
         bounds: From `tiling.tile_bounds`, flat.
         q: Queries of the tile [G, M, K].
         edges: Their ranges [M, 2 R].
@@ -295,9 +274,6 @@ def _add_tile(c: TpuConfig, state: SoftmaxRefs, mask: KeyMask, q: Any, k: Any, v
     """Adds a tile of keys to the softmax. int8 ones are multiplied as whole numbers and scaled after the products.
 
     Args:
-        c: Static configuration.
-        state: Softmax of one key head, updated in place.
-        mask: What to mask.
         q: Queries [M, K].
         k: Keys [keys, K].
         v: Values [keys, K].

@@ -24,9 +24,6 @@ def traced_once(run: Callable[Given, Result]) -> Callable[Given, Result]:
     Args:
         run: A function of arrays, trees of them, and hashable values such as sizes, dtypes and devices. It reads
             nothing else that may change.
-
-    Returns:
-        The function, traced once for each set of shapes, dtypes and other values.
     """
 
     @functools.wraps(run)

@@ -49,15 +49,7 @@ SOURCES = {
 
 
 def kernel_name(operation: str, knobs: tuple[int, ...]) -> str:
-    """Names a kernel in profiles and in the report of ptxas.
-
-    Args:
-        operation: "grouped" or "attention".
-        knobs: Its settings.
-
-    Returns:
-        For example "grouped_32_2_128_6".
-    """
+    """Names a kernel in profiles and in the report of ptxas."""
     return "_".join([operation, *map(str, knobs)])
 
 
@@ -67,17 +59,7 @@ def bucket(size: int) -> int:
 
 
 def find(kind: type[Knobs], form: str, shapes: str, device: Device | None) -> Knobs | None:
-    """Looks up the measured settings of a call.
-
-    Args:
-        kind: The record.
-        form: As in `kernels.device`.
-        shapes: The bucket in words.
-        device: Device to compile for; None: the device of this machine.
-
-    Returns:
-        The settings; None: none were measured for these sources of the kernel.
-    """
+    """Looks up the measured settings of a call."""
     if device is not None:
         return None
     for entry in entries(kernel_device.device_name()):
@@ -101,12 +83,7 @@ def write(kind: type[Knobs], device: str, entry: Mapping[str, Any]) -> Path | No
     """Stores an entry in the user's file, in the place of one of the same form and shapes.
 
     Args:
-        kind: The record that `settings` of the entry are.
-        device: Name of the device.
         entry: `form`, `shapes`, `settings` and what was measured.
-
-    Returns:
-        The file; None if the user wants no file (`MERCURY_CACHE`).
     """
     if (file := user_file(device)) is None:
         return None

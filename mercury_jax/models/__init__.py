@@ -16,15 +16,7 @@ CONFIGS: dict[str, type[ModelConfig]] = {
 
 
 def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
-    """Builds the model of a config.
-
-    Args:
-        config: A `ModelConfig`, `GemmaConfig` or `DiTConfig`; its type chooses the architecture.
-        remat: Which intermediate values a training step keeps of each layer; it does not change parameters or results.
-
-    Returns:
-        The model. Equal configs give models that compute the same.
-    """
+    """Builds the model of a config."""
     if isinstance(config, dit.DiTConfig):
         return dit.build(config, remat)
     if isinstance(config, gemma.GemmaConfig):
@@ -33,17 +25,7 @@ def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
 
 
 def kind(config: ModelConfig) -> str:
-    """Returns the name of a config's architecture, a key of `CONFIGS`, as saved models store it.
-
-    Args:
-        config: Config of a model.
-
-    Returns:
-        The key.
-
-    Raises:
-        ValueError: The type is not in `CONFIGS`, such as the config of `mj.from_function`.
-    """
+    """Returns the name of a config's architecture, a key of `CONFIGS`, as saved models store it."""
     for name, config_type in CONFIGS.items():
         if type(config) is config_type:
             return name

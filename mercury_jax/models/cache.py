@@ -52,12 +52,6 @@ def empty_cache(
 ) -> tuple[KV, ...]:
     """Creates a cache of zeros in the dtype of the arithmetic.
 
-    Args:
-        config: Sizes of the model.
-        batch: B, number of rows.
-        slots: S, length of the longest sequence that fits.
-        shapes: (key heads G, head size K) of each layer that has keys; None: the sizes of the config for every layer.
-
     Returns:
         One `KV` of [B, S, G, K] per layer.
     """
@@ -67,17 +61,7 @@ def empty_cache(
 
 
 def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots: Int[Array, "B T"]) -> KV:
-    """Writes each token's key and value at its slot.
-
-    Args:
-        kv: The cache of one layer.
-        k: Keys; this function quantises them if the cache is quantised.
-        v: Values.
-        slots: Slot of each token. Tokens with slot >= S are not written; unused tokens get such a slot.
-
-    Returns:
-        The updated cache.
-    """
+    """Writes each token's key and value at its slot."""
 
     if isinstance(kv.k, Int8Vectors):
         new = KV(quantise_int8(k), quantise_int8(v))
@@ -91,14 +75,7 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
 
 
 def check_kv_kind(kind: str | None) -> None:
-    """Checks the name of a cache format.
-
-    Args:
-        kind: A key of `KV_KINDS`, or None for the dtype of the arithmetic.
-
-    Raises:
-        ValueError: For any other value.
-    """
+    """Checks the name of a cache format."""
     if kind is not None and kind not in KV_KINDS:
         raise refuse("kv", kind, f"{', '.join(map(repr, KV_KINDS))}, or None")
 
@@ -108,16 +85,6 @@ def with_kv_kind(model: Model, kind: str | None) -> Model:
     """Returns a model that stores its KV cache in another format.
 
     A key or value of K numbers takes K + 4 bytes in int8 and fp8, K / 2 + 2 in 4 bits and K * 3 / 8 + 2 in 3 bits.
-
-    Args:
-        model: A model.
-        kind: "int8", "fp8", "4bit" or "3bit"; None: the model itself.
-
-    Returns:
-        The model; equal arguments give the same object.
-
-    Raises:
-        ValueError: `kind` is none of these.
     """
     check_kv_kind(kind)
     if kind is None:
@@ -150,13 +117,6 @@ def ring_size(config: ModelConfig, longest_pass: int) -> int | None:
 
     A pass of T tokens overwrites T slots before its first query reads the window behind it. As many slots again allow a
     row to go back by T tokens, when a draft is rejected or a text is cut at a stop text.
-
-    Args:
-        config: Configuration of the model.
-        longest_pass: T, the largest number of tokens of a pass; fewer than LONGEST_PASS count as LONGEST_PASS.
-
-    Returns:
-        Number of slots; None if no layer has a window.
     """
     if config.window is None or all(config.is_global(i) for i in range(config.layers)):
         return None
@@ -164,20 +124,7 @@ def ring_size(config: ModelConfig, longest_pass: int) -> int | None:
 
 
 def ring_slots(config: ModelConfig, layers: Sequence[KV], tokens: int) -> int | None:
-    """Finds the size of the rings of a cache, from its shapes.
-
-    Args:
-        config: Configuration of the model.
-        layers: The cache.
-        tokens: Number of tokens of the pass.
-
-    Returns:
-        Number of slots; None if every layer has a slot for each position.
-
-    Raises:
-        ValueError: The pass is too long for the rings. Not noticed in a model that has windows in all layers, since the
-            shapes of its cache do not tell a ring from a cache with a slot for every position.
-    """
+    """Finds the size of the rings of a cache, from its shapes."""
     sizes = {config.is_global(i): kv.k.shape[1] for i, kv in enumerate(layers)}
     size = sizes.get(False)
     if size is None or size == sizes.get(True):
@@ -193,13 +140,6 @@ def with_rings(model: Model, longest_pass: int) -> Model:
     """Returns a model whose cache has no more slots for a layer with a sliding window than its window needs.
 
     For passes in which slots are positions, that is, without a cache policy that hides positions.
-
-    Args:
-        model: A model, possibly on a mesh or with a quantised cache.
-        longest_pass: Largest number of tokens of a pass.
-
-    Returns:
-        The model; equal arguments give the same object. A model without such layers is returned unchanged.
     """
     size = ring_size(model.config, longest_pass)
     if size is None:

@@ -95,15 +95,7 @@ class DiTConfig(ModelConfig):
 
 
 def noise_level(config: DiTConfig, time: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """Computes the noise level at time t; see `DiTConfig.level`.
-
-    Args:
-        config: Its `level` and `level_eps` are used.
-        time: t in 0..1.
-
-    Returns:
-        The noise levels, in the shape of `time`.
-    """
+    """Computes the noise level at time t; see `DiTConfig.level`."""
     e = config.level_eps
     if config.level == "time":
         return e + (1.0 - 2.0 * e) * time
@@ -223,8 +215,6 @@ class DiT(nn.Module):
         """Computes hidden states, and updates the cache.
 
         Args:
-            inputs: Tokens, positions and key ranges.
-            time: Time of the noise; broadcasts over rows and tokens.
             cache: One `KV` per layer; None: a pass without a cache.
 
         Returns:
@@ -241,27 +231,12 @@ class DiT(nn.Module):
         return self.norm(x, *self.modulation(condition)), tuple(new_cache)
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Computes logits.
-
-        Args:
-            hidden: Final hidden states.
-
-        Returns:
-            Logits in at least fp32.
-        """
+        """Computes logits."""
         return self.last(hidden).astype(accumulation_dtype(hidden.dtype))
 
 
 def build(config: DiTConfig, remat: RematPolicy = "none") -> Model:
-    """Builds the DiT of a config as pure functions.
-
-    Args:
-        config: Sizes and noise level.
-        remat: Which intermediate values a training step keeps of each layer.
-
-    Returns:
-        The model. With config.timed its `forward` and `apply` require a time [B] or [B, T]; otherwise they refuse one.
-    """
+    """Builds the DiT of a config as pure functions."""
     net = DiT(config, remat=remat)
     # Flax creates only the parameters that a pass uses: initialise with a pass that includes the head.
     whole = lambda net, inputs: net.head(net(inputs, jnp.zeros((1, 1)))[0])

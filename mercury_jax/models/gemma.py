@@ -190,13 +190,6 @@ def rotary_frequencies(config: GemmaConfig, is_global: bool) -> Float[np.ndarray
 
     With a fraction, `layers.rope_frequencies` would divide the exponent by the number of rotated dimensions. Here it is
     divided by the whole head size K, so that the fraction does not change the frequencies of the rotated pairs.
-
-    Args:
-        config: Config of the model.
-        is_global: Whether the layer is a global one.
-
-    Returns:
-        Angle per position of each of the C = K / 2 pairs, in float64.
     """
     c = config
     width, theta, fraction, factor = c.head_dim, c.rope_theta, 1.0, 1.0
@@ -228,12 +221,6 @@ class GemmaAttention(nn.Module):
         shared: kv_cache.KV | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
         """Computes the output, and the keys and values for the layers that share them.
-
-        Args:
-            x: Normalised hidden states.
-            inputs: Positions, slots, and the key ranges of this kind of layer.
-            kv: The cache of this layer; None: a pass without a cache.
-            shared: Keys and values of an earlier layer to read; None: this layer computes its own.
 
         Returns:
             The output [B, T, D], and the keys and values: with a cache all of the row, otherwise those of this pass.
@@ -293,9 +280,6 @@ class GemmaRouter(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
         """Chooses the experts.
 
-        Args:
-            x: Hidden states, normalised and multiplied by `factors`.
-
         Returns:
             Ids and weights [B, T, k].
         """
@@ -323,15 +307,7 @@ class GemmaExperts(nn.Module):
 
     @nn.compact
     def term(self, routed: Float[Array, "B T D"], x: Rows) -> Term:
-        """Returns the output of the branch as a term of a sum.
-
-        Args:
-            routed: Input of the router.
-            x: Input of the experts.
-
-        Returns:
-            Weighted sum of the chosen experts' outputs [B, T, D], or these outputs, as a term.
-        """
+        """Returns the output of the branch as a term of a sum."""
         c = self.config
         assert c.experts is not None
         e = c.experts
@@ -360,11 +336,6 @@ class SelfConditioning(nn.Module):
         Args:
             self_cond: Expected embeddings [B, T, D] of the previous pass. () means zeros, so that the first
                 pass also normalises the embeddings of the canvas.
-            shape: (B, T).
-            dtype: Dtype of the arithmetic.
-
-        Returns:
-            The term [B, T, D].
         """
         c = self.config
         signal = (
@@ -454,16 +425,6 @@ class GemmaBlock(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Rows, kv_cache.KV]:
         """Computes the layer.
 
-        Args:
-            x: Hidden states.
-            normed: Their norm, as `input_norm` says.
-            inputs: Positions, slots, and the key ranges of this kind of layer.
-            kv: The cache of this layer; None: a pass without a cache.
-            shared: Keys and values of an earlier layer to read; None: this layer computes its own.
-            clean: Whether each token is encoded (True) or denoised.
-            embedding: Per-layer embedding of each token; None: the model has none.
-            after: The norm that follows the layer, which is computed with its last sum.
-
         Returns:
             Hidden states, the norm `after` of them, and the keys and values of the layer.
         """
@@ -540,10 +501,6 @@ class Gemma(nn.Module):
         """Computes hidden states, and updates the cache.
 
         Args:
-            inputs: Tokens, positions, and the key ranges of global layers.
-            clean: Whether each token is encoded (True) or denoised.
-            lowest: The first slot that each token attends to in a sliding layer.
-            self_cond: Expected embeddings of the previous pass, or ().
             cache: One `KV` per layer that has keys; None: a pass without a cache.
 
         Returns:
@@ -581,15 +538,7 @@ class Gemma(nn.Module):
 
 
 def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
-    """Builds the Gemma model of a config as pure functions.
-
-    Args:
-        config: Sizes and features.
-        remat: Which intermediate values a training step keeps of each layer.
-
-    Returns:
-        The model. Equal configs give models that compute the same.
-    """
+    """Builds the Gemma model of a config as pure functions."""
     shapes = [config.kv_shape(i) for i in range(config.layers - config.shared_kv)]
     head = functools.partial(lm_head, softcap=config.softcap)
     return model_of(

@@ -80,13 +80,6 @@ def codebook(width: int, bits: int) -> np.ndarray:
     Lloyd's iteration (1957; 1982): each level moves to the mean of the values that are closer to it than to any other
     level. The coordinate is written as x = -cos(a): the density of the angle a is proportional to sin(a)^(width - 2),
     which has no pole.
-
-    Args:
-        width: K, size of a vector.
-        bits: Bits per code.
-
-    Returns:
-        2^bits levels, ascending and symmetric.
     """
     angles = np.linspace(0.0, np.pi, GRID)
     x, density = -np.cos(angles), np.sin(angles) ** (width - 2)
@@ -106,15 +99,7 @@ def codebook(width: int, bits: int) -> np.ndarray:
 
 
 def pack_bits(codes: Int[Array, "*s K"], bits: int) -> UInt8[Array, "*s P"]:
-    """Packs numbers below 2^bits as bit planes.
-
-    Args:
-        codes: The numbers.
-        bits: Bits per number.
-
-    Returns:
-        The bytes of each vector, P = bits * ceil(K / 8).
-    """
+    """Packs numbers below 2^bits as bit planes."""
     # Plane i holds bit i of every number: [..., bits, K] bits, then [..., bits, ceil(K / 8)] bytes.
     planes = (codes[..., None, :] >> jnp.arange(bits)[:, None]) & 1
     words = jnp.packbits(planes.astype(jnp.uint8), axis=-1)
@@ -122,30 +107,13 @@ def pack_bits(codes: Int[Array, "*s K"], bits: int) -> UInt8[Array, "*s P"]:
 
 
 def unpack_bits(words: UInt8[Array, "*s P"], bits: int, width: int) -> UInt8[Array, "*s K"]:
-    """Unpacks numbers: the inverse of `pack_bits`.
-
-    Args:
-        words: Packed vectors.
-        bits: Bits per number.
-        width: K, numbers of a vector.
-
-    Returns:
-        The numbers.
-    """
+    """Unpacks numbers: the inverse of `pack_bits`."""
     planes = jnp.unpackbits(words.reshape(*words.shape[:-1], bits, -1), axis=-1, count=width)
     return functools.reduce(jnp.bitwise_or, [planes[..., i, :] << i for i in range(bits)])
 
 
 def quantise_rotated(x: Float[Array, "*s K"], bits: int) -> RotatedVectors:
-    """Rotates vectors and rounds them to `bits` bits per number. Zero vectors stay zero.
-
-    Args:
-        x: Keys or values.
-        bits: 3 or 4.
-
-    Returns:
-        The vectors, rotated.
-    """
+    """Rotates vectors and rounds them to `bits` bits per number. Zero vectors stay zero."""
     width, dtype = x.shape[-1], accumulation_dtype(x.dtype)
     levels = codebook(width, bits)
     cuts = jnp.asarray((levels[1:] + levels[:-1]) / 2, dtype)
@@ -157,15 +125,7 @@ def quantise_rotated(x: Float[Array, "*s K"], bits: int) -> RotatedVectors:
 
 
 def dequantise_rotated(x: RotatedVectors, dtype: DTypeLike) -> Float[Array, "*s K"]:
-    """Unpacks vectors to arrays; they stay rotated.
-
-    Args:
-        x: Quantised vectors.
-        dtype: Dtype of the result.
-
-    Returns:
-        The rotated vectors [..., K].
-    """
+    """Unpacks vectors to arrays; they stay rotated."""
     levels = jnp.asarray(codebook(x.width, x.bits), dtype)
     return levels[unpack_bits(x.codes, x.bits, x.width)] * x.norm[..., None].astype(dtype)
 
@@ -180,14 +140,7 @@ def attend(
     """Calls `kernels.attend` on keys and values that may be `RotatedVectors`.
 
     Args:
-        q: Queries.
-        k: Keys [B, S, G, K].
-        v: Values in the same format.
-        ranges: Key ranges [start, end) of each query.
         **options: Keyword arguments of `kernels.attend`.
-
-    Returns:
-        The result of `kernels.attend`.
     """
     if not (isinstance(k, RotatedVectors) and isinstance(v, RotatedVectors)):
         return kernels.attend(q, k, v, ranges, **options)  # pyright: ignore[reportArgumentType]

@@ -29,15 +29,7 @@ Frequencies: TypeAlias = Float[np.ndarray, "C"] | Float[Array, "B 1 1 C"]  # of 
 
 
 def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
-    """Makes a normal initialiser with variance scale / (product of the first `axes` dimensions).
-
-    Args:
-        axes: Number of input axes of the parameter.
-        scale: Factor of the variance.
-
-    Returns:
-        init(key, shape, dtype) -> array.
-    """
+    """Makes a normal initialiser with variance scale / (product of the first `axes` dimensions)."""
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         return jax.random.normal(key, shape, dtype) * (scale / math.prod(shape[:axes])) ** 0.5
@@ -46,17 +38,7 @@ def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
 
 
 def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Weight:
-    """Declares a parameter that may have been loaded quantised, or have a LoRA addition.
-
-    Args:
-        module: The module that owns the parameter, inside a compact method.
-        name: Name of the parameter.
-        init: Initialiser of the array.
-        shape: Shape of the matrix.
-
-    Returns:
-        The array, or the quantised matrix or `LoraWeight` that replaces it in the parameters.
-    """
+    """Declares a parameter that may have been loaded quantised, or have a LoRA addition."""
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
         if isinstance(found, QuantisedWeight | LoraWeight):
@@ -124,14 +106,7 @@ class OutputProjection(Linear):
     """
 
     def term(self, x: Float[Array, "B T *s"]) -> Term:
-        """Returns the product as a term, so that several sums can share one all-reduce. Only without a bias.
-
-        Args:
-            x: Outputs of the attention, or hidden units.
-
-        Returns:
-            x @ w [B, T, *outputs].
-        """
+        """Returns the product as a term, so that several sums can share one all-reduce. Only without a bias."""
         w, bias = self.parameters()
         assert bias is None
         return self.ops.dot_term(x, w, len(self.inputs))
@@ -173,14 +148,7 @@ class GatedMLP(nn.Module):
         return gate, up, down
 
     def term(self, x: Rows) -> Term:
-        """Returns the output as a term of a sum. Only without biases.
-
-        Args:
-            x: Hidden states [B, T, D].
-
-        Returns:
-            The output [B, T, D].
-        """
+        """Returns the output as a term of a sum. Only without biases."""
         return self.down.term(self._hidden(x))
 
     def __call__(self, x: Rows) -> Float[Array, "B T D"]:
@@ -207,16 +175,6 @@ def rope(
 
     Rotates each pair (x[i], x[i + C]), i < C, by the angle position * frequencies[i]. The other
     dimensions are unchanged.
-
-    Args:
-        x: Queries or keys.
-        positions: Absolute position of each token.
-        frequencies: Angle per position of each of the C <= K / 2 pairs, from `rope_frequencies`.
-        amplitude: Factor of cosines and sines (`RopeScaling.attention`).
-        context: All positions are below this number; None: unknown.
-
-    Returns:
-        The rotated x in the dtype of x, computed in at least fp32.
     """
     return rotate(x, rope_table(positions, frequencies, amplitude, context, accumulation_dtype(x.dtype)))
 
@@ -228,18 +186,7 @@ def rope_table(
     context: int | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Table:
-    """Computes the cosines and sines of `rope`.
-
-    Args:
-        positions: Absolute position of each token.
-        frequencies: Angle per position of each of the C pairs.
-        amplitude: Factor of cosines and sines.
-        context: All positions are below this number; None: unknown.
-        dtype: Of the table.
-
-    Returns:
-        Cosines and sines [B, T, 1, C].
-    """
+    """Computes the cosines and sines of `rope`."""
     if (
         isinstance(frequencies, np.ndarray)
         and context is not None
@@ -258,17 +205,7 @@ def rope_table(
 def rope_frequencies(
     theta: float, half: int, scaling: RopeScaling | None = None, length: Int[Array, "B"] | None = None
 ) -> Frequencies:
-    """Computes the angle per position of each rotated pair: theta**(-i/half), scaled.
-
-    Args:
-        theta: Base of the frequencies.
-        half: Number of pairs.
-        scaling: Scaling for long contexts, of the kinds described in `RopeScaling`; None: none.
-        length: Length of each row, on which dynamic and longrope depend; None: all are within the original context.
-
-    Returns:
-        Frequencies in float64, so that every caller rounds once. With `length`, for these two kinds: those of each row.
-    """
+    """Computes the angle per position of each rotated pair: theta**(-i/half), scaled."""
     plain = float(theta) ** (-np.arange(half) / half)
     if scaling is None:
         return plain

@@ -18,15 +18,7 @@ from mercury_jax.types import LaidOutDocument, Pass
 
 
 def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Counts the committed tokens whose keys are final, because no token after them can change them.
-
-    Args:
-        config: Its pattern decides. bidirectional: none; block_causal: the tokens of whole blocks; causal_encoder: all.
-        committed: Number of committed tokens of each row.
-
-    Returns:
-        Number of tokens with final keys [B].
-    """
+    """Counts the committed tokens whose keys are final, because no token after them can change them."""
     if config.pattern == "bidirectional":
         return jnp.zeros_like(committed)
     if config.pattern == "block_causal":
@@ -51,14 +43,7 @@ class NetworkInputs(NamedTuple):
 
 
 def encoded_tokens(given: Pass) -> Bool[Array, "B T"]:
-    """Returns which tokens of a pass are committed text.
-
-    Args:
-        given: Arguments of the pass.
-
-    Returns:
-        `given.encoding` of each token.
-    """
+    """Returns which tokens of a pass are committed text."""
     encoding = given.encoding if given.encoding.ndim == 2 else given.encoding[:, None]
     return jnp.broadcast_to(encoding, given.tokens.shape)
 
@@ -69,13 +54,6 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
     The masks of `given.leave_one_out` follow the tokens. Each mask attends to all positions except the one that it
     predicts, and to its own key; joint masks attend to the keys of all of these masks. The keys of the masks are
     written to the slots from `end` on.
-
-    Args:
-        config: The model's config.
-        given: Arguments of the pass.
-
-    Returns:
-        The inputs of the network.
     """
     tokens, encoding = given.tokens, encoded_tokens(given)
     length = given.end if given.length is None else given.length
@@ -124,15 +102,7 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
 
 
 def clip_ranges(ranges: Int[Array, "B T R 2"], lowest: Int[Array, "B T"]) -> Int[Array, "B T R 2"]:
-    """Removes the slots before `lowest` from key ranges, for a layer with a sliding window.
-
-    Args:
-        ranges: Key ranges.
-        lowest: The first slot that each query attends to.
-
-    Returns:
-        Ranges of the same shape; those that end before `lowest` become empty.
-    """
+    """Removes the slots before `lowest` from key ranges, for a layer with a sliding window."""
     start = jnp.maximum(ranges[..., 0], lowest[..., None])
     return jnp.stack([start, jnp.maximum(ranges[..., 1], start)], axis=-1)
 
@@ -143,13 +113,6 @@ def sliding_window_ranges(ranges: Int[Array, "B T R 2"], window: int) -> Int[Arr
     A query at position p attends to the `window` positions (p - window, p], itself included. Usually its first range
     ends with its own key. A canvas token in training and a leave-one-out mask have their own key in a later range;
     their first range then ends with the token before them, so that it is one token shorter.
-
-    Args:
-        ranges: Key ranges of layers without a window.
-        window: Number of tokens.
-
-    Returns:
-        Ranges of the same shape.
     """
     separate = (ranges[:, :, 1:, 1] > ranges[:, :, 1:, 0]).any(axis=-1)
     return clip_ranges(ranges, ranges[:, :, 0, 1] - window + separate)
@@ -161,10 +124,6 @@ def in_ring(inputs: NetworkInputs, size: int) -> NetworkInputs:
     The ring holds the last `size` positions of each row, at slot position % size. A range of positions that crosses a
     multiple of `size` is two ranges of slots. All ranges of a row lie between its last position and `size` positions
     before, so they cross the same multiple.
-
-    Args:
-        inputs: With slots, and ranges clipped to the window.
-        size: Slots of the ring.
 
     Returns:
         The inputs with slots below `size`, or OUT_OF_CACHE. Queries with one or two ranges, of which the first one is
@@ -201,20 +160,13 @@ def layout(
     starts, because no query attends to clean tokens after that.
 
     Args:
-        config: Its pattern and block size are used.
         ids: Tokens of the document [n].
-        prompt: Number of tokens at its start that are never noised.
-        fill: Id (end of text) that completes the last canvas, editable like the rest; None leaves the canvas short.
         all_clean: Whether the clean part holds the whole document (without `fill`), so that each of its tokens can be
             predicted from the token before it. None: if the model predicts the next token.
-        clean_fill: Whether such a clean part holds `fill` too, as it completes the last canvas.
 
     Returns:
         Tokens, positions and key ranges of the document. A bidirectional model has one canvas and no clean part, an
         autoregressive model a clean part and no canvas.
-
-    Raises:
-        ValueError: If `prompt` leaves no token to denoise.
     """
     ids = np.asarray(ids, np.int32)
     if not 0 <= prompt < len(ids):

@@ -48,11 +48,6 @@ def route(
 ) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
     """Chooses each token's experts and their weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
-    Args:
-        config: Settings of the router.
-        scores: Softmax or sigmoid of the router's logits, in at least fp32.
-        correction: Learned bias that is added to the scores for the choice only, not for the weights; None: no bias.
-
     Returns:
         Ids and weights [..., k] of the k = `config.active` best experts of each token.
     """
@@ -90,19 +85,8 @@ def apply_experts(
     ids[n, j]. Differentiable in x, in weights, and in stacks that are not quantised.
 
     Args:
-        x: Hidden states.
-        ids: Experts of each token.
-        weights: Weight of each of these experts.
-        gate_up: Gate and up matrices [E, D, 2F]; the gate is the first half of the last axis.
-        down: Down matrices [E, F, D].
-        act: Activation of the gate.
         first: With expert parallelism, the id of the first of the E experts on this device. Experts of other devices
             are skipped: they add nothing to the sum and cost nothing. None: the stacks hold all experts.
-        total: Number of experts on all devices; None: E.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The sums [..., D] in the dtype of x, accumulated in at least fp32.
     """
     outputs = expert_outputs(x, ids, weights, gate_up, down, act, first, total, device)
     # The kernels do not write rows of skipped experts, which may hold NaN.
@@ -123,19 +107,8 @@ def expert_outputs(
     """Computes `apply_experts` without the sum (`combine`).
 
     Args:
-        x: Hidden states.
-        ids: Experts of each token.
-        weights: Weight of each of these experts.
-        gate_up: Gate and up matrices [E, D, 2F].
-        down: Down matrices [E, F, D].
-        act: Activation of the gate.
         first: Id of the first of the E experts on this device. Outputs of other experts are undefined. None: the
             stacks hold all experts.
-        total: Number of experts on all devices; None: E.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The outputs of the experts, in the dtype of x.
     """
     count = gate_up.shape[0]
     flat = jax.tree.map(lambda y: y.reshape(-1, *y.shape[ids.ndim - 1 :]), x)  # N tokens
@@ -172,18 +145,7 @@ def kernels_refuse(
     device: Device | None = None,
     act: Activation | None = None,
 ) -> str | None:
-    """Gives the reason why the kernels do not compute dispatch and products of these experts.
-
-    Args:
-        x: Hidden states [N, D].
-        expert: Experts of each token.
-        stacks: Matrices [E, D, 2F] and [E, F, D].
-        device: To compile for.
-        act: As in `refuses`.
-
-    Returns:
-        The reason in words; None: they do.
-    """
+    """Gives the reason why the kernels do not compute dispatch and products of these experts."""
     like, values = jax.eval_shape(dense, x), jax.tree.leaves(x)[0]
     rows = jax.ShapeDtypeStruct((expert.size, like.shape[-1]), like.dtype)
     gate_up, down = stacks
@@ -195,15 +157,7 @@ def kernels_refuse(
 
 
 def gated(act: Activation, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
-    """Computes act(gate) * up from a fused projection.
-
-    Args:
-        act: Activation of the gate.
-        hidden: Gate and up projections, concatenated; W = 2F.
-
-    Returns:
-        The hidden units [..., F].
-    """
+    """Computes act(gate) * up from a fused projection."""
     gate, up = jnp.split(hidden, 2, axis=-1)
     return act(gate) * up
 
@@ -223,17 +177,8 @@ def grouped_or_tiled(
     which needs an array [E, M, D].
 
     Args:
-        act: Activation of the gate.
-        rows: Rows sorted by expert.
         offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1. The results of rows from offsets[E] on are
             undefined.
-        gate_up: [E, D, 2F].
-        down: [E, F, D].
-        total: Number of experts that the rows are for, on all devices; None: E.
-        device: To compile for.
-
-    Returns:
-        [M, D].
     """
     like = jax.eval_shape(dense, rows)
     if refuses(like, gate_up, down, device) is not None:
@@ -258,15 +203,7 @@ def expert_product(
     """Prepares a product of the grouped kernel, which does not refuse it.
 
     Args:
-        x: Rows [M, I] sorted by expert.
         w: Matrices of all experts; with `act` gate and up.
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1.
-        act: Activation of the gate; None: a plain product.
-        total: Number of experts that the rows are for, on all devices; None: E.
-        device: To compile for.
-
-    Returns:
-        The product, whose result is bfloat16.
     """
     how: Any = dict(act=act, total=total, device=device)
     if isinstance(w, RowQuantisedWeight):
@@ -284,18 +221,7 @@ def refuses(
     device: Device | None = None,
     act: Activation | None = None,
 ) -> str | None:
-    """Gives the reason why the grouped kernel does not support these experts.
-
-    Args:
-        rows: Rows [M, D] sorted by expert.
-        gate_up: [E, D, 2F].
-        down: [E, F, D].
-        device: To compile for.
-        act: Activation of the gate that the kernel of the first product is to compute; None: it computes no gate.
-
-    Returns:
-        The reason in words; None: it supports both products.
-    """
+    """Gives the reason why the grouped kernel does not support these experts."""
     for w, own in ((gate_up, act), (down, None)):
         if isinstance(w, LoraWeight):
             return "experts with a low-rank addition: its inner axis is narrower than a tile of the kernel"
@@ -323,17 +249,6 @@ def ragged(
     """Computes the experts' feed-forward on a TPU, whose compiler has a grouped product for `ragged_dot`.
 
     Quantised stacks use `tiled`: `ragged_dot` would need all their matrices in the dtype of x in memory.
-
-    Args:
-        act: Activation of the gate.
-        rows: Rows [M, D] sorted by expert.
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; only the first E + 1 are read.
-        gate_up: [E, D, 2F].
-        down: [E, F, D].
-        total: Number of experts that the rows are for, on all devices; None: E.
-
-    Returns:
-        [M, D].
     """
     if isinstance(rows, QuantisedRows) or _quantised(gate_up) or _quantised(down):
         return tiled(act, rows, offsets, gate_up, down, total)
@@ -359,18 +274,6 @@ def tiled(
 
     On a GPU each step of the loop is a dozen launches. With `together`, and enough rows that most experts have some, a
     step multiplies a tile of every expert: most experts have no more, and few steps read their matrices again.
-
-    Args:
-        act: Activation of the gate.
-        rows: Rows [M, D] sorted by expert.
-        offsets: The rows of expert e are offsets[e] .. offsets[e + 1] - 1; only the first E + 1 are read.
-        gate_up: [E, D, 2F].
-        down: [E, F, D].
-        total: Number of experts that the rows are for, on all devices; None: E.
-        together: See above.
-
-    Returns:
-        [M, D].
     """
     offsets, rows = offsets[: gate_up.shape[0] + 1], dense(rows)
     count = total or gate_up.shape[0]

@@ -47,15 +47,7 @@ BLOCK_POLICIES: dict[RematPolicy, Callable[..., bool]] = {
 
 
 def rematerialised(block: type[Net], policy: RematPolicy) -> type[Net]:
-    """Wraps a block so that the backward pass computes its intermediate values again.
-
-    Args:
-        block: A module; its parameters keep their names.
-        policy: Which intermediate values are kept (`RematPolicy`); "none" keeps all of them.
-
-    Returns:
-        The module to build instead of `block`.
-    """
+    """Wraps a block so that the backward pass computes its intermediate values again."""
     return block if policy == "none" else nn.remat(block, policy=BLOCK_POLICIES[policy])
 
 
@@ -74,18 +66,7 @@ def model_of(
     """Builds the model of a network.
 
     Args:
-        config: Sizes and attention pattern.
-        net: The network. Each pass runs a copy of it with the operations (`ops`) of that pass.
-        init: init(net, key, inputs of one token) -> Flax variables.
-        apply: Computes a pass without a cache; gets the network bound to its parameters.
-        forward: Computes a pass over a KV cache; gets the unbound network and its parameters.
-        empty_cache: empty_cache(batch, slots) -> cache.
-        shardings: Path rules of the parameters.
-        explicit: Whether `tensor_parallel` divides passes over a cache among devices. False: XLA's partitioner does.
         **fields: Further fields of `Model`: `head`, and the optional features of the architecture.
-
-    Returns:
-        The model.
     """
 
     def init_params(key: Key) -> Params:
@@ -147,16 +128,6 @@ def lm_head(
     """Computes logits of the ids first .. first + size - 1.
 
     `decode.chunked_vocab` calls it for chunks of ids, so that it never stores all logits of a large vocabulary.
-
-    Args:
-        params: Parameters with `head` [D, V]; without it, the head is tied to `embed` [V, D]. Both may be quantised.
-        hidden: Final hidden states.
-        first: The first id; may be traced.
-        size: Number of ids; None: all.
-        softcap: Logits become softcap * tanh(logits / softcap); None: unchanged.
-
-    Returns:
-        Logits [B, T, size]. Products are in the dtype of `hidden`, sums in at least fp32.
     """
     w = params["head" if "head" in params else "embed"]
     by_id = "head" not in params or isinstance(w, QuantisedWeight)  # a quantised head is [V, D] too
@@ -175,18 +146,7 @@ def embed_mixture(
     dtype: DTypeLike,
     scale: float = 1.0,
 ) -> Float[Array, "B T D"]:
-    """Computes a weighted sum of embeddings: scale * sum over v of weights[..., v] * embed[first + v].
-
-    Args:
-        params: Parameters with `embed` [V, D], possibly quantised.
-        weights: Weight of each id of the chunk.
-        first: First id of the chunk; may be traced.
-        dtype: Dtype of the products; sums are in at least fp32.
-        scale: The factor by which the network also multiplies token embeddings.
-
-    Returns:
-        Embeddings [B, T, D].
-    """
+    """Computes a weighted sum of embeddings: scale * sum over v of weights[..., v] * embed[first + v]."""
     table, per_id = _slice(params["embed"], first, weights.shape[-1], 0)
     # The scales of a quantised table multiply the weights, which are fewer than the entries of the table.
     weights = weights if per_id is None else weights * per_id.astype(weights.dtype)
@@ -198,11 +158,7 @@ def embed_mixture(
 def _slice(
     table: Array | QuantisedWeight, first: int | Int[Array, ""], size: int | None, axis: int
 ) -> tuple[Array, Array | None]:
-    """Slices the ids first .. first + size - 1 of a table whose ids are along `axis`.
-
-    Returns:
-        The values, and one scale per id; None if the table is not quantised.
-    """
+    """Slices the ids first .. first + size - 1 of a table whose ids are along `axis`."""
     values, scale = table[:2] if isinstance(table, QuantisedWeight) else (table, None)
     if size is None or size == values.shape[axis]:
         return values, scale

@@ -68,14 +68,8 @@ def dot(x: Rows, w: Weight, count: int, mesh: Mesh | None = None) -> Float[Array
     """Contracts the last `count` axes of x with the first `count` axes of w.
 
     Args:
-        x: Activations.
-        w: A matrix, possibly quantised (`weight_quant.multiply`); a low-rank addition (LoRA) is added.
-        count: Number of contracted axes.
         mesh: Mesh of a training step, on which the rows of x and of the result stay sharded
             (`sharding.constrain_rows`); None: no constraint.
-
-    Returns:
-        The product, in the dtype of x.
     """
     if isinstance(w, LoraWeight):
         low_rank = dot(dot(x, w.a, count, mesh), w.b, 1, mesh)
@@ -94,13 +88,7 @@ def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, product: Callable
     """Makes a term of `dot`.
 
     Args:
-        x: Activations.
-        w: A matrix, possibly quantised.
-        count: Number of contracted axes.
         product: Computes the product: `dot` or `local_dot` with some of their arguments.
-
-    Returns:
-        The product [B, T, *o] as a term.
     """
     return Term(functools.partial(product, count=count), (x, w))
 
@@ -115,14 +103,7 @@ def gated_dot(
     """Computes act(x gate) * (x up).
 
     Args:
-        x: Activations.
-        gate: A matrix [D, F], possibly quantised or with a low-rank addition.
-        up: The same.
-        act: Activation of the gate.
         product: Computes the products: `dot` with some of its arguments.
-
-    Returns:
-        The hidden units.
     """
     return act(product(x, gate, 1)) * product(x, up, 1)
 
@@ -132,15 +113,6 @@ def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> F
 
     For so few rows XLA divides the inputs and writes several partial sums in fp32; the kernel applies the scales of an
     8-bit matrix, and a gate, to the sums before anything is written.
-
-    Args:
-        x: Activations.
-        w: A matrix.
-        count: Number of contracted axes.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The product, in the dtype of x.
     """
     prepare = _few_rows(x, (w,), count, None, device)
     if prepare is None:
@@ -151,29 +123,12 @@ def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> F
 
 
 def exact_dot(x: Float[Array, "*s D"], w: Weight) -> Float[Array, "*s F"]:
-    """Computes x w in at least fp32 from `dot`, for the logits of a router.
-
-    Args:
-        x: Activations.
-        w: A matrix [D, F].
-
-    Returns:
-        The product.
-    """
+    """Computes x w in at least fp32 from `dot`, for the logits of a router."""
     return dot(x, w, 1).astype(accumulation_dtype(x.dtype))
 
 
 def local_exact_dot(x: Float[Array, "*s D"], w: Weight, device: Device | None = None) -> Float[Array, "*s F"]:
-    """Computes `exact_dot` on one device, of few rows with the kernel, whose sums are fp32.
-
-    Args:
-        x: Activations.
-        w: A matrix [D, F].
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The product.
-    """
+    """Computes `exact_dot` on one device, of few rows with the kernel, whose sums are fp32."""
     prepare = _few_rows(x, (w,), 1, None, device, jnp.float32) if isinstance(w, jax.Array) else None
     if prepare is None:  # also of quantised matrices, and those with a low-rank addition
         return exact_dot(x, w)
@@ -184,18 +139,7 @@ def local_exact_dot(x: Float[Array, "*s D"], w: Weight, device: Device | None = 
 def local_gated_dot(
     x: Rows, gate: Weight, up: Weight, act: Activation, device: Device | None = None
 ) -> Float[Array, "*s F"]:
-    """Computes `gated_dot` on one device, of few rows with the grouped kernel.
-
-    Args:
-        x: Activations.
-        gate: A matrix [D, F].
-        up: The same.
-        act: Activation of the gate.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The hidden units.
-    """
+    """Computes `gated_dot` on one device, of few rows with the grouped kernel."""
     prepare, plain = _few_rows(x, (gate, up), 1, act, device), functools.partial(gated_dot, act=act)
     if prepare is None:
         return plain(x, gate, up)
@@ -251,29 +195,12 @@ def _few_rows(
 
 
 def embed(table: Array | QuantisedWeight, tokens: Int[Array, "B T"], then: Activation) -> Term:
-    """Makes a term that looks up embeddings.
-
-    Args:
-        table: Embeddings [V, *w], possibly quantised.
-        tokens: Ids.
-        then: Function applied to the embeddings; it must map zeros to zeros.
-
-    Returns:
-        then(table[tokens]) [B, T, *w] as a term.
-    """
+    """Makes a term that looks up embeddings."""
     return Term(lambda tokens, table: then(lookup(table, tokens)), (tokens, table))
 
 
 def row_dtype(*weights: Weight, device: Device | None = None) -> Any:
-    """The dtype of 8 bits to which the norm that some products read is rounded by the kernel that computes it.
-
-    Args:
-        *weights: The matrices of these products.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The dtype; None: the norm stays in the dtype of the hidden states.
-    """
+    """The dtype of 8 bits to which the norm that some products read is rounded by the kernel that computes it."""
     found = {w.values.dtype if isinstance(w, RowQuantisedWeight) and w.plain else None for w in weights}
     return found.pop() if len(found) == 1 and present(device) == HOPPER else None
 
@@ -290,16 +217,7 @@ def experts(
     """Makes a term of `moe.apply_experts`.
 
     Args:
-        x: Hidden states.
-        ids: Experts of each token.
-        weights: Weight of each of these experts.
         stacks: Matrices of all experts: gate and up [E, D, 2F], and down [E, F, D].
-        act: Activation of the gate.
-        combined: False: a sum of no other terms may be `ExpertOutputs`, which `residual_norms` combines.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The weighted sum of the experts' outputs [B, T, D], or these outputs, as a term.
     """
     run = moe.apply_experts if combined else moe.expert_outputs
     return Term(functools.partial(run, act=act, device=device), (x, ids, weights, *stacks))
@@ -312,18 +230,7 @@ def local_feed_forwards(
     act: Activation,
     device: Device | None = None,
 ) -> list[Float[Array, "B T D"] | ExpertOutputs]:
-    """Computes a gated feed-forward and that of experts beside it on one device, their products in shared launches.
-
-    Args:
-        x: Input of the first.
-        matrices: Its gate, up and down matrices.
-        routed: Term of the experts, from `experts`, not combined.
-        act: Activation of both gates.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The output of the first, and the outputs of the experts.
-    """
+    """Computes a gated feed-forward and that of experts beside it on one device, their products in shared launches."""
     states, ids, weights, *stacks = routed.args
     gate, up, down = matrices
 
@@ -357,14 +264,7 @@ def local_feed_forwards(
 
 
 def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"] | ExpertOutputs]:
-    """Computes sums of terms.
-
-    Args:
-        *sums: The terms of each sum; one that is not combined is alone.
-
-    Returns:
-        The sums.
-    """
+    """Computes sums of terms."""
     return [functools.reduce(operator.add, (term.run(*term.args) for term in terms)) for terms in sums]
 
 
@@ -379,15 +279,7 @@ def local_residual_norms(
     """Computes `kernels.residual_norm.residual_norms` on one device, with the kernel where there is one.
 
     Args:
-        x: Hidden states.
-        residual: What a layer adds to them.
-        factors: Factors of each norm of the new hidden states.
-        eps: Added to the mean squares.
         rounded: Dtypes of 8 bits of the norms, from `row_dtype`, or None.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The new hidden states, and their norms.
     """
     if residual_norm.refuses(x, device) is not None:
         return residual_norm.residual_norms(x, residual, factors, eps)
@@ -397,15 +289,7 @@ def local_residual_norms(
 
 
 def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> qk_norm_rope.Projections:
-    """Projects hidden states to queries, keys and values on one device.
-
-    Args:
-        x: Hidden states.
-        matrices: Matrices [D, heads, K] of queries, keys and values; None for values that are the keys.
-
-    Returns:
-        The products.
-    """
+    """Projects hidden states to queries, keys and values on one device."""
     q, k, *v = (dot(x, w, 1) for w in matrices if w is not None)
     return qk_norm_rope.Projections(q, k, v[0] if v else None)
 
@@ -413,16 +297,7 @@ def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> qk_norm_rope.Pr
 def local_project_heads(
     x: Rows, matrices: Sequence[Weight | None], device: Device | None = None
 ) -> qk_norm_rope.Projections:
-    """Computes `project_heads`, of few rows in one launch of the kernel, whose result the next one reads where it is.
-
-    Args:
-        x: Hidden states [B, T, D].
-        matrices: As in `project_heads`.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The products.
-    """
+    """Computes `project_heads`, of few rows in one launch, whose result the next kernel reads where it is."""
     given = tuple(w for w in matrices if w is not None)
     prepared = [_few_rows(x, (w,), 1, None, device) for w in given]
     if not all(prepared):
@@ -448,19 +323,7 @@ def norm_rope_write(
     slots: Int[Array, "B T"],
     eps: float,
 ) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
-    """Computes `kernels.qk_norm_rope.norm_rope_write` for a cache of any format.
-
-    Args:
-        x: Projected hidden states.
-        factors: Of the norms of queries and keys.
-        table: Cosines and sines of RoPE.
-        kv: The cache of one layer.
-        slots: Slot of each token.
-        eps: Added to the mean squares.
-
-    Returns:
-        Queries, and the updated cache.
-    """
+    """Computes `kernels.qk_norm_rope.norm_rope_write` for a cache of any format."""
     q, k, v = qk_norm_rope.norm_rope(x, factors, table, eps)
     return q, kv_cache.write(kv, k, v, slots)
 
@@ -474,20 +337,7 @@ def local_norm_rope_write(
     eps: float,
     device: Device | None = None,
 ) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
-    """Computes `norm_rope_write` on one device, with the kernel where there is one.
-
-    Args:
-        x: Projected hidden states.
-        factors: Of the norms of queries and keys.
-        table: Cosines and sines of RoPE.
-        kv: The cache of one layer.
-        slots: Slot of each token.
-        eps: Added to the mean squares.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        Queries, and the updated cache.
-    """
+    """Computes `norm_rope_write` on one device, with the kernel where there is one."""
     plain = functools.partial(norm_rope_write, eps=eps)
     if qk_norm_rope.refuses(x, table, kv, device) is not None:
         return plain(x, factors, table, kv, slots)
@@ -506,18 +356,7 @@ def local_route(
     scale: float = 1.0,
     device: Device | None = None,
 ) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
-    """Computes `kernels.routing.route` on one device, with the kernel where there is one.
-
-    Args:
-        logits: Logits of the router.
-        factors: Factor of each expert.
-        active: k.
-        scale: Positive factor of the logits.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        Ids and weights.
-    """
+    """Computes `kernels.routing.route` on one device, with the kernel where there is one."""
     if routing.refuses(logits, active, device) is not None:
         return routing.route(logits, factors, active, scale)
     kernel = functools.partial(routing.kernel_route, active=active, scale=scale, device=device)
@@ -583,12 +422,8 @@ def device_ops(device: Device | None, mesh: Mesh | None = None) -> Ops:
     """Makes the operations of a pass that runs on one device, or that XLA's partitioner divides among devices.
 
     Args:
-        device: Device to compile kernels for; None: the device of this machine.
         mesh: Mesh of a training step, in which products keep their rows sharded over `data` and `fsdp`; None: no
             constraint.
-
-    Returns:
-        Operations without explicit communication.
     """
     ops = Ops()
     if device is not None:

@@ -54,12 +54,6 @@ class DocumentLayout:
 
         Args:
             ids: Tokens of the document [n]. `masks.layout` describes all arguments.
-            prompt: Number of tokens at its start that are never noised.
-            fill: Id that completes the last canvas.
-            all_clean: Whether the clean part holds the whole document.
-
-        Returns:
-            The document.
         """
         return masks.layout(self.config, ids, prompt, fill, all_clean, self.clean_fill)
 
@@ -77,15 +71,7 @@ class DocumentLayout:
         return prompts * 0
 
     def sizes(self, lengths: Count, prompts: Count) -> PieceSizes[Count]:
-        """Counts the positions of pieces whose last canvas is completed.
-
-        Args:
-            lengths: Number of tokens of each piece [P], or an int for one piece (faster than an array of one).
-            prompts: Number of tokens at its start that are never noised [P].
-
-        Returns:
-            The sizes.
-        """
+        """Counts the positions of pieces whose last canvas is completed."""
         first = self.first_canvas(prompts)
         canvases = -((first - lengths) // self.block)
         if self.config.autoregressive:  # each token occurs once, in the clean part
@@ -99,15 +85,7 @@ class DocumentLayout:
         return PieceSizes(first, canvases, clean, clean + canvases * self.block)
 
     def fitting(self, room: int, prompt: int) -> int:
-        """Counts the tokens of the longest piece whose whole canvases fit into `room` positions.
-
-        Args:
-            room: Number of free positions.
-            prompt: Number of tokens at the piece's start that are never noised.
-
-        Returns:
-            Number of tokens; 0 if not even one canvas fits.
-        """
+        """Counts the tokens of the longest piece whose whole canvases fit into `room` positions."""
         first = self.first_canvas(prompt)
         if self.config.autoregressive:
             return room if room > prompt else 0
@@ -133,14 +111,6 @@ class DocumentLayout:
 
         Args:
             tokens: Tokens of all pieces, int32 [N].
-            pieces: The pieces; those of a row fit into its T positions, and each row has at least one.
-            shape: (B rows, T positions).
-            fill: Id that completes the last canvas of a text.
-            pad: Id that fills the rest of a row.
-            spans: Narrows the editable positions of each canvas; None keeps all of them.
-
-        Returns:
-            numpy arrays [B, T], equal to the result of laying out the pieces one by one and packing them.
         """
         count, length = shape
         sizes = self.sizes(pieces.length, pieces.prompt)
@@ -196,13 +166,8 @@ class DocumentLayout:
         """Cuts pieces into segments.
 
         Args:
-            pieces: The pieces.
-            sizes: Their sizes.
             begin: Slot of its row at which each piece starts [P].
             firsts: Index of the first piece of each row [B].
-
-        Returns:
-            The segments of all rows.
         """
         block, number = self.block, np.arange(len(begin))
         # one causal segment; what is editable is predicted by the tokens before it

@@ -28,26 +28,13 @@ class ShiftedCache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> ShiftedCache:
-    """Creates a cache of zeros for a model with shifted logits (`Model.empty_cache`).
-
-    Args:
-        config: Sizes of the model.
-        batch: B, number of rows.
-        slots: S, positions of each row.
-
-    Returns:
-        A cache of zeros.
-    """
+    """Creates a cache of zeros for a model with shifted logits (`Model.empty_cache`)."""
     kv = kv_cache.empty_cache(config, batch, slots)
     return ShiftedCache(kv, jnp.zeros((batch, slots), jnp.int32))
 
 
 def apply(net: nn.Module, given: PackedPass) -> Array:
     """Runs a pass without a cache, and gives each position the hidden state of the position before it.
-
-    Args:
-        net: The network, a `transformer.Transformer` bound to its parameters.
-        given: Packed rows.
 
     Returns:
         Hidden states [B, T, D], aligned with the tokens that they predict.
@@ -69,17 +56,9 @@ def apply(net: nn.Module, given: PackedPass) -> Array:
 def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, ShiftedCache]:
     """Runs a pass over a cache with the token at start - 1 in front of each row.
 
-    Args:
-        net: The network, a `transformer.Transformer`, whose config has alignment="shifted".
-        params: Its parameters.
-        given: Tokens, a `ShiftedCache` and positions.
-
     Returns:
         The hidden states [B, T, D] and the cache. In denoising rows, hidden states are aligned with the tokens that
         they predict; encoding rows keep the hidden states of their own positions.
-
-    Raises:
-        ValueError: For `leave_one_out`.
     """
     if given.leave_one_out is not None:
         raise refuse(

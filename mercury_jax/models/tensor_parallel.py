@@ -34,15 +34,7 @@ _on_each_device = functools.partial(jax.shard_map, check_vma=False)
 
 
 def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
-    """Makes the operations of a pass over a cache that is divided over a mesh.
-
-    Args:
-        mesh: A mesh with the axes `sharding.AXES`; None: one device.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        Operations that communicate explicitly in a `shard_map`.
-    """
+    """Makes the operations of a pass over a cache that is divided over a mesh."""
     product = functools.partial(local_dot, device=device)
     if mesh is None:
         # Not `dot`: XLA merges the projections to queries, keys and values into one product.
@@ -74,13 +66,6 @@ def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
     """Makes the operations of a training step, which XLA's partitioner divides over a mesh.
 
     It cannot divide an attention kernel: the kernel runs in a `shard_map`, on the rows and heads of each device.
-
-    Args:
-        mesh: A mesh with the axes `sharding.AXES`; None: one device.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The operations.
     """
     own = device_ops(device, mesh)
     if mesh is None or mesh.size == 1:
@@ -110,11 +95,6 @@ def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
 def _weight_spec(w: Weight, axes: tuple[str, ...], count: int | None = None) -> Any:
     """Builds the spec of a matrix that is sharded along its experts, or along its first contracted axis.
 
-    Args:
-        w: The matrix.
-        axes: Mesh axes.
-        count: Number of contracted axes, of which the first is sharded; None: the experts, the first axis, are.
-
     Returns:
         A tree of specs with the structure of w. Scales of outputs are sharded with the experts only, and so is the LoRA
         factor `b`. Scales of groups are sharded like the inputs (`weight_quant.with_divisible_groups`), unless the
@@ -134,15 +114,7 @@ def _weight_spec(w: Weight, axes: tuple[str, ...], count: int | None = None) -> 
 
 
 def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:
-    """Computes sums of terms with one all-reduce for all of them.
-
-    Args:
-        mesh: The mesh.
-        *sums: The terms of each sum; all sums have the same shape.
-
-    Returns:
-        The sums; each device holds its rows.
-    """
+    """Computes sums of terms with one all-reduce for all of them."""
     terms = [term for sequence in sums for term in sequence]
     axes = tuple(axis for axis in SUMMED if any(axis in term.axes for term in terms))
 
@@ -173,16 +145,6 @@ def dot_term(
 
     x is the output of `attend`, or of matrices sharded over `tensor`, so it is already sharded in this way: no data
     moves before the all-reduce.
-
-    Args:
-        mesh: The mesh.
-        x: Activations.
-        w: A matrix, possibly quantised; its scales are small and replicated.
-        count: Number of contracted axes.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The product [B, T, *o] as a term.
     """
     axes = dividing_axes(("tensor",), x.shape[2], mesh)
     specs = (P(_row_axes(mesh, x), None, axes or None), _weight_spec(w, axes, count))
@@ -193,15 +155,6 @@ def embed(mesh: Mesh, table: Array | QuantisedWeight, tokens: Int[Array, "B T"],
     """Makes a term that looks up embeddings in a table whose rows are sharded over `tensor`.
 
     Each device looks up the ids whose rows it holds, and has zeros for all other ids.
-
-    Args:
-        mesh: The mesh.
-        table: Embeddings [V, *w], possibly quantised.
-        tokens: Ids.
-        then: Function applied to the embeddings; it must map zeros to zeros.
-
-    Returns:
-        then(table[tokens]) [B, T, *w] as a term.
     """
     axes = dividing_axes(("tensor",), table.shape[0], mesh)
 
@@ -220,15 +173,6 @@ def map_rows(mesh: Mesh, f: Callable[..., Any], x: Float[Array, "B *s"], *shared
     """Computes f on each device for the rows of that device.
 
     For a function that sorts, such as top-k, XLA's partitioner would gather all rows on every device.
-
-    Args:
-        mesh: The mesh.
-        f: A function that treats the rows of x independently.
-        x: First argument of f.
-        *shared: Other arguments of f, the same on every device.
-
-    Returns:
-        f(x, *shared).
     """
     spec = P(_row_axes(mesh, x))
     in_specs = (spec, *[P()] * len(shared))
@@ -236,15 +180,7 @@ def map_rows(mesh: Mesh, f: Callable[..., Any], x: Float[Array, "B *s"], *shared
 
 
 def replicate(mesh: Mesh, x: Float[Array, "B *s"]) -> Float[Array, "B *s"]:
-    """Gathers all columns of each row on the devices that compute this row.
-
-    Args:
-        mesh: The mesh.
-        x: Rows whose columns may be sharded.
-
-    Returns:
-        x, sharded over rows only.
-    """
+    """Gathers all columns of each row on the devices that compute this row."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(_row_axes(mesh, x))))
 
 
@@ -263,17 +199,7 @@ def experts(
     Each device computes the experts that it holds, and adds zeros for the others.
 
     Args:
-        mesh: The mesh.
-        x: Hidden states.
-        ids: Experts of each token.
-        weights: Weight of each of these experts.
         stacks: Matrices of all experts: gate and up [E, D, 2F], and down [E, F, D].
-        act: Activation of the gate.
-        combined: Not used: devices add arrays, so that the term is always combined.
-        device: Device to compile kernels for; None: the device of this machine.
-
-    Returns:
-        The weighted sum of the experts' outputs [B, T, D] as a term.
     """
     del combined
     count = stacks[0].shape[0]
@@ -295,18 +221,7 @@ def write(
     v: Float[Array, "B T G K"],
     slots: Int[Array, "B T"],
 ) -> kv_cache.KV:
-    """Runs `cache.write` on each device for the key heads that it holds.
-
-    Args:
-        mesh: The mesh.
-        kv: The cache of one layer.
-        k: Keys.
-        v: Values.
-        slots: Slot of each token.
-
-    Returns:
-        The updated cache.
-    """
+    """Runs `cache.write` on each device for the key heads that it holds."""
     rows = _row_axes(mesh, k)
     heads = P(rows, None, dividing_axes(("tensor",), k.shape[2], mesh) or None)
     in_specs = (heads, heads, heads, P(rows))
@@ -328,16 +243,7 @@ def attend(
     query heads read.
 
     Args:
-        mesh: The mesh.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        ranges: Key ranges.
-        row_axes: Mesh axes over which rows are sharded.
         **options: Keyword arguments of `kernels.attend`, except `residual`.
-
-    Returns:
-        The outputs [B, T, H, K], sharded over rows and heads.
     """
     rows = dividing_axes(row_axes, q.shape[0], mesh) or None
     heads, group = q.shape[2], q.shape[2] // k.shape[2]

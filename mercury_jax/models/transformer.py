@@ -200,7 +200,6 @@ class Transformer(nn.Module):
         """Computes hidden states, and updates the cache.
 
         Args:
-            inputs: Tokens, positions, and the key ranges of layers without a sliding window.
             cache: One `KV` per layer; None: a pass without a cache.
             soft: Mixtures for the first L <= T tokens, used only for masks. Other tokens, and masks after the first L,
                 keep their plain embeddings.
@@ -228,15 +227,7 @@ class Transformer(nn.Module):
 
 
 def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
-    """Builds the transformer of a config as pure functions.
-
-    Args:
-        config: Sizes, attention pattern and alignment.
-        remat: Which intermediate values a training step keeps of each layer.
-
-    Returns:
-        The model. Equal configs give models that compute the same.
-    """
+    """Builds the transformer of a config as pure functions."""
     shifted = config.alignment == "shifted"
     return model_of(
         config,

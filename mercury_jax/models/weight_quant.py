@@ -102,11 +102,6 @@ class WeightFormat(NamedTuple):
 
         Args:
             shape: Shape of the matrix [batch..., inputs..., outputs...].
-            inputs: Number of axes that are contracted.
-            batch: Number of axes before the contracted axes.
-
-        Returns:
-            A `QuantisedWeight` of `jax.ShapeDtypeStruct`.
         """
         like: Any = jax.ShapeDtypeStruct
         lead, contracted, outputs = shape[:batch], shape[batch : batch + inputs], shape[batch + inputs :]
@@ -125,10 +120,6 @@ def stored_bytes(like: Any, packed: bool = True) -> int:
 
     Args:
         like: An array or a `jax.ShapeDtypeStruct`.
-        packed: Whether the device stores two values of 4 bits in a byte, as GPUs and TPUs do and CPUs do not.
-
-    Returns:
-        The bytes.
     """
     dtype = jnp.dtype(like.dtype)
     bits = 8 * dtype.itemsize
@@ -155,12 +146,6 @@ def quantise(w: Any, kind: WeightFormat, inputs: int, batch: int = 0) -> Quantis
 
     Args:
         w: Matrix [batch..., inputs..., outputs...], a numpy array or a JAX array on the host.
-        kind: One of `FORMATS`.
-        inputs: Number of axes that are contracted.
-        batch: Number of axes before the contracted axes (1 for stacked experts).
-
-    Returns:
-        The values and scales in numpy; a scale is max |w| / 127 of its output in int8, and / 448 in fp8.
     """
     w = np.asarray(w, np.float32)
     axes, most = tuple(range(batch, batch + inputs)), largest(kind.values)
@@ -172,15 +157,7 @@ def quantise(w: Any, kind: WeightFormat, inputs: int, batch: int = 0) -> Quantis
 
 
 def lookup(table: Array | QuantisedWeight, ids: Int[Array, "*s"]) -> Float[Array, "*s *w"]:
-    """Looks up rows of a table; rows of a quantised one are multiplied by their scales.
-
-    Args:
-        table: Table [V, *w], in 8 bits with one scale per id [V].
-        ids: Ids.
-
-    Returns:
-        The rows, in fp32 if the table is quantised, otherwise in its dtype.
-    """
+    """Looks up rows of a table; rows of a quantised one are multiplied by their scales."""
     if not isinstance(table, QuantisedWeight):
         return table[ids]
     rows, scale = table.values[ids].astype(jnp.float32), table.scale[ids]
@@ -188,14 +165,7 @@ def lookup(table: Array | QuantisedWeight, ids: Int[Array, "*s"]) -> Float[Array
 
 
 def check_not_quantised(params: Params) -> None:
-    """Checks that parameters can be saved: none may be quantised or have a low-rank addition.
-
-    Args:
-        params: Parameters of a model.
-
-    Raises:
-        ValueError: If a leaf is quantised or a `LoraWeight`.
-    """
+    """Checks that parameters can be saved: none may be quantised or have a low-rank addition."""
     for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedWeight | LoraWeight)):
         if isinstance(x, LoraWeight):
             allowed = "merged parameters: save the adapter, and load(base, adapter=FOLDER) merges it"
@@ -215,14 +185,6 @@ def multiply(x: Rows, w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     Without groups, the values are converted inside of the product and the scales multiply its result: nothing of the
     size of the matrix is written to memory. With groups, one kernel writes the matrix in the dtype of x, which the
     product reads; its memory is free again after the product.
-
-    Args:
-        x: Activations.
-        w: The matrix.
-        count: Number of contracted axes.
-
-    Returns:
-        The product in the dtype of x.
     """
     values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
     if isinstance(w, RowQuantisedWeight) and not isinstance(x, QuantisedRows):
@@ -254,9 +216,6 @@ def _rounded_jvp(dtype: Any, count: int, primals: Any, tangents: Any) -> tuple[A
 def ungrouped(w: QuantisedWeight) -> Array:
     """Computes (values - zero) * group_scale in fp32, which is w without the scale of each output.
 
-    Args:
-        w: The matrix.
-
     Returns:
         An array of the shape of `w.values`; the values themselves if there are no groups.
     """
@@ -276,15 +235,7 @@ def ungrouped(w: QuantisedWeight) -> Array:
 
 
 def with_divisible_groups(w: QuantisedWeight, parts: int) -> QuantisedWeight:
-    """Splits groups into equal ones until `parts` divides their number, so that inputs can be sharded with them.
-
-    Args:
-        w: The matrix, in numpy; `parts` divides its flattened inputs.
-        parts: Number of shards of the inputs.
-
-    Returns:
-        The same matrix. Groups that are not contiguous stay as they are.
-    """
+    """Splits groups into equal ones until `parts` divides their number, so that inputs can be sharded with them."""
     if w.group_scale is None or w.group is not None:
         return w
     groups = w.group_scale.shape[-1]
@@ -295,10 +246,6 @@ def with_divisible_groups(w: QuantisedWeight, parts: int) -> QuantisedWeight:
 
 def dequantise(w: Array | QuantisedWeight, batch: int = 0) -> Array:
     """Computes the fp32 matrix that a quantised one represents; returns other arrays unchanged.
-
-    Args:
-        w: Matrix [batch..., inputs..., outputs...].
-        batch: Number of axes before the inputs (1 for stacked experts).
 
     Returns:
         The matrix [batch..., inputs..., outputs...].

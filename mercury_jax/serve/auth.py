@@ -33,11 +33,6 @@ class AuthMiddleware:
     """ASGI middleware that checks host, API key and request rate, in this order.
 
     A refused request never reaches the wrapped app.
-
-    Args:
-        app: The wrapped app.
-        options: Keys, hosts and rate.
-        clock: Returns the time in seconds; a test passes its own.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, clock: Callable[[], float] = time.monotonic):
@@ -57,17 +52,7 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def authenticate(self, headers: Headers) -> str:
-        """Checks the API key of a request.
-
-        Args:
-            headers: Headers of the request.
-
-        Returns:
-            The SHA-256 digest of the key, in hex; "" if the server has no keys.
-
-        Raises:
-            ApiError: 401 for a missing or unknown key.
-        """
+        """Checks the API key of a request."""
         if not self._digests:
             return ""
         key = _given_key(headers)
@@ -94,15 +79,7 @@ def digest(key: str) -> bytes:
 
 
 def check_host(values: Sequence[bytes], allowed: Iterable[str]) -> None:
-    """Checks the Host header.
-
-    Args:
-        values: All values of the header.
-        allowed: Allowed host names; "*" allows any.
-
-    Raises:
-        ApiError: 400 if the header is missing, repeated or malformed; 403 if the name is not allowed.
-    """
+    """Checks the Host header."""
     found = HOST_PATTERN.fullmatch(values[0].decode("latin-1")) if len(values) == 1 else None
     if not found:
         raise ApiError(400, "Host must be one name or address, with a port or without")
@@ -113,26 +90,14 @@ def check_host(values: Sequence[bytes], allowed: Iterable[str]) -> None:
 
 
 class RateLimiter:
-    """A token bucket per API key, refilled at `rate` per minute; its capacity is one minute of requests.
-
-    Args:
-        rate: Requests per minute and key.
-        clock: Returns the time in seconds.
-    """
+    """A token bucket per API key, refilled at `rate` per minute; its capacity is one minute of requests."""
 
     def __init__(self, rate: float, clock: Callable[[], float]):
         self.rate, self.capacity, self._clock = rate / 60.0, max(1.0, rate), clock
         self._buckets: dict[str, tuple[float, float]] = {}  # (tokens left, time) by known key
 
     def take(self, key: str) -> None:
-        """Takes one token from the bucket of a key.
-
-        Args:
-            key: Digest of the API key.
-
-        Raises:
-            ApiError: 429 if the bucket is empty, with the seconds until the next request is allowed.
-        """
+        """Takes one token from the bucket of a key."""
         now = self._clock()
         left, last = self._buckets.get(key, (self.capacity, now))
         left = min(self.capacity, left + (now - last) * self.rate)

@@ -66,15 +66,7 @@ class ToolPolicy(NamedTuple):
 
 
 async def chat_completions(models: ServedModels, request: Request) -> Response:
-    """Answers a conversation.
-
-    Args:
-        models: The served models.
-        request: The HTTP request.
-
-    Returns:
-        A JSON response or an event stream.
-    """
+    """Answers a conversation."""
     service, body = await models.read(request, ChatCompletionsRequest)
     fields = {"tools", "response_format", "bad_words"}
     plain = body.model_dump(include=fields, exclude_unset=True, by_alias=True)
@@ -86,9 +78,6 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     """Makes the response plan and one engine request per answer.
 
     Must not run in the event loop's thread: it renders a template, tokenizes, and may compile a grammar for seconds.
-
-    Raises:
-        ApiError: 400 if a parameter cannot be honoured.
     """
     lm, options, top = service.engine.lm, service.options, body.top_logprobs
     if top and not body.logprobs:
@@ -166,18 +155,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
 
 
 def continued_text(request: ChatCompletionsRequest, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the text that the answer continues: that of the last message, if a field of the request asks for it.
-
-    Args:
-        request: The request.
-        messages: Its messages, from `chat.messages.plain_messages`.
-
-    Returns:
-        The text; None for an answer that is a message of its own.
-
-    Raises:
-        ApiError: 400 if the last message is not a text of the assistant, or a field contradicts another one.
-    """
+    """Returns the text that the answer continues: that of the last message, if a field of the request asks for it."""
     fields: dict[str, object] = {}
     if request.continue_final_message:
         fields["continue_final_message"] = True
@@ -207,18 +185,7 @@ def continued_text(request: ChatCompletionsRequest, messages: Sequence[Mapping[s
 
 
 def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
-    """Applies `tool_choice` to the tools.
-
-    Args:
-        request: The request.
-        tools: Its tools, from `chat.messages.plain_tools`.
-
-    Returns:
-        The tools that may be called, and the allowed number of calls.
-
-    Raises:
-        ApiError: 400 if `tool_choice` names an unknown tool, or requires a call and there are no tools.
-    """
+    """Applies `tool_choice` to the tools."""
     choice, named = request.tool_choice or "auto", None
     if choice == "none":
         return ToolPolicy()
@@ -247,17 +214,6 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     The answer is one of: calls only (`tool_choice` requires one), free text or calls (tools, but no format), content in
     the wanted format (no tools), or calls or formatted content (both). The last case is needed because agent frameworks
     send tools and a format in every turn.
-
-    Args:
-        lm: The model; its tokenizer defines the tokens and the form of tool calls.
-        request: The request.
-        policy: The tools that `tool_choice` allows.
-
-    Returns:
-        The grammar and the check; empty if nothing is constrained.
-
-    Raises:
-        ApiError: 400, with the reason, if the constraint cannot be guaranteed.
     """
     wanted, form = request.response_format, tool_format(lm.tokenizer)
     content: grammars.JSONSchema | grammars.JSONObject | None = None
@@ -299,19 +255,7 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
 
 
 def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar:
-    """Compiles a grammar.
-
-    Args:
-        lm: The model, whose tokenizer has the tokens.
-        spec: Specification of the grammar.
-        param: Field of the request that an error names.
-
-    Returns:
-        The compiled grammar.
-
-    Raises:
-        ApiError: 400, naming the part of the specification that is not supported.
-    """
+    """Compiles a grammar."""
     try:
         return grammars.compile(lm.tokenizer, spec)
     except grammars.GrammarError as error:
@@ -330,9 +274,6 @@ def _enforced(
 
     A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced. Tools whose turn
     comes after the deadline of the request take any object.
-
-    Raises:
-        ApiError: 400 for parameters that are no JSON Schema, or that nothing satisfies.
     """
     tools: list[dict[str, Any]] = []
     loose: dict[str, Any] = {}

@@ -37,18 +37,7 @@ END_OF_TEXT = "<|endoftext|>"  # suffix that editors send at the end of a file, 
 
 
 async def completions(models: ServedModels, request: Request) -> Response:
-    """Continues one or several prompts; with a suffix, fills the gap.
-
-    Args:
-        models: The served models.
-        request: The HTTP request.
-
-    Returns:
-        A JSON response or an event stream.
-
-    Raises:
-        ApiError: 400 if prompts times `n` exceeds `MAX_CHOICES`.
-    """
+    """Continues one or several prompts; with a suffix, fills the gap."""
     service, body = await models.read(request, protocol.CompletionsRequest)
     several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     prompts: Any = body.prompt if several else [body.prompt]
@@ -67,54 +56,25 @@ async def completions(models: ServedModels, request: Request) -> Response:
 
 
 async def fim_completions(models: ServedModels, request: Request) -> Response:
-    """Fills the gap between prompt and suffix.
-
-    Args:
-        models: The served models.
-        request: The HTTP request.
-
-    Returns:
-        A JSON response or an event stream.
-    """
+    """Fills the gap between prompt and suffix."""
     service, body = await models.read(request, protocol.FimCompletionsRequest)
     return await respond(service, request, lambda: _prepare_texts(service, body, [body.prompt], 1), 1)
 
 
 async def edit_completions(models: ServedModels, request: Request) -> Response:
-    """Rewrites the marked region of a file.
-
-    Args:
-        models: The served models.
-        request: The HTTP request.
-
-    Returns:
-        A JSON response or an event stream.
-    """
+    """Rewrites the marked region of a file."""
     service, body = await models.read(request, protocol.EditCompletionsRequest)
     return await respond(service, request, lambda: _prepare_edit(service, body), 1)
 
 
 async def apply_completions(models: ServedModels, request: Request) -> Response:
-    """Merges an update into a file.
-
-    Args:
-        models: The served models.
-        request: The HTTP request.
-
-    Returns:
-        A JSON response or an event stream.
-    """
+    """Merges an update into a file."""
     service, body = await models.read(request, protocol.ApplyCompletionsRequest)
     return await respond(service, request, lambda: _prepare_apply(service, body), 1)
 
 
 class PrecomputedAnswer:
-    """An `AnswerHandle` with a fixed answer, for a reply that needs no decoding.
-
-    Args:
-        tokens: Token ids of the answer.
-        finish: Finish reason.
-    """
+    """An `AnswerHandle` with a fixed answer, for a reply that needs no decoding."""
 
     def __init__(self, tokens: Sequence[int], finish: str = "stop"):
         self.request = EngineRequest(prompt=(0,), max_tokens=1)
@@ -230,14 +190,7 @@ def _prepare_apply(
 
 
 def follows_instructions(lm: LM) -> bool:
-    """Says whether a model takes an edit or a merge as an instruction; other models fill the region as a gap.
-
-    Args:
-        lm: The model.
-
-    Returns:
-        The field `instruct` of the model card; if it is missing, True for imported (Hugging Face) checkpoints.
-    """
+    """Says whether a model takes an edit or a merge as an instruction; other models fill the region as a gap."""
     return bool(lm.card.get("instruct", isinstance(lm.tokenizer, HFTokenizer)))
 
 

@@ -51,19 +51,6 @@ def token_budget(
 
     A requested `max_tokens` has priority, and thinking gets what is left. Without `max_tokens`, thinking takes at most
     half. A `max_tokens` beyond the context is reduced, not refused, since editors send 8192 to any model.
-
-    Args:
-        context: Maximum tokens of prompt and output.
-        prompt: Number of prompt tokens.
-        max_tokens: Requested maximum tokens of the answer; None for the default.
-        thinking: Wanted maximum tokens of thinking; 0 for none.
-        param: Field of the request that holds the prompt.
-
-    Returns:
-        The budget. Its `thinking` is 0 if fewer than `MIN_THINKING` tokens would be left for it.
-
-    Raises:
-        ApiError: 400 if the prompt fills the context.
     """
     left = context - prompt
     if left < 1:
@@ -97,12 +84,8 @@ def decoding_params(service: Service, effort: str | None) -> DecodingParams:
     """Selects the decoding parameters for an effort.
 
     Args:
-        service: The service. Its engine has the rules; its options may set a default effort.
         effort: Name of an effort. None: the server's default effort, or, without a default, the model's own rule with
             the thinking budget of "medium" if that is at most a quarter of the context.
-
-    Returns:
-        Rule, `p`, maximum denoising steps per block, and maximum tokens of thinking.
     """
     name = effort or service.options.effort
     lm, engine = service.engine.lm, service.engine
@@ -127,16 +110,7 @@ def make_request(
     """Makes the engine request of an API request.
 
     Args:
-        service: The service, whose model has the vocabulary.
-        body: The API request. Sampling fields that its endpoint lacks keep the defaults of `EngineRequest`.
-        decoding: Rule, `p` and steps.
         **fields: Other fields of `EngineRequest`, such as `prompt` and `max_tokens`. They take precedence.
-
-    Returns:
-        The request.
-
-    Raises:
-        ApiError: 400 for a token id beyond the vocabulary.
     """
     vocab = service.engine.lm.model.config.vocab
     sampling = {name: getattr(body, name) for name in SAMPLING_FIELDS if name in type(body).model_fields}
@@ -164,16 +138,8 @@ def make_request(
 def check_rule(service: Service, name: str | None, params: Mapping[str, float]) -> dict[str, Any]:
     """Checks the decoding rule of a request.
 
-    Args:
-        service: The service, whose engine has the rules.
-        name: `rule` of the request.
-        params: `rule_params` of the request.
-
     Returns:
         The fields of `EngineRequest`.
-
-    Raises:
-        ApiError: 400 for a rule that the engine does not offer, or parameters that `mj.rules` refuses.
     """
     names = service.engine.rules.names
     if name is None:
@@ -188,25 +154,13 @@ def check_rule(service: Service, name: str | None, params: Mapping[str, float]) 
 
 
 def with_seeds(request: EngineRequest, n: int, prompt: int = 0) -> list[EngineRequest]:
-    """Copies a request for several answers to one prompt.
-
-    Args:
-        request: The request.
-        n: Number of copies.
-        prompt: Index of the prompt among those of the API request.
-
-    Returns:
-        The copies; copy j of prompt i samples with seed + i n + j, modulo 2^31, as in `mj.sample`.
-    """
+    """Copies a request for several answers to one prompt."""
     first = request.seed + prompt * n
     return [dataclasses.replace(request, seed=(first + j) % (1 << 31)) for j in range(n)]
 
 
 def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:
     """Returns the temperature that the vendor would use, and its warning.
-
-    Args:
-        wanted: The requested temperature; None if the request has none.
 
     Returns:
         The temperature and a warning or None: 0.75 without a requested temperature; 0.75 and a warning for a
@@ -231,16 +185,6 @@ def continuation_of(
     Two cases. If unbudgeted thinking used up `max_tokens`, the next request continues the thinking with its own budget,
     and `max_tokens` is kept for the answer. In all other cases the thinking, if any, is closed, and the first token of
     the next request is restricted to visible text.
-
-    Args:
-        lm: The model; its tokenizer has the ids that open and close thinking.
-        context: Maximum tokens of prompt and output.
-        opened: Whether the prompt starts a thinking section.
-        request: The request that has ended.
-        last: Its last snapshot.
-
-    Returns:
-        The part of the snapshot to keep and the next request; None if no request follows.
     """
     tokenizer, marks = lm.tokenizer, lm.tokenizer.thinking
     if request.grammar is not None or request.visible:  # their answers always have content

@@ -25,16 +25,7 @@ NOT_SUPPORTED = "Not supported: "
 
 
 class ApiError(Exception):
-    """An error response.
-
-    Args:
-        status: HTTP status.
-        message: Text for the client. It never contains internals of the server.
-        kind: `type` of the envelope.
-        param: Field of the request at fault, for example `messages[2].content`.
-        code: Machine-readable code, for example `context_length_exceeded`.
-        headers: Further headers of the response, for example `retry-after`.
-    """
+    """An error response."""
 
     def __init__(
         self,
@@ -56,30 +47,12 @@ class ApiError(Exception):
 
 
 def invalid_request(param: str | None, message: str) -> ApiError:
-    """Returns a 400.
-
-    Args:
-        param: The field at fault; None for the request as a whole.
-        message: Text for the client.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Returns a 400."""
     return ApiError(400, message, param=param)
 
 
 def invalid_value(param: str, value: object, allowed: str, field: str | None = None) -> ApiError:
-    """Returns a 400 that names the field, its value and what is allowed.
-
-    Args:
-        param: The field.
-        value: The refused value. The message shows at most `MAX_SHOWN` characters; for a list or object only its size.
-        allowed: Description of the allowed values.
-        field: Name of the value in the message, for example `key of logit_bias`. None: `param`.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Returns a 400 that names the field, its value and what is allowed."""
     kind = {dict: "an object", list: "a list"}.get(type(value))
     constant = value is None or isinstance(value, bool)
     text = repr(value) if kind is None else f"{kind} of {len(value)} entries"  # type: ignore[arg-type]
@@ -89,16 +62,7 @@ def invalid_value(param: str, value: object, allowed: str, field: str | None = N
 
 
 def context_length_exceeded(context: int, detail: str, param: str = "messages") -> ApiError:
-    """Returns a 400 that begins with the vendor's message text, which editors search for.
-
-    Args:
-        context: Maximum tokens of prompt and output.
-        detail: Sentence that follows the vendor's text: how many tokens there are, and how many are allowed.
-        param: Field that holds the prompt.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Returns a 400 that begins with the vendor's message text, which editors search for."""
     message = (
         f"You exceeded the maximum context length for this model of {context}. "
         f"Please reduce the length of the messages or completion. {detail}"
@@ -107,16 +71,7 @@ def context_length_exceeded(context: int, detail: str, param: str = "messages") 
 
 
 def unknown_model(name: str, served: Sequence[str], aliases: Sequence[str] = ()) -> ApiError:
-    """Returns a 404 for a model that is not loaded.
-
-    Args:
-        name: The name in the request.
-        served: Names of the models that are loaded.
-        aliases: Further names of these models.
-
-    Returns:
-        The error, whose message lists all these names.
-    """
+    """Returns a 404 for a model that is not loaded."""
     message = f"model `{name[:MAX_SHOWN]}` not found; this server has {', '.join(served)}"
     message += f" (aliases: {', '.join(aliases)})" if aliases else ""
     return ApiError(404, message, param="model", code="model_not_found")
@@ -124,10 +79,6 @@ def unknown_model(name: str, served: Sequence[str], aliases: Sequence[str] = ())
 
 def unknown_path(path: str, served: Sequence[str]) -> ApiError:
     """Returns a 404 for a path without a route.
-
-    Args:
-        path: Path of the request.
-        served: The main paths of the server.
 
     Returns:
         The error. Its message names the path of `served` that is most similar, then all of them. A `/v1` that is
@@ -139,16 +90,7 @@ def unknown_path(path: str, served: Sequence[str]) -> ApiError:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    """Returns a 405 for a path that other methods than the request's have.
-
-    Args:
-        method: Method of the request.
-        path: Path of the request.
-        allowed: Methods of the path, separated by commas, as in the header `Allow`.
-
-    Returns:
-        The error, with that header.
-    """
+    """Returns a 405 for a path that other methods than the request's have."""
     methods = ", ".join(sorted(re.split(r",\s*", allowed)))
     message = f"method is {method[:MAX_SHOWN]!r}; allowed for {path[:MAX_SHOWN]}: {methods}"
     return ApiError(405, message, headers={"allow": methods})
@@ -157,29 +99,13 @@ def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
 def rate_limited(
     retry_after: float, message: str = "Rate limit exceeded. Please try again later."
 ) -> ApiError:
-    """Returns a 429.
-
-    Args:
-        retry_after: Seconds until the next attempt; rounded up, at least 1.
-        message: Text for the client.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Returns a 429."""
     headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
     return ApiError(429, message, "rate_limit_error", code="rate_limit_reached", headers=headers)
 
 
 def unavailable(message: str, retry_after: float = 1.0) -> ApiError:
-    """Returns a 503.
-
-    Args:
-        message: Text for the client.
-        retry_after: Seconds until the next attempt; rounded up, at least 1.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Returns a 503."""
     headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
     return ApiError(503, message, "server_error", code="overloaded", headers=headers)
 
@@ -195,14 +121,6 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
 
     pydantic's `loc` is a path of fields, mixed with labels of union members. The function follows this path through the
     JSON Schema of the model, which distinguishes labels from fields, and ends at the schema of the allowed values.
-
-    Args:
-        schema: JSON Schema of the model.
-        data: The validated object.
-        error: The error of pydantic.
-
-    Returns:
-        The error, to be raised.
     """
     problems = error.errors(include_url=False)
     # Each member of a union reports its own errors. The longest path is from the member that has the value's JSON type.

@@ -63,15 +63,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def to_reported_error(error: Exception, request_id: str) -> ApiError:
-    """Converts an exception to the error that the client sees: an `ApiError` unchanged, any other as a bare 500.
-
-    Args:
-        error: The exception. It is logged with its traceback unless it is an `ApiError`.
-        request_id: Id that the response and the log share.
-
-    Returns:
-        The error to report.
-    """
+    """Converts an exception to the error that the client sees: an `ApiError` unchanged, any other as a bare 500."""
     if isinstance(error, ApiError):
         return error
     log.exception("request %s failed", request_id, exc_info=error)
@@ -79,12 +71,7 @@ def to_reported_error(error: Exception, request_id: str) -> ApiError:
 
 
 class RequestMiddleware:
-    """Gives each request an id, counts its response, and turns exceptions into error envelopes.
-
-    Args:
-        app: The app within.
-        metrics: Where responses are counted.
-    """
+    """Gives each request an id, counts its response, and turns exceptions into error envelopes."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app, self.metrics = app, metrics
@@ -142,9 +129,6 @@ def check_headers(scope: Scope) -> None:
     If a request has both Content-Length and Transfer-Encoding, a proxy may disagree with this server about its end, and
     take the rest of the body for the next request (request smuggling, RFC 9112 section 6.1). The size is checked here
     because HTTP libraries limit incomplete headers only: headers that arrive in one large packet would pass.
-
-    Raises:
-        ApiError: 400 or 431.
     """
     close = {"connection": "close"}
     names = {name.lower() for name, _ in scope["headers"]}
@@ -161,17 +145,8 @@ async def read_json(request: Request, options: ServerOptions, convert: Callable[
     """Reads the JSON object in the body of a request. Large bodies are parsed and converted in a thread.
 
     Args:
-        request: The request.
         options: Limits: `max_body` (counted while the body arrives; `Content-Length` is not trusted), `max_depth`
             and `read_timeout`.
-        convert: Validates the object. The object has no NaN, infinities or lone surrogates.
-
-    Returns:
-        The result of `convert`.
-
-    Raises:
-        ApiError: 400 (not a valid JSON object), 408 (too slow), 413 (too large), or 415 (not JSON: a form or plain
-            text, which another web page can send without permission, is not accepted as JSON).
     """
     kind, *parameters = request.headers.get("content-type", "").split(";")
     pairs = [(name.strip().lower(), value.strip(' "').lower()) for name, _, value in
@@ -205,18 +180,7 @@ async def read_json(request: Request, options: ServerOptions, convert: Callable[
 
 
 def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
-    """Parses the JSON object of a body.
-
-    Args:
-        body: UTF-8 text.
-        max_depth: Maximum nesting of lists and objects.
-
-    Returns:
-        The object.
-
-    Raises:
-        ApiError: 400 if the text is not a valid JSON object; a syntax error is reported with its position.
-    """
+    """Parses the JSON object of a body."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=refuse_constant, parse_float=refuse_constant)
     except RecursionError:
@@ -247,16 +211,6 @@ def check_json(
     """Refuses JSON that is nested too deeply, and lone surrogates, which JSON escapes can spell and UTF-8 cannot.
 
     Walks over all lists and objects level by level, without recursion.
-
-    Args:
-        value: A list or an object.
-        what: Name of the value in the error message.
-        max_depth: Maximum nesting of lists and objects.
-        param: Field that the error names.
-        check_text: Whether to search texts for lone surrogates.
-
-    Raises:
-        ApiError: 400.
     """
     level: list[Any] = [value]
     for _ in range(max_depth):
@@ -282,17 +236,7 @@ class NotFinite(ValueError):
 
 
 def refuse_constant(number: str) -> float:
-    """Refuses NaN and Infinity, which are not JSON though Python reads them, and floats beyond the range of 64 bits.
-
-    Args:
-        number: The text of the number, from `json.loads`, which calls this as `parse_constant` and `parse_float`.
-
-    Returns:
-        The number.
-
-    Raises:
-        NotFinite: If the number is not finite.
-    """
+    """Refuses NaN and Infinity, which are not JSON though Python reads them, and floats beyond the range of 64 bits."""
     value = float(number)
     if not math.isfinite(value):
         fault = "not JSON" if number in ("NaN", "Infinity", "-Infinity") else "out of range"

@@ -49,8 +49,6 @@ class Metrics:
     """The metrics of one app, in their own registry, so that a process may hold several apps.
 
     Args:
-        stats: Returns the statistics of each model's engine, by the model's name.
-        ready: Returns whether all engines accept requests.
         paths: Paths with their own label. All other paths share the label "other", so that clients cannot create an
             unbounded number of time series.
 
@@ -98,25 +96,12 @@ class Metrics:
         yield GaugeMetricFamily("mercury_ready", about, value=float(self._ready()))
 
     def count_response(self, scope: Scope, status: int) -> None:
-        """Counts one HTTP response.
-
-        Args:
-            scope: ASGI scope of the request.
-            status: HTTP status; 499 if the client disconnected.
-        """
+        """Counts one HTTP response."""
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._responses.labels(path, str(status)).inc()
 
     def count_answer(self, model: str, first: float, last: float, tokens: int, forwards: int) -> None:
-        """Counts one answer.
-
-        Args:
-            model: Name of the model.
-            first: Seconds from the request's arrival to its first snapshot.
-            last: Seconds from the request's arrival to its last token.
-            tokens: Tokens of the answer, thinking included.
-            forwards: Denoising passes; 0 for an answer that needed no decoding, which has no tokens per pass.
-        """
+        """Counts one answer."""
         observed = [(self._first_frame, first), (self._last_token, last)]
         if forwards:
             observed.append((self._tokens_per_forward, tokens / forwards))

@@ -135,28 +135,12 @@ PUBLIC_GET_ERRORS = ("400", "405", "431", "500")
 
 
 async def openapi_json(models: ServedModels, request: Request) -> Response:
-    """Sends the document.
-
-    Args:
-        models: The served models.
-        request: The HTTP request.
-
-    Returns:
-        The response of GET /openapi.json.
-    """
+    """Sends the document."""
     return JsonResponse(build_document(bool(models.options.keys), tuple(models.by_name)))
 
 
 def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
-    """Returns the document.
-
-    Args:
-        keys: Whether the server asks for an API key.
-        models: Model names that the server knows; empty: any string.
-
-    Returns:
-        An OpenAPI 3.1 document.
-    """
+    """Returns the document."""
     answers = {getattr(e, part) for e in ENDPOINTS.values() for part in ("completion", "chunk")}
     others = (responses.ModelList, responses.Status, responses.Error)
     named = {e.request for e in ENDPOINTS.values()} | answers | set(others)

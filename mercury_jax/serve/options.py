@@ -29,25 +29,15 @@ class ServerOptions:
     """Options of the HTTP server. Options of the engine are in `serve.engine.request.EngineConfig`.
 
     Args:
-        keys: API keys; each of them gives access to every route. Empty: no key is needed.
         hosts: Allowed values of the `Host` header, or "*" for any. The default, the loopback names, prevents other web
             pages from using a local server by DNS rebinding.
         origins: Web pages that may read responses, as the `Origin` that browsers send (`http://localhost:3000`), or "*"
             for any. None by default: pages of other origins cannot use the server.
         aliases: Further names of the models, as a mapping from alias to model name; None: the vendor's names, which
             mean the first model.
-        rate: Maximum requests per minute and key; None for no limit.
         effort: Default effort of requests that set none. None: the model's own rule, with the thinking budget of
             "medium" if that is at most a quarter of the context.
-        strict_temperature: Whether temperatures outside of 0.5 to 1 become 0.75 with a warning, as with the vendor.
-        max_body: Maximum bytes of a request's body.
-        max_depth: Maximum nesting of the body's JSON.
-        read_timeout: Seconds within which the body must arrive.
-        keep_alive: Seconds without an event after which a comment is sent on an event stream.
         playground: Whether `/` serves the playground.
-
-    Raises:
-        ValueError: If a value is out of range, or a key is too short or not printable ASCII.
     """
 
     keys: tuple[str, ...] = field(default=(), repr=False)  # never in logs or errors
@@ -80,19 +70,7 @@ class ServerOptions:
 
 
 def model_names(models: Sequence[str], options: ServerOptions) -> dict[str, str]:
-    """Lists the names that requests may use.
-
-    Args:
-        models: Names of the models, the default one first.
-        options: Options with the aliases.
-
-    Returns:
-        A mapping from each name to the name of its model; the models' own names come first.
-
-    Raises:
-        ValueError: If two models have one name, or an alias is empty, is the name of another model, or means a model
-            that is not served.
-    """
+    """Lists the names that requests may use."""
     for i, model in enumerate(models):
         if model in models[:i]:
             raise refuse("name of a model", model, "another name for each model: --model NAME=MODEL")
@@ -110,14 +88,7 @@ def model_names(models: Sequence[str], options: ServerOptions) -> dict[str, str]
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether only this machine can reach an address.
-
-    Args:
-        host: An address or a name to listen on. A name must resolve to loopback addresses only.
-
-    Raises:
-        ValueError: If the name does not resolve.
-    """
+    """Says whether only this machine can reach an address."""
     try:
         found = [ipaddress.ip_address(host.strip("[]"))]
     except ValueError:

@@ -535,16 +535,6 @@ def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
 
     Fields of `extra_body` count as fields of the object where the object itself does not have them: clients of
     OpenAI's SDK send there what the SDK has no argument for.
-
-    Args:
-        model: The request model of the endpoint.
-        data: The body of the request.
-
-    Returns:
-        The request, with all defaults.
-
-    Raises:
-        ApiError: 400, naming the first field that does not fit, its value and what is allowed.
     """
     extra = data.get("extra_body")
     if isinstance(extra, dict) and "extra_body" in model.model_fields:
@@ -563,14 +553,8 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str, u
     """Refuses unknown fields that must not be ignored: those that the model refuses by name, and misspelt ones.
 
     Args:
-        model: The model of the object.
-        data: The object.
-        path: Where the object is in the request, with a dot behind it; empty for the request itself.
         unknown: Unknown fields of the request so far, to which those of the object are added. Beyond `MAX_UNKNOWN`
             misspelt ones are no longer looked for, since that takes time.
-
-    Raises:
-        ApiError: 400, naming the field, and the one that it resembles.
     """
     for name, instead in model.refused_fields.items():
         # a client that sends both spellings
@@ -637,11 +621,7 @@ class RequestJsonSchema(GenerateJsonSchema):
 
 @functools.cache
 def request_schema(model: type[RequestModel]) -> JsonSchemaValue:
-    """Returns the JSON Schema of a request model, with `$defs`.
-
-    Args:
-        model: The request model.
-    """
+    """Returns the JSON Schema of a request model, with `$defs`."""
     return model.model_json_schema(schema_generator=RequestJsonSchema)
 
 

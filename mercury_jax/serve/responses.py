@@ -333,12 +333,7 @@ EDIT = ResponseKind("edit.completion", "edit.completion.chunk", "cmpl-", True, F
 
 
 class ResponseWriter:
-    """Builds the JSON of one response: a completion, or the chunks of a stream, under one id.
-
-    Args:
-        kind: Kind of the endpoint.
-        model: Name of the model as in the request.
-    """
+    """Builds the JSON of one response: a completion, or the chunks of a stream, under one id."""
 
     def __init__(self, kind: ResponseKind, model: str):
         self.kind = kind
@@ -348,43 +343,19 @@ class ResponseWriter:
         """Builds a complete response.
 
         Args:
-            choices: Choices from `choice`.
-            usage: Tokens of the request.
             extra: Further fields: a warning, a summary of the thinking.
-
-        Returns:
-            A `ChatCompletion`, `TextCompletion` or `EditCompletion`.
         """
         body: JsonDict = {"choices": list(choices), "usage": usage}
         return {"object": self.kind.completion, **self._head, **body, **extra}
 
     def chunk(self, choices: Sequence[JsonDict], extra: Mapping[str, Any] | None = None) -> JsonDict:
-        """Builds one event of a stream.
-
-        Args:
-            choices: Choices from `chunk_choice`.
-            extra: Further fields.
-
-        Returns:
-            A `ChatCompletionChunk`, `TextChunk` or `EditChunk`.
-        """
+        """Builds one event of a stream."""
         return {"object": self.kind.chunk, **self._head, "choices": list(choices), **(extra or {})}
 
     def choice(
         self, index: int, text: str, calls: Sequence[ParsedCall], finish: str, logprobs: JsonDict | None
     ) -> JsonDict:
-        """Builds a complete choice.
-
-        Args:
-            index: Number of the answer.
-            text: Content of the answer.
-            calls: Tool calls of the answer.
-            finish: Finish reason.
-            logprobs: Logprobs from `chat_logprobs` or `text_logprobs`; None if not requested.
-
-        Returns:
-            The choice. The content of a message that only calls tools is null.
-        """
+        """Builds a complete choice."""
         body: JsonDict = {"text": text}
         if self.kind.message:
             body = {"message": {"role": "assistant", "content": text if text or not calls else None}}
@@ -407,19 +378,7 @@ class ResponseWriter:
         finish: str | None = None,
         logprobs: JsonDict | None = None,
     ) -> JsonDict:
-        """Builds a choice of a chunk.
-
-        Args:
-            index: Number of the answer.
-            text: New content, or with `diffusing` the whole current text, which may be empty; None for no content.
-            calls: New parts of tool calls.
-            first: Whether this is the first chunk of the answer, which has the role.
-            finish: Finish reason, in the last chunk of the answer.
-            logprobs: Logprobs, in the last chunk of the answer.
-
-        Returns:
-            A choice of the endpoint's chunks.
-        """
+        """Builds a choice of a chunk."""
         choice: JsonDict = {"index": index, "text": text or "", "finish_reason": finish}
         if self.kind.message:
             delta: JsonDict = {"role": "assistant"} if first else {}
@@ -444,17 +403,7 @@ def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
 
 
 def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> ChatLogprobs:
-    """Builds the logprobs of a chat answer.
-
-    Args:
-        lm: The model, whose tokenizer has the text of each token.
-        snapshot: The last snapshot, which has `logprobs`.
-        message: The parsed answer, which says which tokens wrote the content.
-        top: Number of alternatives per token.
-
-    Returns:
-        One entry per token of the content: tokens of thinking, calls and stop sequences are omitted.
-    """
+    """Builds the logprobs of a chat answer."""
     return {"content": _content_logprobs(lm, snapshot, message, top) or None, "refusal": None}
 
 
@@ -471,17 +420,7 @@ def _content_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: i
 
 
 def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> TextLogprobs:
-    """Builds the logprobs of a text completion.
-
-    Args:
-        lm: The model, whose tokenizer has the text of each token.
-        snapshot: The last snapshot, which has `logprobs`.
-        message: The parsed answer.
-        top: Number of alternatives per token.
-
-    Returns:
-        Parallel lists with one entry per token. Text offsets are in characters.
-    """
+    """Builds the logprobs of a text completion."""
     made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     entries = _content_logprobs(lm, snapshot, message, top)
     for entry, (_, offset) in zip(entries, message.content_offsets, strict=True):
@@ -518,19 +457,7 @@ class EchoedPrompt(NamedTuple):
 
 
 def prompt_logprobs(lm: LM, ids: Sequence[int], top: int) -> TextLogprobs:
-    """Builds the logprobs of a prompt. The first token, which has none before it, has none.
-
-    Args:
-        lm: The model.
-        ids: Token ids of the prompt.
-        top: Number of alternatives per token.
-
-    Returns:
-        Parallel lists with one entry per token.
-
-    Raises:
-        ValueError: If the model gives no likelihoods of single tokens.
-    """
+    """Builds the logprobs of a prompt. The first token, which has none before it, has none."""
     log_p, top_ids, best = prefix_log_p(lm, ids)
     made: TextLogprobs = {
         "tokens": [_token_logprob(lm, token, 0.0)["token"] for token in ids],

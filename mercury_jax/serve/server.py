@@ -40,18 +40,7 @@ NOTICE_SECONDS = 0.5
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Binds a socket. Call it before any slow step, so that a port in use is reported at once.
-
-    Args:
-        host: Address or name to listen on.
-        port: Port; 0 finds a free one.
-
-    Returns:
-        The socket, which does not listen yet.
-
-    Raises:
-        ValueError: The port is out of range or in use, or the address is not one of this machine.
-    """
+    """Binds a socket. Call it before any slow step, so that a port in use is reported at once."""
     if not 0 <= port <= 65535:
         raise refuse("port", port, "0 to 65535; 0 finds a free one")
     try:
@@ -135,12 +124,6 @@ class Server(uvicorn.Server):
 
     A second signal ends steps 2 and 3 at once.
 
-    Args:
-        app: The app.
-        engines: The engine or engines of the app, not started yet. They start one after the other.
-        drain: Seconds for running requests to finish.
-        on_ready: Called in a thread when all engines have warmed up.
-
     Attributes:
         failure: The error with which an engine failed to start; None otherwise.
     """
@@ -210,12 +193,7 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Starts to drain; a second signal ends the wait at once.
-
-        Args:
-            sig: Number of the signal.
-            frame: Unused.
-        """
+        """Starts to drain; a second signal ends the wait at once."""
         if self._draining is not None:
             self._at_once.set()
             return

@@ -72,15 +72,6 @@ class PreparationPools(NamedTuple):
 class ServedModels:
     """The models of one app, by each name that requests may use for them.
 
-    Args:
-        engines: One engine per model, the default model first. They may still be warming up.
-        options: The server's options.
-        paths: Paths of the app's routes, for the metrics.
-
-    Raises:
-        ValueError: If two models have one name, an alias is not possible (`options.model_names`), or two engines share
-            the devices of a mesh.
-
     Attributes:
         services: The models, in the order of `engines`.
         by_name: The model that each name means; the models' own names come first.
@@ -116,14 +107,7 @@ class ServedModels:
         return any(service.engine.closing for service in self.services)
 
     def find(self, name: str) -> Service:
-        """Returns the model that a name means.
-
-        Args:
-            name: The name of a model, or an alias.
-
-        Raises:
-            ApiError: 404 for an unknown name.
-        """
+        """Returns the model that a name means."""
         if name not in self.by_name:
             own = [service.engine.lm.name for service in self.services]
             aliases = [alias for alias in self.options.aliases or () if alias not in own]
@@ -131,18 +115,7 @@ class ServedModels:
         return self.by_name[name]
 
     async def read(self, request: Request, model: type[R]) -> tuple[Service, R]:
-        """Reads and validates a request, and finds its model.
-
-        Args:
-            request: The HTTP request.
-            model: Request model of the endpoint.
-
-        Returns:
-            The model that the request names, and the request with all defaults.
-
-        Raises:
-            ApiError: 400, 408, 413, 415 for the body; 404 for an unknown model; 503 while its engine is not ready.
-        """
+        """Reads and validates a request, and finds its model."""
         parsed = await read_json(request, self.options, functools.partial(parse_request, model))
         service = self.find(parsed.model)
         check_ready(service.engine)
@@ -150,14 +123,7 @@ class ServedModels:
 
 
 class Service:
-    """One served model: its engine and admission limit, and the options and metrics of the app.
-
-    Args:
-        engine: The engine, which may still be warming up.
-        options: The server's options.
-        metrics: The metrics of the app.
-        pools: Threads that prepare requests.
-    """
+    """One served model: its engine and admission limit, and the options and metrics of the app."""
 
     def __init__(self, engine: Engine, options: ServerOptions, metrics: Metrics, pools: PreparationPools):
         self.engine, self.options, self.metrics, self.pools = engine, options, metrics, pools
@@ -168,13 +134,6 @@ class Service:
         """Refuses texts that cannot fit into the context, before the cost of tokenizing them.
 
         Each token covers at most as many characters as the longest token has bytes.
-
-        Args:
-            size: Number of characters of the texts.
-            param: Field of the request that holds the texts.
-
-        Raises:
-            ApiError: 400 if the texts need more tokens than the context has.
         """
         context = self.engine.context
         if size > context * self._longest:
@@ -197,15 +156,9 @@ class Service:
         Args:
             prepare: Makes the response plan (any value, which is passed through) and the jobs. A job that is already an
                 `AnswerHandle` is passed through as well.
-            count: Number of jobs.
-            grammar_bytes: Size of the grammar in the request; None without a grammar.
-            cache_salt: `EngineRequest.cache_salt` of all jobs.
 
         Returns:
             The first result of `prepare`, and the submitted jobs.
-
-        Raises:
-            ApiError: 400 (invalid), 429 (no room) or 503 (shutting down).
         """
         self.limit.enter(count)
         if grammar_bytes is None:
@@ -254,10 +207,6 @@ class AdmissionLimit:
     """Counts the jobs between arrival and end, and limits them to the slots and the queue of the engine.
 
     A request is refused before its prompt is rendered or its grammar compiled, so a 429 is cheap.
-
-    Args:
-        slots: Maximum number of running jobs.
-        queue: Maximum number of waiting jobs.
     """
 
     def __init__(self, slots: int, queue: int):
@@ -267,14 +216,7 @@ class AdmissionLimit:
         self._lock = threading.Lock()
 
     def enter(self, count: int) -> None:
-        """Admits jobs.
-
-        Args:
-            count: Number of jobs.
-
-        Raises:
-            ApiError: 429 if there is no room now, 400 if there are more jobs than slots and queue together.
-        """
+        """Admits jobs."""
         if count > self.capacity:
             allowed = f"at most {self.capacity}, the slots and the queue"
             raise errors.invalid_request("n", f"{count} answers; allowed: {allowed}")
@@ -286,12 +228,7 @@ class AdmissionLimit:
             self.admitted += count
 
     def leave(self, count: int, seconds: float | None = None) -> None:
-        """Counts jobs as ended.
-
-        Args:
-            count: Number of jobs.
-            seconds: Time since the jobs were submitted; None if they were never submitted.
-        """
+        """Counts jobs as ended."""
         with self._lock:
             self.admitted -= count
             if seconds is not None:
@@ -299,13 +236,7 @@ class AdmissionLimit:
 
 
 class SubmittedJobs:
-    """The submitted jobs of one API request. `close` cancels the unfinished ones.
-
-    Args:
-        limit: The limit that counts the jobs.
-        handles: The jobs, in the order of the choices.
-        count: Number of jobs as counted by `limit`.
-    """
+    """The submitted jobs of one API request. `close` cancels the unfinished ones."""
 
     def __init__(self, limit: AdmissionLimit, handles: Sequence[AnswerHandle], count: int):
         self.handles, self._limit, self._count = handles, limit, count
@@ -331,12 +262,6 @@ def check_devices(engines: Sequence[Engine]) -> None:
 
     Each engine launches its programs from threads of its own. Where two programs with collectives run on the same
     devices, one device may start with one program and another device with the other; both then wait for ever.
-
-    Args:
-        engines: The engines of an app.
-
-    Raises:
-        ValueError: If two of the models have a device in common, and each is on several devices.
     """
     owner: dict[object, str] = {}
     for engine in engines:
@@ -353,14 +278,7 @@ def check_devices(engines: Sequence[Engine]) -> None:
 
 
 def check_ready(engine: Engine) -> None:
-    """Checks that an engine accepts requests.
-
-    Args:
-        engine: The engine.
-
-    Raises:
-        ApiError: 503 while the engine is warming up or shutting down.
-    """
+    """Checks that an engine accepts requests."""
     if engine.closing:
         raise shutting_down()
     if not engine.ready:
@@ -373,15 +291,7 @@ def shutting_down() -> ApiError:
 
 
 def to_api_error(error: Exception, context: int) -> Exception:
-    """Converts an exception of `Engine.submit` to an `ApiError`.
-
-    Args:
-        error: The exception.
-        context: Context of the engine in tokens, for the message.
-
-    Returns:
-        The exception to raise: an `ApiError`, or `error` itself if it is not a documented exception of `submit`.
-    """
+    """Converts an exception of `Engine.submit` to an `ApiError`."""
     if isinstance(error, RequestRejected):
         return shutting_down() if error.closing else errors.rate_limited(error.retry_after, f"{error}.")
     if isinstance(error, ContextLengthExceeded):

@@ -102,21 +102,7 @@ async def respond(
     count: int,
     grammar_bytes: int | None = None,
 ) -> Response:
-    """Prepares and runs the jobs of a request, and returns the response.
-
-    Args:
-        service: The service.
-        request: The HTTP request, whose body has been read.
-        prepare: Makes the plan and the jobs; called in a thread.
-        count: Number of jobs.
-        grammar_bytes: Size of the grammar in the request; None without a grammar.
-
-    Returns:
-        The response; an empty one with status 499 if the client disconnected.
-
-    Raises:
-        ApiError: If the request is refused, or the engine failed.
-    """
+    """Prepares and runs the jobs of a request, and returns the response."""
     arrival = time.perf_counter()
     try:
         salt = request.scope.get(KEY_DIGEST, "")
@@ -142,31 +128,14 @@ async def respond(
 
 
 class Responder:
-    """Writes the response to one request.
-
-    Args:
-        service: The service.
-        plan: How answers are parsed and written.
-        arrival: `time.perf_counter()` at the request's arrival.
-        request_id: Id for the log.
-    """
+    """Writes the response to one request."""
 
     def __init__(self, service: Service, plan: ResponsePlan, arrival: float, request_id: str):
         self.service, self.plan, self.arrival, self.request_id = service, plan, arrival, request_id
         self.writer = ResponseWriter(plan.kind, plan.request.model)
 
     async def completion(self, jobs: SubmittedJobs) -> JsonDict:
-        """Waits for all answers and returns the response. The first error ends all of them.
-
-        Args:
-            jobs: The submitted jobs, in the order of the choices.
-
-        Returns:
-            The JSON object of the endpoint's completion.
-
-        Raises:
-            ApiError: If the engine did not finish an answer, or an answer fails its schema check.
-        """
+        """Waits for all answers and returns the response. The first error ends all of them."""
         found: dict[int, FinishedAnswer] = {}
         streams = [self._choice_chunks(i, handle, found) for i, handle in enumerate(jobs.handles)]
         async with contextlib.aclosing(interleave(streams)) as chunks:
@@ -183,9 +152,6 @@ class Responder:
         """Streams the response as server-sent events.
 
         An error is sent as an event, because the status 200 has already been sent.
-
-        Args:
-            jobs: The submitted jobs, in the order of the choices.
 
         Yields:
             First the role of each choice (message endpoints), then the chunks of all choices as they arrive, each
@@ -251,19 +217,7 @@ class Responder:
         yield writer.chunk([last], self._extra(answer))
 
     def _finish(self, parser: OutputParser, snapshot: Snapshot | None, first: float | None) -> FinishedAnswer:
-        """Checks an answer at its end, and counts it in the metrics.
-
-        Args:
-            parser: Has read all snapshots of the answer.
-            snapshot: The last snapshot.
-            first: `time.perf_counter()` at the first snapshot.
-
-        Returns:
-            The finished answer.
-
-        Raises:
-            ApiError: 503 if the job was cancelled, 500 if the engine failed or the answer fails its schema check.
-        """
+        """Checks an answer at its end, and counts it in the metrics."""
         plan, message = self.plan, parser.message()
         if snapshot is None or (snapshot.finish == "cancelled" and not parser.stopped):
             closing = self.service.engine.closing
@@ -318,14 +272,7 @@ class Responder:
 
 
 class ContinuedAnswer:
-    """An `AnswerHandle` that reads a job and the jobs that continue it as one answer.
-
-    Args:
-        engine: The engine to which further jobs are submitted.
-        handle: The first job.
-        continuation: Decides whether a job is continued, and makes the next job (`engine_requests.continuation_of`).
-        parser: Makes a new parser, which tells whether the answer has content.
-    """
+    """An `AnswerHandle` that reads a job and the jobs that continue it as one answer."""
 
     def __init__(
         self,
@@ -366,11 +313,6 @@ class ContinuedAnswer:
         An answer can end before its job: a token that ends the turn does not always end the job. With logprobs, the
         job must run to its own end, since only its last snapshot has them.
 
-        Args:
-            last: The newest snapshot of the current job.
-            before: Number of tokens of earlier jobs.
-            parser: Has read the snapshots of this and all earlier jobs.
-
         Returns:
             The part of the current job to keep, if a next job was submitted. None if the current job goes on, or is the
             last one.
@@ -399,11 +341,6 @@ class RetriedAnswer:
 
     A stream shows no call before the call is complete and checked. If it has shown text already, that cannot be taken
     back, and the answer stays as it is. It also stays where the engine does not finish the second decoding.
-
-    Args:
-        engine: The engine to which the second job is submitted.
-        handle: The first job.
-        plan: With `valid`, and the parser of an answer.
     """
 
     def __init__(self, engine: Engine, handle: AnswerHandle, plan: ResponsePlan):
@@ -462,13 +399,6 @@ async def parsed_snapshots(
 
     A stop sequence ends the answer before its job, which is then cancelled. With logprobs the job runs to its own end,
     since only its last snapshot has them; the deltas after the stop sequence are empty.
-
-    Args:
-        handle: The job.
-        parser: Parser of the answer, which reads the snapshots.
-
-    Yields:
-        The snapshot, and the text and tool calls that became final with it.
     """
     stopped = False
     async with contextlib.aclosing(aiter(handle)) as snapshots:  # type: ignore[type-var]
@@ -481,14 +411,7 @@ async def parsed_snapshots(
 
 
 async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Merges several generators into one, in the order in which items arrive.
-
-    Args:
-        streams: The generators. They are closed at the end, also after an error.
-
-    Yields:
-        The items of all generators.
-    """
+    """Merges several generators into one, in the order in which items arrive."""
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
         while waiting:
@@ -523,11 +446,6 @@ class EventStreamResponse(Response):
 
     Nothing is buffered: the next event is requested after the previous one has been sent. For a slow reader, the
     generator skips intermediate snapshots (`RequestHandle`), so memory use stays bounded.
-
-    Args:
-        events: The events.
-        close: Releases the jobs; may be called more than once.
-        keep_alive: Seconds without an event after which a comment is sent. Proxies close silent connections.
     """
 
     media_type = "text/event-stream"
@@ -555,15 +473,7 @@ class EventStreamResponse(Response):
 
 
 async def with_keep_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Adds keep-alive comments to a stream of events.
-
-    Args:
-        events: The events.
-        seconds: Maximum time without an event or comment.
-
-    Yields:
-        The events, and a comment after every `seconds` without an event.
-    """
+    """Adds keep-alive comments to a stream of events."""
     # `asyncio.wait` with a timeout leaves the task running, whereas `wait_for` would cancel the generator.
     following = asyncio.ensure_future(anext(events))
     try:
@@ -583,18 +493,7 @@ async def with_keep_alive(events: AsyncGenerator[bytes, None], seconds: float) -
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine until the client disconnects.
-
-    Args:
-        receive: ASGI channel of a request whose body has been read, so that only a disconnect can arrive.
-        work: The coroutine. If the client disconnects, it is cancelled and awaited, so that its cleanup has run.
-
-    Returns:
-        The result of the coroutine.
-
-    Raises:
-        ClientDisconnected: If the client disconnected before the coroutine finished.
-    """
+    """Runs a coroutine until the client disconnects."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

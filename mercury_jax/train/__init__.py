@@ -21,11 +21,7 @@ from mercury_jax.config import nearest
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Lists the recipes that come with mercury_jax.
-
-    Returns:
-        The path of each recipe file by name.
-    """
+    """Lists the recipes that come with mercury_jax."""
     # The build copies `configs/` of the repository to `mercury_jax/configs`; in a clone only the former exists.
     package = Path(__file__).parents[1]
     inside, beside = package / "configs", package.parent / "configs"

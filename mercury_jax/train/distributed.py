@@ -55,16 +55,6 @@ def joined(timeout: int = 300, heartbeat: int = 60) -> Iterator[None]:
     error, or has not updated its counter for `heartbeat` seconds. An error that leaves the block gets the attribute
     `leave_at_once`, which tells the caller to use `os._exit`: at a normal exit JAX would wait for processes that may be
     gone.
-
-    Args:
-        timeout: Seconds within which all processes must have joined; otherwise this process exits with code 5.
-        heartbeat: Seconds without an update of its counter after which a process counts as dead.
-
-    Yields:
-        None.
-
-    Raises:
-        ValueError: JAX finds no job of several processes.
     """
     _initialize(timeout, heartbeat)
     if jax.process_count() == 1:
@@ -131,9 +121,6 @@ class Watch:
 
         Args:
             store: JAX's client, with `key_value_set`, `key_value_dir_get` and `blocking_key_value_get`.
-            index: Index of this process.
-            count: Number of processes.
-            heartbeat: Seconds without an update of its counter after which a process counts as dead.
         """
         self._store, self.index, self.count, self.heartbeat = store, index, count, heartbeat
         self._over, self._failing = threading.Event(), False
@@ -155,11 +142,7 @@ class Watch:
             self._store.key_value_set(f"{ALIVE}{self.index}", LEFT, allow_overwrite=True)
 
     def fail(self, error: BaseException) -> None:
-        """Publishes that this process ends because of `error`, and waits until the others have read it.
-
-        Args:
-            error: The error that ends this process.
-        """
+        """Publishes that this process ends because of `error`, and waits until the others have read it."""
         # A failed collective is usually the consequence of another process's death. Process 0 finds out which one
         # within `heartbeat` seconds, and the watch thread then ends this process with the message that all others get.
         # An error of its own, such as an exhausted device memory, is published at once.
@@ -222,11 +205,7 @@ class Watch:
             self._store.key_value_set(ENDED, json.dumps(about))
 
     def _leave_last(self, dead: int | None = None) -> None:
-        """On process 0: waits until the others have left, because the store that they read ends with this process.
-
-        Args:
-            dead: A process that cannot leave any more; not waited for.
-        """
+        """On process 0: waits until the others have left, because the store that they read ends with this process."""
         if self.index:
             return
         until = time.monotonic() + 20 * POLL
@@ -270,14 +249,7 @@ def _end(text: str, code: int) -> None:
 
 
 def gather_data_state(state: DataState) -> DataState:
-    """Merges the data states of all processes, so that the run can be resumed with any number of processes.
-
-    Args:
-        state: State of this process; its `rows` are {number of the row in the batch: state of the row}.
-
-    Returns:
-        The state with the `rows` of all processes, the same on each of them. With one process, `state` itself.
-    """
+    """Merges the data states of all processes, so that the run can be resumed with any number of processes."""
     if jax.process_count() == 1:
         return state
     # A collective needs arrays of the same shape on all processes: the JSON is sent as bytes, padded to the longest.
@@ -303,14 +275,7 @@ class StopSignal:
     name: str | None = None
 
     def arrived(self, step: int) -> bool:
-        """Says whether to stop at this step.
-
-        Args:
-            step: Number of the step, the same on all processes.
-
-        Returns:
-            The same answer on all processes.
-        """
+        """Says whether to stop at this step."""
         # SIGTERM reaches the processes at different times. JAX's preemption service agrees on a step that none of them
         # has passed, so that all stop, and save, at the same step.
         several = self.name is None and jax.process_count() > 1
@@ -325,12 +290,6 @@ def watch_signals() -> Iterator[StopSignal]:
 
     With several processes, JAX handles SIGTERM and informs all of them. Outside of the main thread no handler is set,
     since Python allows none there.
-
-    Yields:
-        The signal that has arrived, if any.
-
-    Raises:
-        KeyboardInterrupt: At the second SIGINT.
     """
     stop = StopSignal()
 

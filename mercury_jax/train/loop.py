@@ -113,23 +113,8 @@ def run(
     """Trains a model; returns after the last step, or after SIGTERM or SIGINT.
 
     Args:
-        config: The recipe.
-        model: Pure functions of the denoiser.
-        corruption: The forward process.
-        data: numpy batches of this process's rows, see `sharding.process_share`.
-        evaluate: evaluate(averaged parameters) -> metrics; it must not keep a reference to the parameters.
-        preview: preview(averaged parameters) -> text for the log.
         params: Initial parameters (fine-tuning); the trained ones are donated. None: from the model's init. Checkpoints
             do not contain frozen parameters, so a resumed run needs them too.
-
-    Returns:
-        The last parameters and metrics.
-
-    Raises:
-        ValueError: Before any compute: `out` holds checkpoints and `resume` is False; `out` holds checkpoints of
-            another model; or the frozen parameters differ from the ones of the run to resume.
-        Diverged: The loss or the gradient is NaN or infinite.
-        checkpoint.SaveFailed: A checkpoint could not be written, for example on a full disk.
     """
     with _opened(config, model, corruption, data, params) as loop, watch_signals() as stop:
         while loop.step < config.steps and not stop.arrived(loop.step):
@@ -154,17 +139,7 @@ def run(
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
-    """Makes the recipe's mesh over all devices.
-
-    Args:
-        config: The recipe.
-
-    Returns:
-        The mesh with the axes of `MeshConfig`.
-
-    Raises:
-        ValueError: The rows of a microbatch cannot be divided equally over the mesh.
-    """
+    """Makes the recipe's mesh over all devices."""
     mesh = sharding.mesh(**dataclasses.asdict(config.mesh))
     rows, shards = config.batch // config.accumulate, sharding.row_shards(mesh)
     if rows % shards:
@@ -173,18 +148,7 @@ def mesh_of(config: TrainConfig) -> Mesh:
 
 
 def resume_step(config: TrainConfig) -> int | None:
-    """Finds the step from which a run resumes.
-
-    Args:
-        config: The recipe.
-
-    Returns:
-        The step of the newest checkpoint; None for a fresh run.
-
-    Raises:
-        ValueError: The folder holds checkpoints and `resume` is False, or checkpoints of another model or noise, or of
-            a later step than the last one of the recipe.
-    """
+    """Finds the step from which a run resumes."""
     folder = config.folder / CHECKPOINTS
     newest = checkpoint.latest(folder)
     if newest is None:
@@ -343,11 +307,7 @@ class _Loop:
             self.end_trace()
 
     def end_trace(self, wait: bool = True) -> None:
-        """Writes the profiler trace, if one is running.
-
-        Args:
-            wait: Wait for the traced steps to finish first.
-        """
+        """Writes the profiler trace, if one is running."""
         if self.tracing:
             self.tracing = False
             if wait:

@@ -48,11 +48,7 @@ class Clock:
     """Measures tokens per second of training, and estimates the remaining time from the whole run so far."""
 
     def __init__(self, steps: int) -> None:
-        """Starts the clock; call it before the first step.
-
-        Args:
-            steps: Number of the last step.
-        """
+        """Starts the clock; call it before the first step."""
         self.steps = steps
         self._marks: list[tuple[float, int]] = []  # (seconds of training, tokens) of the last 50 steps
         self._begin: tuple[float, int] | None = None  # (time, step) after compilation
@@ -60,12 +56,7 @@ class Clock:
         self._tokens = 0
 
     def tick(self, step: int, tokens: int) -> None:
-        """Counts a step.
-
-        Args:
-            step: Number of the step.
-            tokens: Tokens scored in the step.
-        """
+        """Counts a step."""
         # The speed excludes pauses for evaluation and sampling, the remaining time includes them.
         now = time.monotonic()
         self._begin = self._begin or (now, step)
@@ -94,14 +85,7 @@ class Clock:
         return (self._marks[-1][0] - self._marks[0][0]) / (len(self._marks) - 1)
 
     def left(self, step: int) -> float:
-        """Estimates the remaining time.
-
-        Args:
-            step: Number of the current step.
-
-        Returns:
-            Seconds until the last step, evaluation and sampling included; NaN while unknown.
-        """
+        """Estimates the remaining time."""
         if self._begin is None or step <= self._begin[1]:
             return math.nan
         return (self.steps - step) * (time.monotonic() - self._begin[0]) / (step - self._begin[1])
@@ -120,16 +104,6 @@ class Reporter:
         """Opens the files, and drops rows and samples of steps after `start`.
 
         Such rows exist if the run was killed after its last checkpoint: a resumed run takes these steps again.
-
-        Args:
-            out: Folder of the run.
-            name: Name of the run, for the progress bar.
-            steps: Number of the last step.
-            start: Steps taken before.
-            quiet: Write nothing.
-            peak_share: MFU at one step per second; 0: unknown.
-            wandb: Project of Weights & Biases to log to as well; "": none.
-            config: The recipe as JSON, for Weights & Biases.
         """
         self.clock = Clock(steps)
         self.steps, self.quiet = steps, quiet
@@ -155,26 +129,14 @@ class Reporter:
             self._bar = _progress_bar(name, steps, start)
 
     def step(self, step: int, tokens: int, loss: float) -> None:
-        """Updates the clock and the progress bar; called at each step.
-
-        Args:
-            step: Number of the step.
-            tokens: Tokens scored in the step.
-            loss: Loss of the step.
-        """
+        """Updates the clock and the progress bar; called at each step."""
         self.clock.tick(step, tokens)
         if self._bar is not None:
             bar, task = self._bar
             bar.update(task, completed=step, line=f"loss {loss:.4f}  {_count(self.clock.speed())} tokens/s")
 
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Writes one row {"step", "kind", ...} of metrics; a training row also gets the fields `RATES`.
-
-        Args:
-            step: Number of the step.
-            kind: "train" or "eval".
-            values: Metrics by name.
-        """
+        """Writes one row {"step", "kind", ...} of metrics; a training row also gets the fields `RATES`."""
         if self._file is None:
             return
         row: dict[str, Any] = {"step": step, "kind": kind, **values}
@@ -214,12 +176,7 @@ class Reporter:
         return found | memory()
 
     def sample(self, step: int, text: str) -> None:
-        """Writes generated text to `samples.txt` and to the terminal.
-
-        Args:
-            step: Number of the step.
-            text: The generated text.
-        """
+        """Writes generated text to `samples.txt` and to the terminal."""
         if self.quiet:
             return
         with (self._out / SAMPLES).open("a", encoding="utf-8") as file:
@@ -227,11 +184,7 @@ class Reporter:
         self.say(f"sample at {step}:\n{text}")
 
     def say(self, text: str) -> None:
-        """Prints a message to standard error, above the progress bar.
-
-        Args:
-            text: The message.
-        """
+        """Prints a message to standard error, above the progress bar."""
         if self.quiet:
             return
         if self._bar is not None:
@@ -257,14 +210,7 @@ class Reporter:
 
 
 def check_wandb(project: str) -> None:
-    """Refuses a project of Weights & Biases where its package is missing.
-
-    Args:
-        project: As in the recipe; "" is always allowed.
-
-    Raises:
-        ValueError: The package `wandb` is not installed.
-    """
+    """Refuses a project of Weights & Biases where its package is missing."""
     if project and importlib.util.find_spec("wandb") is None:
         raise refuse(
             "wandb", project, "a project, once the package wandb is installed (pip install wandb); or none"
@@ -331,14 +277,7 @@ def _count(x: float) -> str:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Looks up the peak FLOP/s of a kind of device.
-
-    Args:
-        kind: `jax.Device.device_kind`.
-
-    Returns:
-        Dense bf16 FLOP/s; None if it is not known, for example for a CPU.
-    """
+    """Looks up the peak FLOP/s of a kind of device."""
     names = [name for name in PEAK if kind == name or kind.startswith((f"{name} ", f"{name}-"))]
     return PEAK[max(names, key=len)] if names else None
 
@@ -348,13 +287,6 @@ def flops_per_position(config: ModelConfig, params: Params) -> float:
 
     This is the convention of PaLM (arXiv 2204.02311, appendix B) without its attention term. Rematerialisation and
     additional passes of an objective do not count, so the MFU is rather too low than too high.
-
-    Args:
-        config: Says whether the embedding is also the head, and how many experts a token uses.
-        params: Parameters, as arrays or `jax.ShapeDtypeStruct`.
-
-    Returns:
-        FLOPs per position of a row.
     """
     experts, total = getattr(config, "experts", None), 0.0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:

@@ -118,15 +118,7 @@ def _new_state(key: Key, setup: TrainSetup, params: Params | None) -> TrainState
 
 
 def abstract_state(setup: TrainSetup, mesh: Mesh) -> TrainState:
-    """Computes shapes, dtypes and shardings of a state without allocating it: the target of a checkpoint restore.
-
-    Args:
-        setup: The model, the optimizer, and whether there is an average.
-        mesh: The device mesh.
-
-    Returns:
-        A state of `jax.ShapeDtypeStruct` with shardings.
-    """
+    """Computes shapes, dtypes and shardings of a state without allocating it: the target of a checkpoint restore."""
     shapes = jax.eval_shape(lambda key: _new_state(key, setup, None), jax.eval_shape(jax.random.key, 0))
     where = sharding.shardings(shapes, setup.model.shardings, mesh)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
@@ -136,14 +128,8 @@ def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = 
     """Makes a fresh state directly in its shards, so that no device ever holds all of a sharded model.
 
     Args:
-        key: Random key of the initial parameters and of the noise of all updates.
-        setup: The model, the optimizer, and whether there is an average.
-        mesh: The device mesh.
         params: Initial parameters; None: from the model's init. With a partition, its trained tree. They are donated,
             so that the run does not hold a second copy of them.
-
-    Returns:
-        The state.
     """
     where = jax.tree.map(lambda x: x.sharding, abstract_state(setup, mesh))
     if params is not None:  # XLA can reuse a donated buffer only for an output with the same sharding
@@ -157,14 +143,7 @@ def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = 
 
 
 def make_update(setup: TrainSetup) -> Update:
-    """Makes the update as a plain function, which `jit_update` jits.
-
-    Args:
-        setup: Model, objective, noise and optimizer.
-
-    Returns:
-        The update.
-    """
+    """Makes the update as a plain function, which `jit_update` jits."""
 
     def update(state: TrainState, batch: Batch, frozen: Params = ()) -> tuple[TrainState, StepReport]:
         # 1. The gradient of the whole batch. The noise depends on the run's key and the step only, so a resumed run
@@ -189,15 +168,7 @@ def make_update(setup: TrainSetup) -> Update:
 
 
 def jit_update(update: Update, state: TrainState) -> Any:
-    """Jits an update for states with the shardings of `state`.
-
-    Args:
-        update: From `make_update`.
-        state: A state of arrays, or from `abstract_state`.
-
-    Returns:
-        The jitted function. It donates the state, but not the frozen parameters.
-    """
+    """Jits an update for states with the shardings of `state`."""
     # Without explicit output shardings XLA may choose others, and the next update, or a resumed run, would compile
     # another program.
     where = (jax.tree.map(lambda x: x.sharding, state), None)
@@ -205,15 +176,7 @@ def jit_update(update: Update, state: TrainState) -> Any:
 
 
 def sharded_update(setup: TrainSetup, mesh: Mesh) -> Update:
-    """Makes the jitted update on a mesh. It donates the state.
-
-    Args:
-        setup: Model, objective, noise and optimizer.
-        mesh: The mesh of the state and of the batches.
-
-    Returns:
-        The update, which compiles at its first call.
-    """
+    """Makes the jitted update on a mesh. It donates the state."""
     update = make_update(setup._replace(model=sharding.with_training_mesh(setup.model, mesh)))
     compiled: list[Update] = []
 
@@ -285,18 +248,7 @@ def _loss(
 
 
 def check_objective(objective: Objective, model: Model, corruption: Corruption, rows: int, row: int) -> None:
-    """Traces the objective on abstract arrays, so that errors of a recipe show up before any data is loaded.
-
-    Args:
-        objective: The objective of the recipe.
-        model: The denoiser that it will be called with.
-        corruption: The noise; its forbidden ids do not matter here.
-        rows: Rows B of a microbatch.
-        row: Positions T of a row.
-
-    Raises:
-        ValueError: The objective does not fit the noise or the model, or returns other shapes than `types.Loss`.
-    """
+    """Traces the objective on abstract arrays, so that errors of a recipe show up before any data is loaded."""
     slots = lambda *more, dtype=jnp.int32: jax.ShapeDtypeStruct((rows, row, *more), dtype)
     batch = Batch(slots(), slots(), slots(2, 2), slots(dtype=jnp.bool_), slots())  # pyright: ignore
     key = jax.eval_shape(jax.random.key, 0)
@@ -310,16 +262,6 @@ def make_evaluator(
     """Makes a function that evaluates parameters on held-out batches.
 
     The noise of batch i is the same in each evaluation, so that two evaluations differ only by the parameters.
-
-    Args:
-        model: The denoiser.
-        objective: The loss of a batch.
-        corruption: The forward process.
-        key: Random key of the noise.
-        mesh: The mesh of parameters and batches.
-
-    Returns:
-        A function (params, batches) -> loss and metrics of the objective by name, each a mean over all batches.
     """
     model = sharding.with_training_mesh(model, mesh)
 

@@ -25,17 +25,7 @@ Label = tuple[str, int]  # text and flag
 
 
 def is_noise(tokenizer: AnyTokenizer, token: int, accepted: bool, confidence: float) -> bool:
-    """Whether a position shows noise: a mask, or a guess too improbable to read.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        token: The id at the position.
-        accepted: Whether it is accepted.
-        confidence: Its probability.
-
-    Returns:
-        Whether to show NOISE in place of the token.
-    """
+    """Whether a position shows noise: a mask, or a guess too improbable to read."""
     return token == tokenizer.mask or (not accepted and confidence < UNKNOWN)
 
 
@@ -47,10 +37,6 @@ def readable(text: str) -> str:
 
 def label(tokenizer: AnyTokenizer, token: int) -> Label:
     """Labels a token: with its text, or with a name if it has no text.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        token: Its id.
 
     Returns:
         Text and flag. The flag is SPECIAL for a control token, BYTES for a part of a character, whose text is in hex,

@@ -40,14 +40,7 @@ def _static(name: str) -> str:
 
 
 def output_html(out: Output) -> str:
-    """An output as HTML: its answers, with a slider over the steps if the call kept its history.
-
-    Args:
-        out: What `sample` returned.
-
-    Returns:
-        HTML for a notebook; of more than MOST_ROWS answers the first.
-    """
+    """An output as HTML: its answers, with a slider over the steps if the call kept its history."""
     parts = [answer_html(out, row) for row in range(min(len(out.texts), MOST_ROWS))]
     if len(out.texts) > MOST_ROWS:
         parts.append(f"<div>and {len(out.texts) - MOST_ROWS} more answers</div>")
@@ -55,15 +48,7 @@ def output_html(out: Output) -> str:
 
 
 def answer_html(out: Output, row: int) -> str:
-    """One answer of an output as HTML.
-
-    Args:
-        out: What `sample` returned.
-        row: Index of the answer.
-
-    Returns:
-        The answer with a slider over its steps; without a history, or if no pass denoised it, its text alone.
-    """
+    """One answer of an output as HTML."""
     n, passes = out.lengths[row], int(out.forwards[row])
     title = f"{n} tokens in {count(passes, 'forward pass')} ({n / max(passes, 1):.1f} per pass)"
     if out.history and out.tokenizer is not None and len((steps := trace_of(out, row)).tokens):
@@ -77,16 +62,7 @@ def answer_html(out: Output, row: int) -> str:
 
 
 def trace_html(steps: AnswerTrace, tokenizer: AnyTokenizer, title: str = "") -> str:
-    """One answer as HTML with a slider over its steps, which shows the last step where scripts do not run.
-
-    Args:
-        steps: The trace of the answer.
-        tokenizer: The model's tokenizer.
-        title: A line above.
-
-    Returns:
-        A `<div>` with its own style, data and script.
-    """
+    """One answer as HTML with a slider over its steps, which shows the last step where scripts do not run."""
     index, (total, size) = {-1: -1}, steps.tokens.shape  # id -> index of its label in the data
     kept = np.unique(np.linspace(0, total - 1, min(total, MOST_STEPS)).astype(int))
     shown = []
@@ -121,14 +97,7 @@ def trace_html(steps: AnswerTrace, tokenizer: AnyTokenizer, title: str = "") -> 
 
 
 def stream_html(out: StreamOutput) -> str:
-    """An answer of a stream as HTML: accepted tokens with a border below, guesses bluer the more confident.
-
-    Args:
-        out: What `stream` yielded.
-
-    Returns:
-        HTML for a notebook, with the first MOST_TOKENS tokens.
-    """
+    """An answer of a stream as HTML: accepted tokens with a border below, guesses bluer the more confident."""
     if out.tokenizer is None:
         return prompt_html(out.text)
     spans, cells = [], zip(out.tokens.tolist(), out.accepted.tolist(), out.confidence.tolist(), strict=True)
@@ -143,14 +112,7 @@ def stream_html(out: StreamOutput) -> str:
 
 
 def frame_html(frame: Frame) -> str:
-    """A frame as HTML: one cell a position, bluer the more confident; accepted ones have a border. Ids in the titles.
-
-    Args:
-        frame: The frame of one pass, leaves [B, ...].
-
-    Returns:
-        HTML for a notebook, with the first MOST_ROWS rows.
-    """
+    """A frame as HTML: a cell for each position, bluer the more confident; accepted ones have a border."""
     rows, box = [], "display:inline-block;width:.8em;height:1.2em;margin:1px;border:1px solid "
     for row in range(min(len(frame.used), MOST_ROWS)):
         cells = []
@@ -181,15 +143,7 @@ def prompt_html(text: str) -> str:
 
 
 def page(body: str, title: str) -> str:
-    """A whole page around HTML of this module, light or dark as the reader's system.
-
-    Args:
-        body: HTML.
-        title: Title of the page, escaped here.
-
-    Returns:
-        The page.
-    """
+    """A whole page around HTML of this module, light or dark as the reader's system."""
     style = "max-width:60em;margin:2em auto;padding:0 1em;font-family:system-ui,sans-serif"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'

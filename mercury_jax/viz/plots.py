@@ -34,15 +34,7 @@ CELL = 11, 24  # width and height of a character, in pixels
 
 
 def plot(out: Output, row: int = 0) -> Figure:
-    """Implements `Output.plot`.
-
-    Args:
-        out: What `sample(..., history=True)` returned.
-        row: Index of the answer.
-
-    Returns:
-        A figure of matplotlib.
-    """
+    """Implements `Output.plot`."""
     return draw(trace_of(out, row))
 
 
@@ -52,15 +44,6 @@ def draw(steps: AnswerTrace) -> Figure:
     The colours follow log(1 - p), so that 0.9 and 0.99 differ as much as 0 and 0.9. All above 0.99999 is one colour.
     A notebook gets an SVG without a background, whose lines and letters have the colour of the notebook's text, so
     that it suits a dark notebook too.
-
-    Args:
-        steps: The trace of one answer.
-
-    Returns:
-        A figure of matplotlib.
-
-    Raises:
-        ValueError: matplotlib is missing.
     """
     install.check("plot", "matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -132,17 +115,7 @@ class Piece(NamedTuple):
 def save_gif(
     answers: Mapping[str, AnswerTrace], tokenizer: AnyTokenizer, path: str | Path, dark: bool = False
 ) -> None:
-    """Writes an animation of one answer, or of several beside each other, pass by pass.
-
-    Args:
-        answers: The traces by their titles, from left to right. An answer that is done stays as it is.
-        tokenizer: The model's tokenizer.
-        path: The file.
-        dark: Whether the background is dark.
-
-    Raises:
-        ValueError: matplotlib, which brings Pillow and the font, is missing.
-    """
+    """Writes an animation of one answer, or of several beside each other, pass by pass."""
     install.check("an animation (.gif)", "matplotlib", "plot")
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
@@ -197,21 +170,7 @@ def _panel(title: str, steps: AnswerTrace, tokenizer: AnyTokenizer, palette: Pal
 
 
 def save(out: Output, path: str | Path, row: int = 0, prompt: str = "", dark: bool = False) -> Path:
-    """Implements `Output.save`.
-
-    Args:
-        out: What `sample(..., history=True)` returned.
-        path: The file; its suffix decides between a page and an animation.
-        row: Index of the answer.
-        prompt: A text above the answer in a page.
-        dark: Whether the background of an animation is dark.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: Another suffix, no history, no such answer, matplotlib is missing, or a file that cannot be written.
-    """
+    """Implements `Output.save`."""
     path = Path(path)
     kind = path.suffix.lower()
     if kind not in (".html", ".htm", ".gif"):

@@ -27,15 +27,7 @@ SPARE = 3  # lines of the screen to leave free
 
 
 def style(accepted: bool, confidence: float) -> str:
-    """The style of one token in rich's words: bold, or a colour between PALE and VIVID by its confidence.
-
-    Args:
-        accepted: Whether the token is accepted.
-        confidence: Its probability.
-
-    Returns:
-        A style in rich's words.
-    """
+    """The style of one token in rich's words: bold, or a colour between PALE and VIVID by its confidence."""
     if accepted:
         return ACCEPTED
     share = min(max((confidence - UNKNOWN) / (1 - UNKNOWN), 0.0), 1.0)
@@ -45,17 +37,7 @@ def style(accepted: bool, confidence: float) -> str:
 def paint(
     tokenizer: AnyTokenizer, tokens: Sequence[int], accepted: Sequence[bool], confidence: Sequence[float]
 ) -> Text:
-    """Tokens as styled text.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        tokens: Ids [L].
-        accepted: Whether each is accepted [L].
-        confidence: Probability of each [L].
-
-    Returns:
-        The text. Where the bytes of one character come from several tokens, the last of them styles it.
-    """
+    """Tokens as styled text."""
     from rich.text import Text
 
     text, decoder = Text(), codecs.getincrementaldecoder("utf-8")("replace")
@@ -74,15 +56,7 @@ def paint(
 
 
 def tail(text: Text, console: Console) -> Text:
-    """The last lines that fit the screen, with SPARE left free: what has scrolled away cannot be repainted.
-
-    Args:
-        text: The whole text.
-        console: Its width and height count.
-
-    Returns:
-        The wrapped last lines.
-    """
+    """The last lines that fit the screen, with SPARE left free: what has scrolled away cannot be repainted."""
     from rich.text import Text
 
     lines = text.wrap(console, console.width)
@@ -99,20 +73,7 @@ def follow(
     pace: float = PACE,
     first: str = "compiling the first step ...",
 ) -> StreamOutput:
-    """Shows an answer after its prompt while it is denoised.
-
-    Args:
-        console: Where to draw.
-        tokenizer: The model's tokenizer.
-        before: The prompt.
-        size: Tokens of noise to begin with.
-        frames: What `stream` yields, shown as it comes.
-        pace: Least seconds of a frame.
-        first: The line under the noise before the first frame.
-
-    Returns:
-        The last frame.
-    """
+    """Shows an answer after its prompt while it is denoised."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text

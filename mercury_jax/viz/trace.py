@@ -32,18 +32,7 @@ class AnswerTrace(NamedTuple):
 
 
 def trace_of(out: Output, row: int) -> AnswerTrace:
-    """Reads the steps of one answer off the frames of a call.
-
-    Args:
-        out: What `sample(..., history=True)` returned.
-        row: Index of the answer.
-
-    Returns:
-        The answer after every pass that denoised it.
-
-    Raises:
-        ValueError: The call kept no history, or there is no such answer.
-    """
+    """Reads the steps of one answer off the frames of a call."""
     if not out.history:
         raise refuse("history", "empty", "the frames of sample(..., history=True)")
     if not 0 <= row < len(out.texts):

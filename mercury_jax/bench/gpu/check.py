@@ -56,15 +56,7 @@ PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-
 
 
 def about(args: Row, stage: Stage) -> Iterator[Row]:
-    """Versions, the device, and which kernels are for it.
-
-    Args:
-        args: Empty.
-        stage: Called with what is being done.
-
-    Yields:
-        One row.
-    """
+    """Versions, the device, and which kernels are for it."""
     stage("starting JAX on the device")
     devices = jax.devices()
     versions = {}
@@ -89,10 +81,6 @@ def roofline(args: Row, stage: Stage) -> Iterator[Row]:
 
     Args:
         args: `megabytes` of the copied array and `width` of the matrices.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `bytes_per_second` and `flops_per_second`.
     """
     stage("copying, then multiplying")
     found = measure_roofline(args["megabytes"], args["width"])
@@ -145,9 +133,6 @@ class AttentionShape(NamedTuple):
         """Draws the inputs: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
         nothing.
 
-        Args:
-            seed: Draws the numbers.
-
         Returns:
             Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], and ranges
             [b, t, r, 2].
@@ -182,9 +167,6 @@ class AttentionShape(NamedTuple):
             q, k, v: Queries [b, t, h, width], keys and values [b, s, g, width], fp32.
             see: Which keys any query sees [b, s].
             ranges: [b, t, r, 2].
-
-        Returns:
-            Two tuples of arguments.
         """
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
         clean, poisoned = [], []
@@ -271,7 +253,6 @@ class GroupedShape(NamedTuple):
         """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN.
 
         Args:
-            key: Draws the numbers.
             sizes: Rows of each expert [experts].
 
         Returns:
@@ -497,7 +478,6 @@ def check_form(args: Row, stage: Stage) -> Iterator[Row]:
 
     Args:
         args: `operation`, a key of `SHAPES`, `shape`, its fields, `seed`, and `draws` of inputs.
-        stage: Called with what is being done.
 
     Yields:
         One row with `passed`, `relative_error` (of the worst row of the outputs) and `moved` (the difference of two
@@ -546,25 +526,12 @@ def worst_of_each(got: Any, want: Any) -> list[float]:
 
     Args:
         got: Outputs of the kernel, one array or several.
-        want: Outputs of the reference.
-
-    Returns:
-        The error of each, as in `worst`.
     """
     return [worst(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
 
 
 def why_wrong(error: float, moved: float, plain: float = 0.0) -> str | None:
-    """Judges a kernel.
-
-    Args:
-        error: The largest relative error of an output.
-        moved: The difference of two runs on the same inputs.
-        plain: The largest relative error of that output without kernels, in the same dtype; 0: not computed.
-
-    Returns:
-        Why the kernel is wrong; None: it is right.
-    """
+    """Judges a kernel."""
     # A plain result with NaN, whose error is infinite, excuses nothing.
     allowed = max(TOLERANCE, TIMES_PLAIN * plain) if plain < float("inf") else TOLERANCE
     if not error < float("inf"):
@@ -581,10 +548,6 @@ def poison(program: Any, like: Any) -> None:
 
     The allocator reuses freed chunks of the right size first, so arrays of the sizes of the program's temporaries and
     outputs (`like`) are filled and freed.
-
-    Args:
-        program: A compiled program.
-        like: Shapes of its outputs.
     """
     need = program.memory_analysis()
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(like)]
@@ -603,10 +566,6 @@ def worst(got: Any, want: Any) -> float:
 
     Args:
         got: Outputs of the kernel, one array or several.
-        want: Outputs of the reference.
-
-    Returns:
-        The largest error.
     """
     found = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -629,10 +588,6 @@ def decoded(args: Row, stage: Stage) -> Iterator[Row]:
 
     Args:
         args: `model`, and its `layers`.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with the `tokens` of both.
     """
     from mercury_jax.bench.gpu.profile import find
 
@@ -651,13 +606,6 @@ def graphs(args: Row, stage: Stage) -> Iterator[Row]:
 
     Args:
         args: As of `decoded`. The process has `compilation.GRAPH_FLAGS`; another one, which it starts, has not.
-        stage: Called with what is being done.
-
-    Raises:
-        RuntimeError: The process without graphs gave no tokens.
-
-    Yields:
-        One row with `passed`.
     """
     [with_graphs] = decoded(args, stage)
     stage("decoding without graphs")
@@ -678,10 +626,6 @@ def sanitizer(args: Row, stage: Stage) -> Iterator[Row]:
 
     Args:
         args: `cases`, each with `work` and `args`.
-        stage: Called with what is being done.
-
-    Yields:
-        One row with `passed`, or with `left_out`, the reason why there is no result.
     """
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:

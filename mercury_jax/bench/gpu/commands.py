@@ -47,21 +47,7 @@ class Unmeasured(RuntimeError):
 
 
 def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed: int = 0) -> Iterator[Row]:
-    """Checks every kernel form of this device. A form passes when all of its cases do, and is then used by default.
-
-    Args:
-        runner: Runs the cases within its budget.
-        small: Few small shapes, interpreted where there is no GPU.
-        only: Parts of names of cases; their forms are checked, and other forms keep the result of an earlier check.
-        seed: Draws the inputs.
-
-    Yields:
-        A row for each case, and one for each form once it is decided.
-
-    Raises:
-        ValueError: No case has such a name.
-        Unmeasured: The device failed before its roofline was measured.
-    """
+    """Checks every kernel form of this device. A form passes when all of its cases do, and is then used by default."""
     rows, first = measure_device(runner, "check", small, KERNELS)
     yield from rows
     same = first["same"]
@@ -103,20 +89,7 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
 
 
 def profile(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Sums the time of a forward pass of the 26B model by operation, in int8, bf16 and with 8-bit rows.
-
-    Args:
-        runner: Runs the cases within its budget.
-        small: A small model, for a machine without a GPU.
-        only: Parts of names of cases.
-
-    Yields:
-        A row for each case.
-
-    Raises:
-        ValueError: No case has such a name.
-        Unmeasured: The device failed before its roofline was measured.
-    """
+    """Sums the time of a forward pass of the 26B model by operation, in int8, bf16 and with 8-bit rows."""
     rows, first = measure_device(runner, "profile", small)
     yield from rows
     for case in matching(profile_cases(small), only):
@@ -125,20 +98,7 @@ def profile(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) ->
 
 
 def tune(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Searches the settings of kernels at the shapes of the 26B model, and stores the fastest of each at once.
-
-    Args:
-        runner: Runs the cases within its budget.
-        small: Small shapes, interpreted where there is no GPU.
-        only: Parts of names of cases.
-
-    Yields:
-        A row for each variant that was tried.
-
-    Raises:
-        ValueError: No case has such a name.
-        Unmeasured: The device failed.
-    """
+    """Searches the settings of kernels at the shapes of the 26B model, and stores the fastest of each at once."""
     rows, first = measure_device(runner, "tune", small, TUNING)
     yield from rows
     cases, same = matching(tune_cases(small), only), first["same"]
@@ -167,17 +127,8 @@ def measure_device(
 ) -> tuple[list[Row], Row]:
     """Finds the versions and the device; for `speed` and `model` also measures its roofline.
 
-    Args:
-        runner: Runs the cases within its budget.
-        command: For the rows.
-        small: Small arrays, for a machine without a GPU.
-        env: Environment variables of the process.
-
     Returns:
         The rows, and everything that is in them; `same` is what each later row repeats.
-
-    Raises:
-        Unmeasured: The device failed.
     """
     same: Row = {"command": command, "small": small, "date": str(date.today())}
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
@@ -197,18 +148,7 @@ def measure_device(
 
 
 def matching(found: list[GpuCase], only: Sequence[str]) -> list[GpuCase]:
-    """Chooses cases by parts of their names.
-
-    Args:
-        found: All cases.
-        only: Parts of names; none for all cases.
-
-    Returns:
-        The cases.
-
-    Raises:
-        ValueError: No case has such a name.
-    """
+    """Chooses cases by parts of their names."""
     chosen = [case for case in found if not only or any(part in case.name for part in only)]
     if not chosen and found:
         raise refuse("--only", list(only), f"parts of names: {'; '.join(case.name for case in found)}")
@@ -219,16 +159,7 @@ def matching(found: list[GpuCase], only: Sequence[str]) -> list[GpuCase]:
 
 
 def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCase]:
-    """The cases of every kernel form, those that models need first, each from its smallest shape up.
-
-    Args:
-        chip: The device as in `kernels.device`, such as "sm_90a"; None where no kernel is for it.
-        seed: Draws the inputs.
-        small: Few small shapes, which the interpreter runs in some seconds each.
-
-    Returns:
-        The cases in the order in which they run, those of a form together, NVIDIA's memory checker at the end.
-    """
+    """The cases of every kernel form, those that models need first, each from its smallest shape up."""
     if small:
         tiny = dict(b=1, t=3, h=2, g=1, s=128, r=2)
         kinds = ({"width": 64}, {"width": 64, "int8": True}, {"width": 512})

@@ -57,10 +57,6 @@ def decoding_call(args: Row, stage: Stage) -> tuple[LM, Callable[..., tuple[floa
 
     Args:
         args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts.
-        stage: Called with what is being done.
-
-    Returns:
-        The model, and a function of denoising steps and a seed that returns the seconds of the call and its passes.
     """
     found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
     stage(f"filling the weights of {found.name}")
@@ -95,10 +91,6 @@ def profile(args: Row, stage: Stage) -> Iterator[Row]:
 
     Args:
         args: `model`, `quantise`, `batch` and `prefix` tokens of the prompts.
-        stage: Called with what is being done.
-
-    Yields:
-        One row: seconds, busy seconds and gaps of a pass, and its `operations`.
     """
     lm, call = decoding_call(args, stage)
     stage("compiling, and the first call")
@@ -127,17 +119,7 @@ def profile(args: Row, stage: Stage) -> Iterator[Row]:
 
 
 def longest(file: Path) -> tuple[str, list[Event]]:
-    """Reads the program of a trace that took most time.
-
-    Args:
-        file: A trace as `jax.profiler.trace` writes it (.xplane.pb).
-
-    Returns:
-        The name of the program's module, and the executions of its instructions.
-
-    Raises:
-        RuntimeError: The trace has no instruction of a compiled program.
-    """
+    """Reads the program of a trace that took most time."""
     planes = list(ProfileData.from_file(str(file)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     found: dict[str, list[Event]] = defaultdict(list)
@@ -157,15 +139,7 @@ def longest(file: Path) -> tuple[str, list[Event]]:
 
 
 def compiled(name: str, events: Iterable[Event]) -> hlo.HloModule:
-    """Finds the compiled program of this process whose instructions were traced.
-
-    Args:
-        name: Name of its module.
-        events: Executions of its instructions.
-
-    Returns:
-        The program.
-    """
+    """Finds the compiled program of this process whose instructions were traced."""
     ops = {plain(event.op) for event in events}
     texts = [
         module.to_string()
@@ -184,10 +158,8 @@ def operations(program: hlo.HloModule, events: Iterable[Event], passes: int) -> 
     """Sums the time of a program's instructions by the part of the model and the operation.
 
     Args:
-        program: The program.
         events: Executions of its instructions. Loops, branches and calls are left out: their instructions are traced.
             What the program's text does not name is listed by the name of its kernel, without bytes.
-        passes: Forward passes that were traced.
 
     Returns:
         A row for each part and operation, the longest first: `calls`, `seconds` and `bytes` of a pass, and the share
@@ -225,23 +197,13 @@ def plain(name: str) -> str:
 
 
 def part_of(op_name: str) -> str:
-    """The modules that a JAX operation belongs to, all layers as one: "Transformer/block/attention".
-
-    Args:
-        op_name: As in compiled programs: "jit(f)/while/body/Transformer/block_3/attention/dot_general".
-
-    Returns:
-        The modules; "decoder" for what belongs to none.
-    """
+    """The modules that a JAX operation belongs to, all layers as one: "Transformer/block/attention"."""
     modules = [re.sub(r"_\d+$", "", part) for part in op_name.split("/")[:-1] if not TRACED.match(part)]
     return "/".join(modules[:3]) or "decoder"
 
 
 def busy_and_span(events: Iterable[Event]) -> tuple[float, float]:
     """Seconds in which at least one instruction ran, and seconds from the first to the last.
-
-    Args:
-        events: Executions of instructions.
 
     Returns:
         (busy, span).

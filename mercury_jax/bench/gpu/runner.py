@@ -77,10 +77,7 @@ class Runner:
     """Runs cases one after another. `close` ends the last child: use it in `with contextlib.closing(...)`.
 
     Args:
-        budget: Seconds that the whole command may take, from now on.
-        worker: Command line of a child process.
         say: Called with a progress line every `beat` seconds.
-        beat: Seconds.
     """
 
     def __init__(
@@ -110,11 +107,7 @@ class Runner:
         return rows
 
     def stream(self, case: GpuCase) -> Iterator[Row]:
-        """Runs a case once.
-
-        Yields:
-            The rows of `run`, each when it is measured.
-        """
+        """Runs a case once."""
         began, limit = time.monotonic(), case.limit
         if (left := self._end - began) < case.least:
             yield {"not_run": "time", "seconds_left": round(max(left, 0.0), 1)}
@@ -150,12 +143,7 @@ def troubled(rows: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def append(path: str | None, row: Mapping[str, Any]) -> None:
-    """Appends a row to a JSONL file and waits until it is on the disk; does nothing where no path was given.
-
-    Args:
-        path: A JSONL file, or None.
-        row: The row.
-    """
+    """Appends a row to a JSONL file and waits until it is on the disk; does nothing where no path was given."""
     if path is not None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

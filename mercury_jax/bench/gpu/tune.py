@@ -60,7 +60,6 @@ def tune(args: Row, stage: Stage) -> Iterator[Row]:
     Args:
         args: `operation`, "grouped" or "attention"; `shape`, fields of its record in `check`; `values` of each knob;
             and `calls` of a timed program after its first.
-        stage: Called with what is being done.
 
     Yields:
         A row for each variant, with `seconds` or with `refused`; `best` marks what is the fastest so far. The last one
@@ -97,16 +96,7 @@ def tune(args: Row, stage: Stage) -> Iterator[Row]:
 def neighbours(
     knobs: Any, values: Mapping[str, Sequence[int]], unfit: Callable[[Any], str | None]
 ) -> list[Any]:
-    """Lists knobs, and those that differ in one of them.
-
-    Args:
-        knobs: The knobs.
-        values: Values of each knob that is changed.
-        unfit: Why a call cannot have some knobs; None: it can.
-
-    Returns:
-        Those with fewer stages in the place of ones that do not fit otherwise.
-    """
+    """Lists knobs, and those that differ in one of them."""
     found = {}
     for one in (knobs, *(knobs._replace(**{knob: value}) for knob in values for value in values[knob])):
         while one.stages > 2 and unfit(one) is not None:
@@ -121,12 +111,7 @@ def choices(
     """Finds what a call leaves open, from its shapes.
 
     Args:
-        operation: "grouped" or "attention".
         shape: Fields of its record in `check`.
-        device: To compile for.
-
-    Returns:
-        The heuristic's knobs, and a function that says why the call cannot have some knobs.
     """
     if operation == "grouped":
         p = _product(GroupedShape(**shape))
@@ -152,11 +137,8 @@ def _compiled(op: Tunable, knobs: Any) -> Callable[[], Any] | str:
 
     try:
         ready = jax.jit(program).lower(op.start, op.sets).compile()
-    except (
-        ValueError,
-        NotImplementedError,
-        jax.errors.JaxRuntimeError,
-    ) as error:  # the last: of ptxas or XLA
+    # The last is an error of ptxas or XLA.
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return f"{type(error).__name__}: {error}"[:300]
     return lambda: jax.block_until_ready(ready(op.start, op.sets))
 
@@ -215,18 +197,9 @@ def _grouped(shape: Row, device: Device | None, calls: int) -> Tunable:
         sets.append((cut(x), cut(row_scale), w, scale))
     p, (default, unfit), start = _product(a), choices("grouped", shape), products.offsets_of(sizes)
     moved = weights * (sizes > 0).mean() + sets[0][0].nbytes + 2 * p.rows * p.outputs
+    turns = calls // len(sets)
     return Tunable(
-        "grouped",
-        p.form,
-        p.shapes,
-        default,
-        unfit,
-        start,
-        sets,
-        calls // len(sets),
-        call,
-        expected,
-        float(moved),
+        "grouped", p.form, p.shapes, default, unfit, start, sets, turns, call, expected, float(moved)
     )
 
 

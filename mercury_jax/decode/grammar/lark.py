@@ -80,17 +80,7 @@ class _Value(NamedTuple):
 
 
 def lark_grammar(spec: Spec) -> LarkGrammar:
-    """Writes the grammar of a spec.
-
-    Args:
-        spec: What an answer must obey.
-
-    Returns:
-        The grammar as text.
-
-    Raises:
-        GrammarError: It is out of bounds, or no spec.
-    """
+    """Writes the grammar of a spec."""
     if isinstance(spec, JSONSchema | JSONObject):
         value = _json(spec)
         answer = None if value.text is None else (value.text,)
@@ -280,11 +270,7 @@ def special_name(id: int) -> str:
 
 
 def llguidance() -> Any:
-    """Imports llguidance at first use.
-
-    Raises:
-        GrammarError: It is not installed; says what to install.
-    """
+    """Imports llguidance at first use."""
     try:
         return importlib.import_module("llguidance")
     except ImportError:
@@ -299,17 +285,7 @@ class _TooLong(Exception):
 
 
 def shortest_match(pattern: str) -> str | None:
-    """Guesses a short text that a regular expression matches; the caller must verify it.
-
-    Args:
-        pattern: A regular expression, read by Python's parser.
-
-    Returns:
-        The text, or None where the pattern cannot be read so.
-
-    Raises:
-        GrammarError: Every such text is longer than MOST_SAMPLE.
-    """
+    """Guesses a short text that a regular expression matches; the caller must verify it."""
     parser: Any = importlib.import_module("re._parser")
     try:
         return _shortest(parser.parse(pattern))

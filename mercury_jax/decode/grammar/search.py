@@ -30,15 +30,7 @@ START: Lex = (0, 0, 0)
 
 
 def advance_lex(lex: Lex, units: Iterable[Unit]) -> Lex:
-    """Returns the lexical state of JSON after some units.
-
-    Args:
-        lex: The state before.
-        units: Bytes and special tokens.
-
-    Returns:
-        The state after them.
-    """
+    """Returns the lexical state of JSON after some units."""
     depth, inside, marks = lex
     for unit in units:
         if inside:
@@ -107,11 +99,6 @@ class _Node(NamedTuple):
 class EndSearch:
     """Searches for completions and remembers those found; a `branch` learns for itself, so that answers stay
     independent.
-
-    Args:
-        vocabulary: Of the tokenizer.
-        macros: Texts to try as a whole, where the next byte alone does not show that it leads to an end.
-        known: What an earlier search learned.
     """
 
     def __init__(
@@ -133,13 +120,7 @@ class EndSearch:
         return self._led.get(mask, ())
 
     def learn(self, mask: bytes, plan: list[Unit], bridges: Sequence[list[Unit]]) -> None:
-        """Remembers how a plan was found from a state with this mask.
-
-        Args:
-            mask: Of the state.
-            plan: The completion that was found.
-            bridges: Ends that it may have joined.
-        """
+        """Remembers how a plan was found from a state with this mask."""
         bridge = next((b for b in bridges if b and plan[-len(b) :] == b), [])
         way = plan[: len(plan) - len(bridge)]
         known = self._led.setdefault(mask, deque(maxlen=_MOST_LEARNED))
@@ -158,19 +139,8 @@ class EndSearch:
         """Searches for a completion of a byte matcher.
 
         Args:
-            start: The matcher; left as it is.
-            lex: Its lexical state.
-            room: Most tokens of the completion.
-            limits: How far to search.
-            bridges: Ends of the previous plan; a path that reaches one of them is complete.
             late: Whether to give up. Called before every state, because one state of a large grammar takes
                 milliseconds.
-
-        Returns:
-            The units of the completion, or None where none was found.
-
-        Raises:
-            TimeoutError: `late` returned True.
         """
         spelling = None if limits.first else NOTHING
         levels = {0: [_Node(start.deep_copy(), lex, start.compute_bitmask(), (), None, spelling)]}

@@ -66,10 +66,6 @@ def shortest_value(schema: Any, match: Callable[[str], str | None]) -> Shortest:
 
     Args:
         schema: A schema of `spec.check_schema`.
-        match: Makes a short text that a pattern matches; None where it cannot.
-
-    Returns:
-        The value as JSON without spaces.
     """
     search = _Search(schema, match)
     try:
@@ -80,15 +76,7 @@ def shortest_value(schema: Any, match: Callable[[str], str | None]) -> Shortest:
 
 
 def resolved(root: Any, ref: str) -> Any:
-    """Follows a reference inside of a schema.
-
-    Args:
-        root: The whole schema.
-        ref: The reference, such as "#/$defs/a".
-
-    Returns:
-        The schema at the reference. None: the reference is an anchor, or nothing is there.
-    """
+    """Follows a reference inside of a schema."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     for part in unquote(ref.lstrip("#")).split("/")[1:]:

@@ -53,16 +53,7 @@ class GrammarError(ValueError):
 
 
 def grammar_error(where: str | Place, value: object, allowed: str) -> GrammarError:
-    """Makes the error "<where> is <value>; allowed: <allowed>", with a long value cut.
-
-    Args:
-        where: The place in the schema, or the argument.
-        value: What was found.
-        allowed: What is allowed.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Makes the error "<where> is <value>; allowed: <allowed>", with a long value cut."""
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return GrammarError(
@@ -243,18 +234,7 @@ class _Names(dict[int, str | None]):
 
 
 def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
-    """Checks the bounds of a schema, and rewrites it where a generated answer could fail a validator.
-
-    Args:
-        schema: As the user sent it.
-        name: What errors call it.
-
-    Returns:
-        The rewritten schema, and its regular expressions.
-
-    Raises:
-        GrammarError: Names the place in the schema, the value and what is allowed.
-    """
+    """Checks the bounds of a schema, and rewrites it where a generated answer could fail a validator."""
     check_bounds(schema, name)
     patterns: list[str] = []
     return CheckedSchema(_rewritten(schema, Place(name), patterns, schema, _Names()), patterns)

@@ -112,30 +112,14 @@ class GrammarVocabulary:
         return found
 
     def cost(self, units: Sequence[Unit], enough: int | None = None) -> int | None:
-        """Counts the tokens that spell the units.
-
-        Args:
-            units: Bytes and special tokens.
-            enough: Where single bytes stay within this bound, their number is returned without a search.
-
-        Returns:
-            The number, or None where the vocabulary lacks a byte.
-        """
+        """Counts the tokens that spell the units."""
         if enough is not None and self.whole and len(units) <= enough:
             return len(units)
         ids = self.spell(units)
         return None if ids is None else len(ids)
 
     def extended(self, old: Spelling, units: Sequence[Unit]) -> Spelling:
-        """Appends units to a spelling.
-
-        Args:
-            old: The spelling of the text so far.
-            units: What is appended.
-
-        Returns:
-            The spelling of the longer text.
-        """
+        """Appends units to a spelling."""
         text, costs = old
         for unit in units:
             if unit > 255:
@@ -163,15 +147,7 @@ class GrammarVocabulary:
         return self._without[start]
 
     def begins(self, units: Sequence[Unit], mask: bytes) -> bool:
-        """Returns whether a mask of tokens allows the first unit; True where that is not a token of its own.
-
-        Args:
-            units: Bytes and special tokens.
-            mask: Bits of the ids that are allowed.
-
-        Returns:
-            Whether the units may come next.
-        """
+        """Returns whether a mask of tokens allows the first unit; True where that is not a token of its own."""
         id = self._single[units[0]] if units else -1
         return id < 0 or bool(mask[id >> 3] >> (id & 7) & 1)
 

@@ -339,14 +339,7 @@ def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def export_diffusion(c: ModelConfig) -> dict[str, Any]:
-    """Converts our config to DiffusionGemma's config.json.
-
-    Args:
-        c: A `GemmaConfig` with a causal encoder.
-
-    Returns:
-        The contents of config.json.
-    """
+    """Converts our config to DiffusionGemma's config.json."""
     assert isinstance(c, GemmaConfig)
     return dict(
         architectures=["DiffusionGemmaForBlockDiffusion"], model_type="diffusion_gemma", canvas_length=c.block,

@@ -27,14 +27,7 @@ def experts_of(config: Json, **ours: Any) -> Experts | None:
     """Converts the keys of Qwen3's mixture of experts.
 
     Args:
-        config: config.json.
         **ours: Fields of `Experts` that the family adds or overrides.
-
-    Returns:
-        The experts; None if the model has none.
-
-    Raises:
-        ValueError: A value is missing, or two keys contradict each other.
     """
     counts = {config[key] for key in ("num_experts", "num_local_experts") if key in config}
     if not any(counts):
@@ -57,13 +50,7 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
     """Converts our config to a config.json that transformers reads.
 
     Args:
-        c: Our config.
-        architecture: Name of the model's class in the reference implementation.
-        model_type: The `model_type` of config.json.
         **theirs: Keys that the family adds or overrides; the value `...` removes a key.
-
-    Returns:
-        The contents of config.json.
     """
     s, e = c.rope_scaling, c.experts
     found: dict[str, Any] = dict(

@@ -58,14 +58,7 @@ KEYS = {64: 128, 128: 128, 256: 64, 512: head_dim_512.KEYS}  # head size: keys o
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this kernel does not take a call.
-
-    Args:
-        call: Reads shapes, dtypes and the scale.
-
-    Returns:
-        The reason in words; None: it takes the call.
-    """
+    """Why this kernel does not take a call."""
     q, k = call.q, call.k
     if isinstance(k, Fp8Vectors) or isinstance(call.v, Fp8Vectors):
         return "keys and values are fp8, which it does not read; it reads int8"
@@ -93,14 +86,9 @@ def run(call: AttentionCall, listed: bool = False, knobs: AttentionKnobs | None 
     the highest end that one range has over the rows of a tile: there they must be finite.
 
     Args:
-        call: A call that `refuses` takes.
         listed: Whether each program visits only the key tiles with a key that one of its rows attends to, as long
             sequences of several documents need, and not all between the first and the last of them. All keys and
             values must then be finite. Head sizes up to 256.
-        knobs: Choices of the kernel; None: measured ones, or else `default_knobs`.
-
-    Returns:
-        As `attend`.
     """
     if knobs is None and not listed:
         form = attention_form(call.q, call.k, call.softcap)
@@ -123,15 +111,7 @@ def shapes_of(call: AttentionCall) -> str:
 
 
 def default_knobs(call: AttentionCall, listed: bool = False) -> AttentionKnobs:
-    """Chooses what a call leaves open, where nothing was measured.
-
-    Args:
-        call: Reads shapes and dtypes.
-        listed: As in `run`; the keys are then not split.
-
-    Returns:
-        As many tiles in flight as shared memory holds, and splits that fill the GPU.
-    """
+    """Chooses what a call leaves open, where nothing was measured."""
     (batch, _, _, width), groups = call.q.shape, call.k.shape[2]
     keys, wide = KEYS[width], width > 256
     steps = -(-call.k.shape[1] // keys)
@@ -149,15 +129,7 @@ def default_knobs(call: AttentionCall, listed: bool = False) -> AttentionKnobs:
 
 
 def unfit(call: AttentionCall, knobs: AttentionKnobs) -> str | None:
-    """Gives the reason why a call cannot have some choices.
-
-    Args:
-        call: Reads shapes and dtypes.
-        knobs: The choices.
-
-    Returns:
-        The reason in words; None: it can.
-    """
+    """Gives the reason why a call cannot have some choices."""
     width = call.q.shape[-1]
     if width > 256 and knobs[:3] != (2, KEYS[width], head_dim_512.STAGES):
         return f"head size {width} leaves the splits open only"

@@ -64,18 +64,7 @@ def run(
     d_out: Float[Array, "B T H K"],
     d_lse: Float[Array, "B T H"],
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-    """Computes the gradients of attention.
-
-    Args:
-        call: The arguments of the forward pass, of a head size in `KEYS`.
-        out: Its output.
-        lse: Its log-sum-exp.
-        d_out: Cotangent of the output.
-        d_lse: Cotangent of the log-sum-exp.
-
-    Returns:
-        The gradients of q, k and v.
-    """
+    """Computes the gradients of attention."""
     c = _config(call, KEYS[call.q.shape[3]])
     batch, queries, heads, _ = call.q.shape
     fold = functools.partial(tiling.fold_queries, groups=c.groups, rows=c.rows)
@@ -369,9 +358,6 @@ def _mask(edges: Ref, begin: Value, key_axis: int, scores: Value) -> Value:
 
     Args:
         edges: Ranges of the rows in shared memory [2 R, rows].
-        begin: Slot of the first key.
-        key_axis: 1 for scores [rows, keys], 0 for [keys, rows].
-        scores: Scores.
 
     Returns:
         The scores, `MASKED` where masked.

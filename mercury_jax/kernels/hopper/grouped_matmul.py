@@ -117,17 +117,7 @@ def run(
     The alternative, padding the rows of every expert to a multiple of 8, would copy all rows twice.
 
     Args:
-        products: What is multiplied, with the same dtypes; x has a multiple of 8 rows, and at least those of a tile.
-        rows: Rows of each result.
         knobs: Choices of each product, which fit (`unfit`); all have the same workers and depth.
-        dtype: Of the results.
-        transposed: Whether matrices are [E, O, I], which 8-bit ones are.
-        act: The results are act(x gate) * (x up) instead of x w.
-        joined: Whether the results, of as many rows each, are columns of one array.
-        device: To compile for.
-
-    Returns:
-        Arrays [rows, O]; rows of no expert hold anything.
     """
     how: Any = dtype, transposed, act
     described = [product_of(o.x, o.matrices, *how) for o in products]
@@ -171,15 +161,7 @@ def run(
 
 
 def default_knobs(p: Product, tile: int) -> GroupedKnobs:
-    """Chooses what a product leaves open, where nothing was measured.
-
-    Args:
-        p: The product.
-        tile: Rows of a tile.
-
-    Returns:
-        The choices: steps of one swizzled line, which has at most 128 bytes, and as many as fit.
-    """
+    """Chooses what a product leaves open, where nothing was measured."""
     line = 128 // p.w.itemsize
     depth = line if p.inputs % line == 0 else 64
     knobs = GroupedKnobs(tile, 2 if p.gated or p.outputs % (2 * BLOCK) == 0 else 1, depth, MOST_STAGES)
@@ -189,15 +171,7 @@ def default_knobs(p: Product, tile: int) -> GroupedKnobs:
 
 
 def unfit(p: Product, knobs: GroupedKnobs) -> str | None:
-    """Gives the reason why a product cannot have some choices.
-
-    Args:
-        p: The product.
-        knobs: The choices.
-
-    Returns:
-        The reason in words; None: it can.
-    """
+    """Gives the reason why a product cannot have some choices."""
     tile, workers, depth, stages = knobs
     if (p.gated and workers != 2) or (not p.gated and p.outputs % (workers * BLOCK)):
         return f"{workers} warpgroups do not divide {p.outputs} outputs"
@@ -278,11 +252,6 @@ def _each_work(
 
     The pieces of all experts are numbered by expert, tile and block, and dealt to the programs in turn: the blocks of
     a tile run at the same time, so that its rows are read from HBM once.
-
-    Args:
-        part: The product.
-        body: Called with each piece.
-        carry: Pieces of all programs, and steps of this one, of the products before.
 
     Returns:
         `carry` with the pieces and steps of this product.

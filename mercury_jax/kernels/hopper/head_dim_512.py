@@ -51,9 +51,6 @@ def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple
     """Loads all pieces of a program, in the order in which they are read.
 
     Args:
-        c: Static configuration.
-        s: Shared memory and barriers.
-        tiles: The program's key tiles.
         sources: From `tile_loop.sources_of`.
     """
     pieces = s.q.shape[0]  # of the keys of a tile, and of its values
@@ -107,10 +104,6 @@ def compute(
     """All steps of one of the two computing warpgroups, and the store of its columns.
 
     Args:
-        c: Static configuration.
-        s: Shared memory and barriers.
-        tiles: The program's key tiles.
-        worker: 0 or 1.
         q: Queries [P, M, K].
         gaps: Their gaps [B, E, M].
         out: Output [1, B, T, H, K].

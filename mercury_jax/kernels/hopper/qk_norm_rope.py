@@ -35,20 +35,7 @@ def run(
     eps: float,
     device: Device | None = None,
 ) -> tuple[Float[Array, "B T H K"], KVArrays]:
-    """Computes `kernels.qk_norm_rope.norm_rope_write`.
-
-    Args:
-        x: Projected hidden states, bfloat16; K is a multiple of 256.
-        factors: Of the norms of queries and keys, bfloat16 or float32.
-        table: Cosines and sines of K / 2 pairs, float32.
-        kv: Keys and values of the cache, bfloat16; their memory is written if nothing else reads it.
-        slots: Slot of each token.
-        eps: Added to the mean squares.
-        device: To compile for.
-
-    Returns:
-        Queries and the updated cache.
-    """
+    """Computes `kernels.qk_norm_rope.norm_rope_write`."""
     (batch, tokens, heads, width), groups = x.q.shape, x.k.shape[2]
     per_group, count = heads // groups, batch * tokens
     # XLA computes the projections as one product, of which this concatenation is the whole: it reads no copies.

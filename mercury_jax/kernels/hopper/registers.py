@@ -14,17 +14,7 @@ _INDEXED = "idx" in inspect.signature(plgpu.load).parameters  # until jax 0.12
 
 
 def kernel(body: Callable[..., None], out: Any, device: Device | None, **grid: int) -> Callable[..., Any]:
-    """Makes the call of a kernel of one warpgroup a program.
-
-    Args:
-        body: The kernel; its name is that of the kernel in a profile.
-        out: Shapes of the results.
-        device: To compile for.
-        **grid: Programs along each axis.
-
-    Returns:
-        The function of the kernel's inputs.
-    """
+    """Makes the call of a kernel of one warpgroup a program."""
     return plgpu.kernel(
         body,
         out_type=out,
@@ -41,10 +31,6 @@ def load(ref: Any, layout: Any, interpreted: bool) -> Any:
     Args:
         ref: Reference to all of the array, indexed by `ref.at[...]`.
         layout: How the threads of the program hold the array.
-        interpreted: Whether the interpreter runs the kernel. It has no load with a layout.
-
-    Returns:
-        The array.
     """
     if interpreted:
         return ref[...]

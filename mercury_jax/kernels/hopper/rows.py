@@ -38,19 +38,7 @@ def residual_norms(
     rounded: tuple[Any, ...] = (),
     device: Device | None = None,
 ) -> tuple[Float[Array, "M D"], list[Rows]]:
-    """Computes `kernels.residual_norm.residual_norms`.
-
-    Args:
-        x: Hidden states, bfloat16; D is a multiple of 256.
-        residual: What is added; `choice` as int32.
-        factors: Factors of each norm of the new hidden states, bfloat16 or float32.
-        eps: Added to the mean squares.
-        rounded: For each norm the dtype of 8 bits to which its rows are rounded; None, or too few: none.
-        device: To compile for.
-
-    Returns:
-        The new hidden states and their norms, bfloat16 or rounded.
-    """
+    """Computes `kernels.residual_norm.residual_norms`."""
     interpret = None if device is None else device.interpret
     inputs, structure = jax.tree.flatten((x, residual, factors))
     like: Any = lambda dtype: jax.ShapeDtypeStruct(x.shape, dtype)
@@ -120,17 +108,7 @@ def _one_row(
 def quantise_rows(
     x: Float[Array, "M W"], count: int, dtype: Any, device: Device | None = None
 ) -> QuantisedRows:
-    """Computes `kernels.quantised_rows.quantise_rows`.
-
-    Args:
-        x: Rows, bfloat16.
-        count: Rows of a program, a divisor of M; count * W is a multiple of 128.
-        dtype: int8 or float8_e4m3fn.
-        device: To compile for.
-
-    Returns:
-        The rows.
-    """
+    """Computes `kernels.quantised_rows.quantise_rows`."""
     (rows, width), interpret = x.shape, None if device is None else device.interpret
     programs, numbers = rows // count, count * width
     layout = plgpu.Layout.WG_STRIDED((numbers,), vec_size=2 if numbers % 256 == 0 else 1)
@@ -167,18 +145,7 @@ def route(
     scale: float,
     device: Device | None = None,
 ) -> tuple[Int[Array, "M k"], Float[Array, "M k"]]:
-    """Computes `kernels.routing.route`.
-
-    Args:
-        logits: Logits of the router; E is a multiple of 128.
-        factors: Factor of each expert, bfloat16 or float32.
-        active: k.
-        scale: Positive factor of the logits.
-        device: To compile for.
-
-    Returns:
-        Ids and weights.
-    """
+    """Computes `kernels.routing.route`."""
     rows, experts = logits.shape
     interpret = None if device is None else device.interpret
     layout = plgpu.Layout.WG_STRIDED((experts,), vec_size=1)
@@ -215,17 +182,7 @@ def route(
 def dispatch(
     x: Rows, expert: Int[Array, "N k"], count: int, device: Device | None = None
 ) -> tuple[Rows, Int[Array, "N k"], Int[Array, "offsets"]]:
-    """Computes `kernels.dispatch.dispatch`.
-
-    Args:
-        x: Hidden states [N, D], bfloat16 or rounded; D is a multiple of 256.
-        expert: Experts of each token; E: none. M = N * k is a multiple of 128, up to 4096.
-        count: E, number of experts.
-        device: To compile for.
-
-    Returns:
-        Rows, rank and offsets.
-    """
+    """Computes `kernels.dispatch.dispatch`."""
     parts, structure = jax.tree.flatten(x)  # values and scales, or one array
     (tokens, width), active = parts[0].shape, expert.shape[1]
     size, each = tokens * active, offsets_each(tokens, count)

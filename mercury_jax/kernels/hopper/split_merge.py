@@ -33,14 +33,7 @@ from mercury_jax.kernels.hopper.tile_loop import (
 
 
 def merge_barrier(c: AttentionConfig) -> Ref:
-    """The barrier of each computing warpgroup with those of the other splits that have the same rows.
-
-    Args:
-        c: Static configuration.
-
-    Returns:
-        The scratch type; None if the keys are not split.
-    """
+    """The barrier of each computing warpgroup with those of the other splits that have the same rows."""
     return plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=c.workers) if c.splits > 1 else None
 
 
@@ -48,12 +41,7 @@ def parts_of(c: AttentionConfig, result: Ref, column: Value) -> list[tuple[Ref, 
     """Divides results in shared memory into the parts that `store_result` takes.
 
     Args:
-        c: Static configuration.
         result: Results [64, columns].
-        column: The first of their columns in the output.
-
-    Returns:
-        (part, first column): everything in one part, or 64 columns in each if splits merge their results.
     """
     width = result.shape[1] if c.splits == 1 else 64
     return [(result.at[:, pl.ds(at, width)], column + at) for at in range(0, result.shape[1], width)]
@@ -76,12 +64,8 @@ def store_result(
     dtype of `out` before they are merged, in fp32.
 
     Args:
-        c: Static configuration.
-        tiles: The program's key tiles.
         first: The first of its rows in `out` and `lse`.
-        parts: From `parts_of`, in the dtype of `out`.
         nats: Log-sum-exp of each row [64], -inf without keys.
-        merged: This warpgroup's `SharedMemory.merged`; None: one split.
         told: Shared memory [64] of int32 that nobody reads any more, for the log-sum-exps.
         out: Output [1, B, T, H, K].
         lse: Log-sum-exps [1, P, M].

@@ -101,15 +101,7 @@ class SharedMemory(NamedTuple):
 
 
 def swizzled_tile(*shape: int, dtype: DTypeLike) -> Ref:
-    """Shared memory with its last two axes in the tiles that tensor cores read without bank conflicts.
-
-    Args:
-        *shape: The last axis is a multiple of 64, the one before it of 8.
-        dtype: Of 1 or 2 bytes.
-
-    Returns:
-        The scratch type.
-    """
+    """Shared memory with its last two axes in the tiles that tensor cores read without bank conflicts."""
     line = 64 * jnp.dtype(dtype).itemsize  # bytes of a swizzled line: 64 numbers
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(line)))
 
@@ -119,10 +111,6 @@ def sources_of(c: AttentionConfig, call: AttentionCall) -> tuple[Array, ...]:
 
     Keys are in shared memory in tiles of 8 slots, and TMA copies whole tiles: a cache whose slots are no multiple of 8
     is copied first.
-
-    Args:
-        c: Static configuration.
-        call: Keys and values.
 
     Returns:
         Keys and values, padded with zeros to `c.slots`; for int8 also their scales, slots last.
@@ -141,28 +129,12 @@ def sources_of(c: AttentionConfig, call: AttentionCall) -> tuple[Array, ...]:
 
 
 def heads_of(heads: int, groups: int) -> int:
-    """How many query heads of a key head are in one tile, such that the rows of each are whole tiles of 8 rows.
-
-    Args:
-        heads: H, query heads.
-        groups: G, key heads.
-
-    Returns:
-        H / G if it is 1, 2, 4 or 8; otherwise 1: `launch` then takes the heads of a group for further queries.
-    """
+    """How many query heads of a key head are in one tile, such that the rows of each are whole tiles of 8 rows."""
     return heads // groups if heads // groups in (1, 2, 4, 8) else 1
 
 
 def query_block(heads: int, groups: int) -> int:
-    """How many queries follow each other in the rows that `launch` makes of each head (`tiling.fold_queries`).
-
-    Args:
-        heads: H, query heads.
-        groups: G, key heads.
-
-    Returns:
-        The number; 1 if `launch` takes the heads of a group for further queries.
-    """
+    """How many queries follow each other in the rows that `launch` makes of each head (`tiling.fold_queries`)."""
     own = heads_of(heads, groups)
     return ROWS // own if own * groups == heads else 1
 
@@ -177,17 +149,10 @@ def launch(
     """Runs a program for each split of the keys, tile of rows, and pair of (row of the batch, key head).
 
     Args:
-        c: Static configuration.
-        call: The arguments of attention.
         program: program(c, number of inputs, *refs); refs are the inputs (queries [P, M, K], their gaps [B, E, M],
             `tiling.tile_bounds` or `tiling.key_visits`, then `sources_of`), the outputs [N, B, T, H, K] and their
             log-sum-exps [N, P, M], the scratch. N is 1 if the programs merge their results, otherwise the number of
             splits.
-        scratch: Types of the scratch.
-        out_dtype: Of the kernel's output.
-
-    Returns:
-        As `attend`.
     """
     batch, queries, heads, width = call.q.shape
     regrouped = heads != c.groups * c.heads
@@ -261,26 +226,11 @@ class KeyTiles(NamedTuple):
     visits: Ref = None  # in memory: this program's line of `tiling.key_visits`
 
     def index(self, i: Value) -> Value:
-        """The index of the key tile of a step.
-
-        Args:
-            i: The step.
-
-        Returns:
-            The index.
-        """
+        """The index of the key tile of a step."""
         return self.first + i if self.visits is None else jax.lax.div(self.visits[i + 1], jnp.int32(2))
 
     def start(self, c: AttentionConfig, i: Value) -> Value:
-        """The first key loaded at a step: the last tile may not fit, and then starts earlier.
-
-        Args:
-            c: Static configuration.
-            i: The step.
-
-        Returns:
-            A slot of the row.
-        """
+        """The first key loaded at a step: the last tile may not fit, and then starts earlier."""
         return jnp.minimum(self.index(i) * c.keys, c.slots - c.keys)
 
 
@@ -288,11 +238,7 @@ def key_tiles(c: AttentionConfig, bounds: Ref) -> KeyTiles:
     """This program's share of the tiles that its rows attend to.
 
     Args:
-        c: Static configuration.
         bounds: From `tiling.tile_bounds`; if `c.listed`, from `tiling.key_visits` (keys are then not split).
-
-    Returns:
-        The tiles; the last splits may have none.
     """
     pair, tile = (jax.lax.axis_index(name) for name in ("pair", "tile"))
     batch, group = jax.lax.div(pair, jnp.int32(c.groups)), jax.lax.rem(pair, jnp.int32(c.groups))
@@ -314,9 +260,6 @@ def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple
     """Loads all key tiles of a program, dequantising int8 on the way.
 
     Args:
-        c: Static configuration.
-        s: Shared memory and barriers.
-        tiles: The program's key tiles.
         sources: From `sources_of`.
     """
     if c.int8:
@@ -386,11 +329,6 @@ def _dequantise(
 def product(c: AttentionConfig, left: Ref, right: Ref) -> Value:
     """Computes left right^T, of two operands in shared memory, and waits for it.
 
-    Args:
-        c: Static configuration.
-        left: 64 vectors.
-        right: Vectors.
-
     Returns:
         The products [64, vectors of `right`] in fp32.
     """
@@ -419,11 +357,7 @@ def full(x: float, shape: tuple[int, ...]) -> Value:
     """An array of one number, in the layout of the results of wgmma.
 
     Args:
-        x: The number.
         shape: [rows, columns], or [rows] for one number per row.
-
-    Returns:
-        The array in fp32.
     """
     return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), WGMMA if len(shape) == 2 else PER_ROW)
 
@@ -444,10 +378,6 @@ def across_columns(x: Value, like: Value) -> Value:
 def scaled_scores(c: AttentionConfig, scores: Value) -> tuple[Value, float]:
     """Applies the softcap. The scale is left to the exponent, where it costs no product of its own.
 
-    Args:
-        c: Static configuration.
-        scores: q k^T.
-
     Returns:
         (scores, unit) such that exp2(scores * unit) is the exponential of the final scores.
     """
@@ -460,16 +390,7 @@ def scaled_scores(c: AttentionConfig, scores: Value) -> tuple[Value, float]:
 
 
 def is_unmasked(c: AttentionConfig, tiles: KeyTiles, i: Value) -> Value:
-    """Whether every row attends to every key of a step, and none of the keys was in the tile before.
-
-    Args:
-        c: Static configuration.
-        tiles: The program's key tiles.
-        i: The step.
-
-    Returns:
-        A boolean; if it holds, the tile needs no mask.
-    """
+    """Whether every row attends to every key of a step, and none of the keys was in the tile before."""
     if tiles.visits is not None:
         return jax.lax.rem(tiles.visits[i + 1], jnp.int32(2)) == 0
     begin, own = tiles.start(c, i), (tiles.first + i) * c.keys
@@ -483,13 +404,7 @@ def mask_scores(gaps: Ref, begin: Value, own: Value, scores: Value, layout: plgp
 
     Args:
         gaps: `tiling.gaps` of the rows in shared memory [2 R + 2, rows].
-        begin: Slot of the first column.
-        own: First slot that no tile before had.
         scores: Scores [rows, keys].
-        layout: Of the scores in registers.
-
-    Returns:
-        The scores, -inf where masked.
     """
     key = begin + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
 
@@ -503,16 +418,7 @@ def mask_scores(gaps: Ref, begin: Value, own: Value, scores: Value, layout: plgp
 
 
 def is_covered(c: AttentionConfig, tiles: KeyTiles, begin: Value) -> Value:
-    """Whether the hull of one range holds all keys of a tile, so that its values are finite.
-
-    Args:
-        c: Static configuration.
-        tiles: The program's key tiles.
-        begin: First slot of the tile.
-
-    Returns:
-        A boolean; if it holds, no value has to be cleared.
-    """
+    """Whether the hull of one range holds all keys of a tile, so that its values are finite."""
     covers = [(begin >= low) & (begin + c.keys <= high) for low, high in _hulls(c, tiles)]
     return functools.reduce(jnp.logical_or, covers)
 
@@ -521,9 +427,6 @@ def clear_values(c: AttentionConfig, tiles: KeyTiles, begin: Value, values: Ref)
     """Sets values of keys in no range of any row to zero: a weight of 0 times NaN would be NaN.
 
     Args:
-        c: Static configuration.
-        tiles: The program's key tiles.
-        begin: Slot of the first value.
         values: Values in shared memory [keys, columns], changed in place.
     """
     for row in range(0, values.shape[0], ROWS):

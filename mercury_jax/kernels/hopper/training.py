@@ -32,14 +32,7 @@ class TrainingConfig(NamedTuple):
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Gives the reason why the kernels do not support a call with a gradient.
-
-    Args:
-        call: The call; only shapes, dtypes and the scale are read.
-
-    Returns:
-        A reason; None: they support the call.
-    """
+    """Gives the reason why the kernels do not support a call with a gradient."""
     if isinstance(call.k, Int8Vectors) or isinstance(call.v, Int8Vectors):
         return "rounded keys have no gradient"
     if (width := call.q.shape[-1]) not in WIDTHS:
@@ -58,12 +51,6 @@ def run(call: AttentionCall) -> AttentionResult:
 
     Outputs and log-sum-exp are differentiable in q, k and v, in reverse mode, and only once (no second derivative).
     All keys and values must be finite, those that no query attends to as well.
-
-    Args:
-        call: A call for which `refuses` returns None.
-
-    Returns:
-        The result of `attend`.
     """
     found: Any = _attend(
         call.q, call.k, call.v, call.ranges, TrainingConfig(call.scale, call.softcap, call.device)

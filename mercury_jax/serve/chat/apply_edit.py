@@ -107,17 +107,7 @@ class Placement(NamedTuple):
 
 
 def parse_apply(content: str) -> ApplyInput:
-    """Splits the message of an apply request into file and update snippet.
-
-    Args:
-        content: Text of the message, with both parts in tags.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ApiError: 400 if a part is missing; the message names its tags.
-    """
+    """Splits the message of an apply request into file and update snippet."""
     parts = []
     for name in (ORIGINAL, UPDATE):
         part = tagged_text(content, name)
@@ -130,32 +120,12 @@ def parse_apply(content: str) -> ApplyInput:
 
 
 def apply_update(request: ApplyInput, guess: bool = False) -> str | None:
-    """Merges the update of an apply request without a model, if possible.
-
-    Args:
-        request: The message.
-        guess: As for `merge_update`.
-
-    Returns:
-        The updated file; None if the snippet is ambiguous, so that a model has to write it.
-    """
+    """Merges the update of an apply request without a model, if possible."""
     return merge_update(request.original, unfenced(request.update, request.original)[0], guess)
 
 
 def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodePrompt:
-    """Makes the prompt that asks a model to merge the update.
-
-    Args:
-        lm: The model.
-        request: The message.
-        instruct: Whether the model follows instructions.
-
-    Returns:
-        A prompt with the instructions and the message.
-
-    Raises:
-        ApiError: 400 if the model does not follow instructions: its output could damage the file.
-    """
+    """Makes the prompt that asks a model to merge the update."""
     if not instruct:
         fault = f"messages[0].content does not say where its {UPDATE} belongs, and {lm.name} does not merge"
         allowed = "lines of the file on both sides of each change"
@@ -164,31 +134,14 @@ def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodeProm
 
 
 def apply_reply(request: ApplyInput, text: str) -> str:
-    """Extracts the merged file from a model's reply.
-
-    Args:
-        request: The message.
-        text: Output of the model, with or without fences and tags.
-
-    Returns:
-        The file; it ends with a line end if the original does.
-    """
+    """Extracts the merged file from a model's reply."""
     code = without_tags(unfenced(without_tags(text.strip("\n"), ORIGINAL), request.original)[0], ORIGINAL)
     missing = request.original.endswith("\n") and code and not code.endswith("\n")
     return code + "\n" if missing else code
 
 
 def merge_update(original: str, update: str, guess: bool = False) -> str | None:
-    """Merges an update snippet into a file.
-
-    Args:
-        original: The file.
-        update: The snippet.
-        guess: Whether to insert a new line although it is similar to a line of the file, instead of giving up.
-
-    Returns:
-        The merged file; None if the position of the snippet's lines is ambiguous.
-    """
+    """Merges an update snippet into a file."""
     file, merged, position = original.split("\n"), list[str](), 0
     known = {line.rstrip() for line in file}
     lines = update.split("\n")
@@ -217,17 +170,8 @@ def _merge_segment(
 ) -> tuple[int, int, list[str]]:
     """Merges one segment.
 
-    Args:
-        segment: The segment.
-        file: Lines of the file.
-        position: First line of the file after the previous segment.
-        guess: As for `merge_update`.
-
     Returns:
         (start, end, lines): the lines [start, end) of the file are replaced by `lines`.
-
-    Raises:
-        AmbiguousUpdate: If the position of the segment is ambiguous.
     """
     place = _place(segment.lines, file, position)
     # Without an anchor, the first segment of a snippet is put at the start of the file, and the last one at its end.
@@ -268,17 +212,6 @@ def _place(lines: list[str], file: list[str], position: int) -> Placement | None
 
     The anchors may occur several times in the file. Among all pairs of occurrences, the best pair has the fewest lines
     between the anchors that differ; ties are decided by the number of equal lines next to the anchors.
-
-    Args:
-        lines: Lines of the segment.
-        file: Lines of the file.
-        position: First line of the file that may be used.
-
-    Returns:
-        The place; None if the segment has no anchor.
-
-    Raises:
-        AmbiguousUpdate: If two places are equally good, none is consistent, or there are too many to compare.
     """
     where: dict[str, list[int]] = {}
     for i in range(position, len(file)):
@@ -314,11 +247,7 @@ def _place(lines: list[str], file: list[str], position: int) -> Placement | None
 
 
 def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int | None:
-    """Finds the end of the block of the file that the segment replaces.
-
-    Returns:
-        Index after the last line of the block; None if the segment does not show a whole block after its last anchor.
-    """
+    """Finds the end of the block of the file that the segment replaces."""
     new, depth = segment.lines[place.last + 1 :], _indent(segment.lines[place.last])
     if not new or not new[0].strip() or _indent(new[0]) <= depth:
         return None
@@ -338,16 +267,7 @@ def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int
 
 
 def _replaces(line: str, near: list[str], guess: bool) -> bool:
-    """Says whether a new line replaces the nearest line of the file.
-
-    Args:
-        line: The new line.
-        near: Lines of the file next to it, nearest first.
-        guess: As for `merge_update`.
-
-    Raises:
-        AmbiguousUpdate: If the new line may replace another one of the lines.
-    """
+    """Says whether a new line replaces the nearest line of the file."""
     if line.rstrip() == near[0].rstrip() or _same_subject(line, near[0]):
         return True
     depth = _indent(line)

@@ -76,19 +76,7 @@ class EditInput(NamedTuple):
 
 
 def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
-    """Makes the prompt that fills the hole between prefix and suffix; without a suffix, continues the prefix.
-
-    Args:
-        lm: The model.
-        prefix: Text before the hole.
-        suffix: Text after the hole. None, "" or NO_SUFFIX: no suffix.
-
-    Returns:
-        The prompt; its answer is the text of the hole.
-
-    Raises:
-        ApiError: 400 if prefix and suffix are empty.
-    """
+    """Makes the prompt that fills the hole between prefix and suffix; without a suffix, continues the prefix."""
     behind = "" if suffix is None or suffix == NO_SUFFIX else suffix
     if not prefix and not behind:
         allowed = "a text of at least one character, or a suffix"
@@ -97,18 +85,7 @@ def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
 
 
 def parse_edit(content: str) -> EditInput:
-    """Splits the message of a next edit into its parts.
-
-    Args:
-        content: Text of the message, in one of the two layouts.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ApiError: 400 if the message marks no region, marks several, or has only one of the file's two tags; the
-            message names the tags.
-    """
+    """Splits the message of a next edit into its parts."""
     at = tagged_span(content, REGION)
     if at is None:
         missing = f"<|{REGION}|> ... <|/{REGION}|>"
@@ -154,16 +131,8 @@ def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
     """Makes the prompt of a next edit.
 
     Args:
-        lm: The model.
-        edit: The message.
         instruct: Whether the model follows instructions; it then gets the message as a conversation. Any other model
             fills a hole in the file (`rewritten_span`), with a budget of 1.5 times the tokens in the hole, plus 16.
-
-    Returns:
-        The prompt; its answer goes through `edit_reply`.
-
-    Raises:
-        ApiError: 400 if a model without instructions would see no code around the hole.
     """
     if instruct:
         return instruction_prompt(lm, EDIT_INSTRUCTIONS, edit.text)
@@ -180,14 +149,8 @@ def edit_reply(edit: EditInput, text: str, instruct: bool, finish: str = "stop")
     """Makes the content of the reply to a next edit.
 
     Args:
-        edit: The message.
-        text: Output of the model.
-        instruct: As for `edit_prompt`.
         finish: Finish reason. With "length" a conversation's answer was cut off; it is discarded, because half a region
             would delete the other half.
-
-    Returns:
-        The region in a fence, or the text `None` if nothing changes.
     """
     start, end = rewritten_span(edit)
     region = edit.region[:start] + text + edit.region[end:]
@@ -210,9 +173,6 @@ def rewritten_span(edit: EditInput) -> tuple[int, int]:
     characters. Such a model sees neither the old text of the hole nor the edit history, so the hole is small. In the
     first line of a file, the text before the cursor is kept, because there would be no other code before the hole.
 
-    Args:
-        edit: The message.
-
     Returns:
         (start, end), in characters of the region.
     """
@@ -232,28 +192,13 @@ def rewritten_span(edit: EditInput) -> tuple[int, int]:
 
 
 def instruction_prompt(lm: LM, instructions: str, text: str) -> CodePrompt:
-    """Makes a conversation of instructions and a text, for models that follow instructions.
-
-    Args:
-        lm: The model.
-        instructions: The system message.
-        text: The user's message.
-
-    Returns:
-        The prompt of the conversation.
-    """
+    """Makes a conversation of instructions and a text, for models that follow instructions."""
     messages = [{"role": "system", "content": instructions}, {"role": "user", "content": text}]
     return CodePrompt(render_prompt(lm, messages), chat=True)
 
 
 def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tuple[int, int] | None:
     """Finds the text between the tags `<|name|>` and `<|/name|>`.
-
-    Args:
-        text: The text.
-        name: Name of the tags.
-        start: Position from which to search.
-        outer: Whether to search the last closing tag, so that a text may itself contain the tags. False: the next one.
 
     Returns:
         (start, end) of the text between the tags; None if a tag is missing.
@@ -266,15 +211,7 @@ def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tup
 
 
 def tagged_text(text: str, name: str) -> str | None:
-    """Extracts the text between two tags, without the line ends next to the tags.
-
-    Args:
-        text: The text.
-        name: Name of the tags.
-
-    Returns:
-        The text between the tags; None if a tag is missing.
-    """
+    """Extracts the text between two tags, without the line ends next to the tags."""
     at = tagged_span(text, name)
     return None if at is None else _trimmed(text[slice(*at)])
 
@@ -283,12 +220,8 @@ def unfenced(text: str, original: str = "") -> tuple[str, bool]:
     """Extracts the code of a reply: from the first Markdown fence to the last, or the whole text.
 
     Args:
-        text: The reply.
         original: The code that the reply is a version of. If it contains fences itself, only a reply that begins with a
             fence counts as fenced.
-
-    Returns:
-        The code, without text outside of the fence or line ends around unfenced code; and whether it was fenced.
     """
     first = _FENCE.search(text)
     if first is None or (_FENCE.search(original) and text[: first.start()].strip()):
@@ -299,15 +232,7 @@ def unfenced(text: str, original: str = "") -> tuple[str, bool]:
 
 
 def without_tags(text: str, name: str) -> str:
-    """Removes the tags of the request around a reply.
-
-    Args:
-        text: The reply.
-        name: Name of the tags.
-
-    Returns:
-        The reply; unchanged if the model did not repeat the tags.
-    """
+    """Removes the tags of the request around a reply."""
     for edge in (f"<|{name}|>\n", f"<|{name}|>"):
         text = text.removeprefix(edge)
     for edge in (f"\n<|/{name}|>", f"<|/{name}|>"):
@@ -329,12 +254,6 @@ def _check_one_region(region: str) -> None:
     """Refuses a second region: an opening tag after the closing tag that ends the first region.
 
     Tags that are part of the code, in pairs or a single closing tag, are allowed.
-
-    Args:
-        region: Text between the first opening and the last closing tag.
-
-    Raises:
-        ApiError: 400 for a second region.
     """
     depth = 1
     for tag in re.finditer(re.escape(f"<|{REGION}|>") + "|" + re.escape(f"<|/{REGION}|>"), region):
@@ -346,17 +265,7 @@ def _check_one_region(region: str) -> None:
 
 
 def _without_sections(text: str) -> str:
-    """Removes the sections of snippets and edits from a text outside of the region.
-
-    Args:
-        text: The text before or after the region of a message that has no file section.
-
-    Returns:
-        The rest, which is code of the file.
-
-    Raises:
-        ApiError: 400 if the text has one of the file's two tags: the other one is missing.
-    """
+    """Removes the sections of snippets and edits from a text outside of the region."""
     for name in (SNIPPETS, SNIPPET, HISTORY):
         if at := tagged_span(text, name):
             text = text[: at[0] - len(f"<|{name}|>")] + text[at[1] + len(f"<|/{name}|>") :]

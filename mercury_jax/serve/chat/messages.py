@@ -51,16 +51,10 @@ def plain_messages(
     Roles may appear in any order. Consecutive tool results are sorted into the order of their calls, because some
     templates render a result without its call id.
 
-    Args:
-        messages: Validated messages of a request.
-
     Returns:
         One mapping per message: `role` is system, user, assistant or tool; `content` is a text (None for a message that
         only calls tools); `tool_calls` have mappings as arguments, or the text of malformed ones; tool results have
         `tool_call_id` and `name`.
-
-    Raises:
-        ApiError: 400 if a call id is repeated, or a result has no earlier call.
     """
     known: dict[str, tuple[int, str]] = {}  # by call id: the number and the function of its latest call
     older: dict[
@@ -116,14 +110,8 @@ def plain_messages(
 def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str, Any]]:
     """Converts the tools of a request to the form of chat templates.
 
-    Args:
-        tools: Validated tools of a request; None for none.
-
     Returns:
         `[{"type": "function", "function": {"name", "description", "parameters"}}]`, without fields that are not set.
-
-    Raises:
-        ApiError: 400 if two tools have the same name, or the parameters do not describe an object.
     """
     plain: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools or ()):
@@ -175,14 +163,7 @@ class ToolFormat(NamedTuple):
 
 
 def tool_format(tok: AnyTokenizer) -> ToolFormat:
-    """Detects the form of tool calls from the vocabulary and the chat template of a tokenizer.
-
-    Args:
-        tok: The tokenizer.
-
-    Returns:
-        The form; the Hermes form as text with `native` False if the chat template supports none of the forms.
-    """
+    """Detects the form of tool calls from the vocabulary and the chat template of a tokenizer."""
     if not isinstance(tok, HFTokenizer):
         return ToolFormat(SPECIAL.tool_call, SPECIAL.end_tool_call, lead="")
     templates, ids = tok.data.templates, tok.tokens.control
@@ -210,18 +191,8 @@ def render_prompt(
     """Renders a conversation with the model's chat template. User text never becomes a control token.
 
     Args:
-        lm: The model.
-        messages: Messages from `plain_messages`.
-        tools: Tools from `plain_tools`.
         thinking: Whether the prompt starts a thinking section; the model must have thinking marks. If False, a template
             that can disable thinking does so (`enable_thinking`), since the answer has no budget for it.
-        continued: Whether the answer continues the last message.
-
-    Returns:
-        Token ids that end where the answer begins.
-
-    Raises:
-        ApiError: 400 if the template refuses the messages, with the template's words, or fails.
     """
     if not tool_format(lm.tokenizer).native:
         messages, tools = described_tools(messages, tools), None
@@ -259,15 +230,7 @@ def _named_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
-    """Says whether a prompt ends inside a thinking section. Some templates always start one.
-
-    Args:
-        lm: The model.
-        ids: Token ids of the prompt.
-
-    Returns:
-        True if the last tokens open thinking and do not close it.
-    """
+    """Says whether a prompt ends inside a thinking section. Some templates always start one."""
     marks = lm.tokenizer.thinking
     if marks is None:
         return False
@@ -283,13 +246,6 @@ def described_tools(
     The tools are described in the system message. Without a system message they are described in the first user
     message, since some templates refuse the role system. Calls become text of the assistant. Results become text of the
     user; consecutive results become one message, since some templates require alternating roles.
-
-    Args:
-        messages: Messages from `plain_messages`.
-        tools: Tools from `plain_tools`; None or empty for none.
-
-    Returns:
-        Messages with a role and a text.
     """
     plain: list[dict[str, str]] = []
     after_result = False

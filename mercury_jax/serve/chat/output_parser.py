@@ -126,15 +126,7 @@ class ReasoningTrimmer:
         self._line_ends = ""  # line ends at the end of the text so far, held back
 
     def push(self, text: str, end: bool = False) -> str:
-        """Adds the next text of the section.
-
-        Args:
-            text: The next text.
-            end: Whether the section ends after it.
-
-        Returns:
-            Text that is now known to belong to the reasoning.
-        """
+        """Adds the next text of the section."""
         if self._head is not None:
             self._head += text
             lead = self._marks.lead
@@ -152,16 +144,7 @@ class ReasoningTrimmer:
 
 
 class OutputParser:
-    """Parses one answer. The deltas of all snapshots, concatenated, are its message.
-
-    Args:
-        lm: The model; its tokenizer defines the marks of thinking and tool calls.
-        chat: Whether the answer is a turn of a conversation, so that thinking and end-of-turn tokens are parsed.
-        tools: Whether tool calls are parsed.
-        stop: Stop sequences.
-        thinking: Whether the prompt starts a thinking section (`messages.opens_thinking`).
-        begun: Whether the answer continues a text, so that its first space belongs to it.
-    """
+    """Parses one answer. The deltas of all snapshots, concatenated, are its message."""
 
     def __init__(
         self,
@@ -219,14 +202,7 @@ class OutputParser:
         return not (self._stop_met or self._calls or "".join(self._content).strip())
 
     def feed(self, snapshot: Snapshot) -> OutputDelta:
-        """Reads a snapshot.
-
-        Args:
-            snapshot: A later snapshot than the previous one; snapshots between them may be missing.
-
-        Returns:
-            The text and tool calls that became final since the previous call.
-        """
+        """Reads a snapshot."""
         self._advance(snapshot)
         reasoning, content = self._reasoning[self._sent[0] :], self._content[self._sent[1] :]
         self._sent = len(self._reasoning), len(self._content)
@@ -238,12 +214,6 @@ class OutputParser:
 
         The preview ends at the first accepted end token. It omits reasoning, calls, incomplete characters, and text
         that may be the start of a stop sequence.
-
-        Args:
-            snapshot: A later snapshot than the previous one.
-
-        Returns:
-            The text; for the last snapshot, the content of the message.
         """
         self._advance(snapshot)
         if self._finished:
@@ -297,11 +267,7 @@ class OutputParser:
         self._stream_call()
 
     def _take_mark(self, i: int) -> bool:
-        """Applies a token id if it is a mark of thinking or of a tool call.
-
-        Returns:
-            Whether it is a mark in the current state; if not, the caller reads it as text.
-        """
+        """Applies a token id if it is a mark of thinking or of a tool call."""
         marks, tools = self._format.thinking, self._format.tools
         if marks is not None and i in (marks.open, marks.close):
             self._flush_bytes()
@@ -370,11 +336,7 @@ class OutputParser:
                 text = text[1:]
 
     def _take_after_call(self, text: str) -> str:
-        """Reads text after the JSON of a call: spaces, and the closing mark if the mark is a text.
-
-        Returns:
-            The remaining text after the mark. If other text follows the JSON, that text, which becomes content.
-        """
+        """Reads text after the JSON of a call: spaces, and the closing mark if the mark is a text."""
         close = self._format.tools.close if self._format.tools else ""
         for at, c in enumerate(text):
             if c in SPACE and not self._tail:
@@ -491,16 +453,7 @@ class OutputParser:
 
 
 def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:
-    """Derives the output format of a tokenizer.
-
-    Args:
-        tok: The tokenizer.
-        chat: As for `OutputParser`.
-        tools: As for `OutputParser`.
-
-    Returns:
-        The format.
-    """
+    """Derives the output format of a tokenizer."""
     form, marks = tool_format(tok) if chat and tools else None, None
     if chat and tok.thinking is not None:
         first, *lead = tok.thinking.opening

@@ -32,9 +32,6 @@ class CallParser:
     received all of them can always parse them. Nested values are only scanned for their end while they arrive. Line
     ends and tabs inside strings are not valid JSON, but models write them, so they are escaped.
 
-    Args:
-        gemma: Whether the model writes Gemma's form.
-
     Attributes:
         name: Name of the function. None: not known yet.
         arguments: JSON text of the arguments so far, in parts.
@@ -56,15 +53,7 @@ class CallParser:
         self._value: list[str] = []  # JSON text of the value being read
 
     def push(self, text: str, quote: bool = False) -> None:
-        """Reads the next character.
-
-        Args:
-            text: The character; with `quote`, the text of the string mark.
-            quote: Whether this is the token on both sides of a string in Gemma's form.
-
-        Raises:
-            MalformedCall: If the text so far cannot become a call.
-        """
+        """Reads the next character."""
         self.raw.append(text)
         if self._gemma is not None:
             text = self._gemma.quote() if quote else self._gemma.push(text)
@@ -122,12 +111,7 @@ class CallParser:
             self.done = True
 
     def _read_value(self, c: str, in_string: bool) -> None:
-        """Reads one character of a member's value; parses the value at its end.
-
-        Args:
-            c: The character.
-            in_string: Whether a string was open before it.
-        """
+        """Reads one character of a member's value; parses the value at its end."""
         is_arguments = self._member in ARGUMENT_KEYS and not self._complete
         # the character after a number or literal, which has no end of its own
         behind = not in_string and (self._depth == 0 or (self._depth == 1 and c == ","))
@@ -173,17 +157,7 @@ class GemmaTranslator:
         self._escaped = False
 
     def push(self, c: str) -> str:
-        """Translates one character.
-
-        Args:
-            c: The character.
-
-        Returns:
-            JSON text; may be empty.
-
-        Raises:
-            MalformedCall: If the text so far cannot become a call.
-        """
+        """Translates one character."""
         if self._verbatim:
             return c
         if not self._brackets and c != "{":
@@ -230,14 +204,7 @@ class GemmaTranslator:
         return f"{c} " if c == "," else c
 
     def quote(self) -> str:
-        """Translates the special token on either side of a string.
-
-        Returns:
-            A quotation mark; empty around a key.
-
-        Raises:
-            MalformedCall: If no string can begin or end here.
-        """
+        """Translates the special token on either side of a string."""
         if self._verbatim or not self._brackets or self._string == '"':
             raise MalformedCall
         if self._key is not None:  # keys may be quoted too

@@ -88,9 +88,6 @@ class Buckets(NamedTuple):
     def capacity(self, tokens: int) -> int:
         """Returns the positions that a row needs for a request.
 
-        Args:
-            tokens: Maximum tokens of the request, prompt and output.
-
         Returns:
             Positions for these tokens and for one more canvas: the last canvas may begin at the last token. Rounded up
             to one of a few sizes.
@@ -113,15 +110,7 @@ class Buckets(NamedTuple):
         return config.block if block_causal else self.block
 
     def program(self, capacity: int, level: int) -> DecodeConfig:
-        """Returns the static configuration of the decoder, which does not depend on the number of rows.
-
-        Args:
-            capacity: Positions of a row.
-            level: Sampler level, PLAIN to TRUNCATION.
-
-        Returns:
-            The static argument of the compiled step.
-        """
+        """Returns the static configuration of the decoder, which does not depend on the number of rows."""
         width = self.width(capacity)
         return with_rings(DecodeConfig(
             self.lm.model,
@@ -139,16 +128,7 @@ class Buckets(NamedTuple):
         return programs.RowSizes(capacity, self.width(capacity), _cache_slots(model, capacity))
 
     def row(self, capacity: int, request: EngineRequest, cached: int = 0) -> State:
-        """Makes the state of one row that starts a request.
-
-        Args:
-            capacity: Positions of the row.
-            request: The request.
-            cached: Number of prompt tokens whose keys and values the caller will write into the KV cache.
-
-        Returns:
-            A state of one row, with a KV cache of `capacity` positions.
-        """
+        """Makes the state of one row that starts a request."""
         tokens, prompt = np.zeros((1, capacity), np.int32), len(request.prompt)
         tokens[0, :prompt] = request.prompt
         # A thinking request first decodes up to its thinking budget; `answer_budget` is kept for the answer after it.
@@ -166,16 +146,7 @@ class Buckets(NamedTuple):
         return programs.move_rows(one, order, self.sizes(bucket.capacity))
 
     def moved(self, state: State, order: list[int], bucket: Bucket) -> State:
-        """Moves rows into a new state of another bucket; the remaining rows of the new state are idle.
-
-        Args:
-            state: The old state.
-            order: Indices of the rows to move, in their order in the new state.
-            bucket: The new bucket; it has at least `len(order)` rows.
-
-        Returns:
-            The new state, on the model's mesh.
-        """
+        """Moves rows into a new state of another bucket; the remaining rows of the new state are idle."""
         padded = np.full(bucket.rows, -1, np.int32)
         padded[: len(order)] = order
         moved = programs.move_rows(state, padded, self.sizes(bucket.capacity))
@@ -183,9 +154,6 @@ class Buckets(NamedTuple):
 
     def shardings(self, state: State) -> Any:
         """Makes the shardings of a state: rows over the mesh axis `data`, heads of the KV cache over `tensor`.
-
-        Args:
-            state: A state, concrete or abstract.
 
         Returns:
             A `State` of shardings; None on a single device.
@@ -212,18 +180,7 @@ def _cache_slots(model: Model, capacity: int) -> tuple[int, ...]:
 
 
 def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
-    """Computes the sizes of an engine.
-
-    Args:
-        lm: The model.
-        config: Configuration of the engine.
-
-    Returns:
-        The sizes. With `config.programs` "one" there is a single number of rows and a single capacity.
-
-    Raises:
-        ValueError: If the model cannot decode with a rule of `config.rules`.
-    """
+    """Computes the sizes of an engine."""
     model, rules = lm.model.config, sampling.rule_set(lm, config.rules)
     block = config.block or model.block
     if rules.own.speculate is not None:  # self-speculation: a block is a draft and one more token
@@ -257,9 +214,6 @@ class CompiledPrograms:
     The thread that starts the engine calls `start` and `stop`; the engine's thread reads `steps`, to which a background
     thread adds.
 
-    Args:
-        buckets: The sizes.
-
     Attributes:
         buckets: The sizes.
         largest: The bucket that is compiled first.
@@ -277,14 +231,7 @@ class CompiledPrograms:
         self._compiler = ThreadPoolExecutor(1, "mercury-xla", initializer=_yield_to_requests)
 
     def start(self, on_complete: Callable[[], None] = lambda: None) -> State:
-        """Compiles the largest bucket, then starts to compile the others in the background.
-
-        Args:
-            on_complete: Called in the background thread after the last bucket.
-
-        Returns:
-            An idle state of the largest bucket.
-        """
+        """Compiles the largest bucket, then starts to compile the others in the background."""
         state = self.buckets.sharded(self.buckets.idle(self.largest))
         # The prefill compiles in parallel with the step: each of the two compilations uses about one core.
         prefill = threading.Thread(target=self._warm_up_row, args=(self.largest.capacity,))
@@ -314,11 +261,7 @@ class CompiledPrograms:
         return bool(self.steps) and (self._thread is None or not self._thread.is_alive())
 
     def add(self, bucket: Bucket) -> None:
-        """Compiles a bucket and the moves of rows between it and the other buckets, then makes it available.
-
-        Args:
-            bucket: The bucket.
-        """
+        """Compiles a bucket and the moves of rows between it and the other buckets, then makes it available."""
         compiled, buckets = self._compiler.submit(self._lower(bucket).compile).result(), self.buckets
         known = {(other.rows, other.capacity): other for other in self.steps}
         # Moves depend on rows and capacity only. Each is compiled by running it once on an idle state, unless the KV
@@ -372,15 +315,7 @@ class CompiledPrograms:
         )
 
     def _warm_up(self, bucket: Bucket, state: State) -> State:
-        """Runs each function that the engine calls between two dispatches once, so that it is compiled.
-
-        Args:
-            bucket: The bucket of `state`.
-            state: An idle state; donated.
-
-        Returns:
-            An idle state.
-        """
+        """Runs each function that the engine calls between two dispatches once, so that it is compiled."""
         buckets = self.buckets
         row, chunk = self._warm_up_row(bucket.capacity), prefix_cache.chunk_size(buckets.lm.model.config)
         if buckets.config.prefix_bytes and chunk is not None and chunk <= bucket.capacity:

@@ -85,10 +85,6 @@ class Engine:
     Requests join and leave the batch between two steps, and no request triggers a compilation. `submit`, `stats`,
     `drain` and all methods of a handle may be called from any thread.
 
-    Args:
-        lm: The model. The engine runs on the device or mesh that holds its parameters.
-        config: Sizes and limits.
-
     Attributes:
         lm: The model, with the KV cache format of the configuration.
         config: The configuration, with `passes` filled in.
@@ -98,10 +94,6 @@ class Engine:
         rules: Decoding rules that requests may choose.
         ready: Whether requests are served.
         closing: Whether new requests are rejected.
-
-    Raises:
-        ValueError: If the devices have too little memory for the engine, or the model cannot decode with a rule of
-            the configuration.
     """
 
     def __init__(self, lm: LM, config: EngineConfig = EngineConfig()):
@@ -139,19 +131,7 @@ class Engine:
         self.ready = True
 
     def submit(self, request: EngineRequest) -> RequestHandle:
-        """Validates and queues a request.
-
-        Args:
-            request: The request. One with a suffix goes to `InfillWorker`, unless the model needs FIM order.
-
-        Returns:
-            A handle, from which the caller reads snapshots of the answer.
-
-        Raises:
-            RequestRejected: If the queue is full or the engine is closing.
-            ContextLengthExceeded: If prompt and output do not fit into the context.
-            ValueError: If a parameter is out of range.
-        """
+        """Validates and queues a request."""
         if request.suffix is not None:
             request = fim_order(self.lm, request)
         tokens = request.max_length + min(len(request.suffix or ()), SUFFIX_TOKENS)
@@ -176,14 +156,7 @@ class Engine:
         return handle
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Rejects new requests and waits until all accepted ones have finished.
-
-        Args:
-            timeout: Seconds to wait. None: no limit.
-
-        Returns:
-            Whether all requests finished in time.
-        """
+        """Rejects new requests and waits until all accepted ones have finished."""
         self.closing, queues = True, (self._queue, self._infilling.queue)
         for queue in queues:
             queue.close()
@@ -360,12 +333,7 @@ class Engine:
         return f"{rope}\0{request.cache_salt}" if rope else request.cache_salt
 
     def _publish(self, slots: Slots, read: ReadDispatch) -> None:
-        """Publishes the snapshots of a dispatch, and finishes the requests that are done.
-
-        Args:
-            slots: The slots. Rows may have moved or been reassigned since the dispatch, so requests come from `read`.
-            read: The dispatch, on the host.
-        """
+        """Publishes the snapshots of a dispatch, and finishes the requests that are done."""
         frames, report = read.frames, read.report
         self._counts.update({"device_passes": read.passes, "dispatches": 1})
         for slot, run in enumerate(read.requests):

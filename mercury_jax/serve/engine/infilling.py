@@ -39,14 +39,7 @@ class RequestCancelled(Exception):
 
 
 def sees_suffix(lm: LM) -> bool:
-    """Says whether the canvas of a model can attend to the text after a hole.
-
-    Args:
-        lm: The model.
-
-    Returns:
-        True for bidirectional models, and for diffusion models with a causal encoder, whose canvas is bidirectional.
-    """
+    """Says whether the canvas of a model can attend to the text after a hole."""
     config = lm.model.config
     return config.pattern == "bidirectional" or (
         config.pattern == "causal_encoder" and not config.autoregressive
@@ -58,16 +51,9 @@ def fim_order(lm: LM, request: EngineRequest) -> EngineRequest:
 
     The prompt becomes prefix mark, prompt, suffix mark, suffix, middle mark; the model continues it with the middle.
 
-    Args:
-        lm: The model.
-        request: Any request.
-
     Returns:
         A request without a suffix. The request itself if it has no suffix, or if the model attends to text after a
         hole.
-
-    Raises:
-        ValueError: If the tokenizer has no tokens for FIM order.
     """
     if request.suffix is None or sees_suffix(lm):
         return request
@@ -83,12 +69,6 @@ def fim_order(lm: LM, request: EngineRequest) -> EngineRequest:
 
 class InfillWorker:
     """A queue of requests with a suffix, and the thread that fills their holes.
-
-    Args:
-        lm: The model.
-        rules: Decoding rules that requests may choose.
-        limit: Maximum number of waiting requests.
-        publish: Called in the thread with each request and its last snapshot.
 
     Attributes:
         queue: The waiting requests, and the one that is being filled.
@@ -168,17 +148,7 @@ class InfillWorker:
         return Snapshot(tokens, yes, yes.astype(np.float32), ~yes, n, n, int(out.forwards[0]), 0, finish)
 
     def _after_pass(self, handle: RequestHandle, frames: Frame, prompt: int, size: int | None) -> None:
-        """Publishes the content of a hole of fixed size after a denoising pass.
-
-        Args:
-            handle: The request.
-            frames: Frame of the pass, [1, B, ...], on the host.
-            prompt: Number of prompt tokens.
-            size: Tokens of the hole. None: the length is open, and nothing is published before the end.
-
-        Raises:
-            RequestCancelled: If the request was cancelled, or the engine stops.
-        """
+        """Publishes the content of a hole of fixed size after a denoising pass."""
         if handle.cancelled or self._stop:
             raise RequestCancelled
         if size is not None and frames.used[0, 0] > 0:

@@ -58,15 +58,7 @@ class EngineMemory(NamedTuple):
 
 
 def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
-    """Computes the memory that an engine needs on each device of the model.
-
-    Args:
-        lm: The model, loaded.
-        config: Configuration of the engine.
-
-    Returns:
-        Bytes per device.
-    """
+    """Computes the memory that an engine needs on each device of the model."""
     buckets = make_buckets(lm, config)
     largest = buckets.largest
     state = jax.eval_shape(lambda: buckets.idle(largest))
@@ -101,17 +93,8 @@ def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> E
     The context is halved before the number of slots is, as long as it stays above the current one of CONTEXT_FLOORS.
 
     Args:
-        lm: The model, loaded.
         config: The wanted configuration. Its `memory` limits the bytes per device; None: the free memory of the
             model's devices.
-        slots: Whether the number of slots may be reduced.
-        context: Whether the context may be reduced.
-
-    Returns:
-        The first configuration that fits; `config` itself if it fits, or if the free memory is unknown.
-
-    Raises:
-        ValueError: If no configuration fits. The message has the sizes.
     """
     available = free_memory(lm, config)
     if available is None:
@@ -125,15 +108,7 @@ def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> E
 
 
 def check_memory(lm: LM, config: EngineConfig) -> None:
-    """Checks that the devices have enough memory for an engine; accepts any if the free memory is unknown.
-
-    Args:
-        lm: The model, loaded.
-        config: Configuration of the engine.
-
-    Raises:
-        ValueError: If the memory is too small. The message has the sizes.
-    """
+    """Checks that the devices have enough memory for an engine; accepts any if the free memory is unknown."""
     available = free_memory(lm, config)
     if available is None:
         return
@@ -148,15 +123,7 @@ def check_memory(lm: LM, config: EngineConfig) -> None:
 
 
 def free_memory(lm: LM, config: EngineConfig) -> int | None:
-    """Returns the memory that an engine may use on each device.
-
-    Args:
-        lm: The model, loaded.
-        config: Configuration of the engine; its `memory` takes precedence.
-
-    Returns:
-        Bytes; None if the backend does not report its free memory.
-    """
+    """Returns the memory that an engine may use on each device."""
     if config.memory is not None:
         return config.memory
     here = jax.process_index()

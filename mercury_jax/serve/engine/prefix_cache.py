@@ -33,12 +33,6 @@ def chunk_size(config: ModelConfig) -> int | None:
     """Computes the size of a chunk: CHUNK rounded up to whole blocks.
 
     In a block-causal model the keys of a token depend on its whole block, so a chunk must not split one.
-
-    Args:
-        config: Configuration of the model.
-
-    Returns:
-        Tokens of a chunk. None for bidirectional models, where the keys of a token depend on the tokens after it.
     """
     if config.pattern == "bidirectional":
         return None
@@ -47,16 +41,7 @@ def chunk_size(config: ModelConfig) -> int | None:
 
 
 def chunk_hashes(ids: Sequence[int], size: int, salt: str) -> Iterator[bytes]:
-    """Computes the hash of each complete chunk over its tokens and all tokens before it.
-
-    Args:
-        ids: Token ids.
-        size: Tokens of a chunk. An incomplete chunk at the end has no hash.
-        salt: Start of the chain.
-
-    Yields:
-        A SHA-256 digest, 32 bytes, for each complete chunk.
-    """
+    """Computes the hash of each complete chunk over its tokens and all tokens before it."""
     link = hashlib.sha256(salt.encode()).digest()
     array = np.asarray(ids, np.int32)
     for end in range(size, len(array) + 1, size):
@@ -82,12 +67,6 @@ def cut_cache(
 ) -> tuple[Array | None, ...]:
     """Copies the keys and values of the positions [start, start + size) of one row.
 
-    Args:
-        leaves: Leaves of the KV cache of all rows [B, S, ...], rings included; None stays None.
-        slot: Index of the row.
-        start: First position, a multiple of `size`.
-        size: Number of positions; a divisor of the size of each ring.
-
     Returns:
         Leaves [size, ...].
     """
@@ -101,16 +80,7 @@ def cut_cache(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert_cache(row: State, leaves: Sequence[Array | None], start: Int[Array, ""]) -> State:
-    """Writes a chunk to the KV cache of a row at position `start`.
-
-    Args:
-        row: A state of one row; donated.
-        leaves: Leaves from `cut_cache` [size, ...]; None leaves the leaf of the cache as it is.
-        start: First position of the chunk.
-
-    Returns:
-        The row with the chunk in its KV cache.
-    """
+    """Writes a chunk to the KV cache of a row at position `start`."""
     old, structure = jax.tree.flatten(row.cache)
     insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start % leaf.shape[1], 1)
     new = [a if b is None else insert(a, b) for a, b in zip(old, leaves, strict=True)]
@@ -134,10 +104,6 @@ class Prefix(NamedTuple):
 class PrefixCache:
     """Chunks of keys and values on the device. Beyond `limit` bytes the least recently used chunks are dropped.
 
-    Args:
-        config: Configuration of the model. A bidirectional model has no prefix cache.
-        limit: Maximum size in bytes; 0 disables the cache.
-
     Attributes:
         bytes: Current size.
     """
@@ -152,13 +118,6 @@ class PrefixCache:
         """Finds the longest cached prefix of a prompt.
 
         The prefix never includes the last token of the prompt, which the request must encode itself.
-
-        Args:
-            ids: Token ids of the prompt.
-            salt: `cache_salt` of the request.
-
-        Returns:
-            The prefix.
         """
         found: list[bytes] = []
         usable = complete = 0  # chunks of the longest usable prefix; complete chunks at the end of `found`
@@ -182,29 +141,13 @@ class PrefixCache:
         return Prefix(chunks, len(chunks) * self._size, first * self._size)
 
     def insert(self, row: State, chunks: Sequence[Chunk]) -> State:
-        """Writes chunks to the KV cache of a row, from position 0 on.
-
-        Args:
-            row: A state of one row; donated if there are chunks.
-            chunks: The chunks that `find` returned.
-
-        Returns:
-            The row with the chunks in its KV cache.
-        """
+        """Writes chunks to the KV cache of a row, from position 0 on."""
         for i, chunk in enumerate(chunks):
             row = insert_cache(row, chunk.leaves, np.int32(i * self._size))
         return row
 
     def keep(self, state: State, slot: int, ids: Sequence[int], salt: str, recent: int = 0) -> None:
-        """Stores the complete chunks of a row, and drops the least recently used ones beyond the limit.
-
-        Args:
-            state: State of the slots.
-            slot: Index of the row.
-            ids: Token ids of the row, as far as their keys and values are in its KV cache.
-            salt: `cache_salt` of the request.
-            recent: `Prefix.recent` of the prefix that the row began with.
-        """
+        """Stores the complete chunks of a row, and drops the least recently used ones beyond the limit."""
         if not self._limit:
             return
         chain = list(chunk_hashes(ids, self._size, salt))

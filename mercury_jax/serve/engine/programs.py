@@ -62,18 +62,8 @@ def _run_passes(
     """Runs up to `limit` denoising passes over all rows.
 
     Args:
-        program: Static configuration.
-        params: Parameters of the model.
         state: State of the rows; donated. Its field `sampling` is (), because the structure of the sampling parameters
             depends on the sampler level and the state must not.
-        sampling: Sampling parameters of each row.
-        idle: Rows without a request; they are marked as done and do not change.
-        limit: Maximum number of passes, at most `passes`. Traced: a smaller limit does not recompile.
-        free: What the device may commit to rows with a grammar; None at the level PLAIN, which has none.
-        passes: Static number of frames of the result.
-
-    Returns:
-        The next state, frames [passes, B, ...], the number of passes that ran, and the report.
     """
     state = state._replace(done=state.done | idle, sampling=sampling)
     if free is None:
@@ -94,9 +84,6 @@ def run_passes_sharded(shardings: Any) -> Any:
 
     Args:
         shardings: A `State` of NamedSharding.
-
-    Returns:
-        The jitted function. Frames and report are replicated, so that the host can read them.
     """
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     out = DispatchResult(shardings, replicated, replicated, replicated)  # type: ignore[arg-type]
@@ -110,15 +97,9 @@ def start_row(
     """Makes the state of one row that starts a request.
 
     Args:
-        program: Static configuration.
-        sampling: Sampling parameters of the row.
-        tokens: The prompt, padded.
         sizes: Five numbers: length of the prompt; position where thinking ends (without thinking: the answer); tokens
             reserved for the answer after thinking, else 0; seed; number of prompt tokens whose keys and values the
             caller will write to the KV cache.
-
-    Returns:
-        The state of one row.
     """
     prompt, end, answer_budget, seed, cached = (sizes[i : i + 1] for i in range(5))
     given = jnp.arange(tokens.shape[1])[None] < prompt[:, None]
@@ -153,16 +134,7 @@ class RowSizes(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=2)
 def move_rows(state: State, order: Int[Array, "b"], sizes: RowSizes) -> State:
-    """Moves rows of a state into a new state of other sizes.
-
-    Args:
-        state: The old state, [B, S, ...].
-        order: For each new row, the index of the old row; -1 for an idle row.
-        sizes: Sizes of the new state.
-
-    Returns:
-        A state of `len(order)` rows. Axes over positions are cut or padded with zeros.
-    """
+    """Moves rows of a state into a new state of other sizes."""
 
     def moved(leaf: Array, size: int | None = None) -> Array:
         rows = leaf[jnp.maximum(order, 0)]
@@ -193,15 +165,7 @@ def move_rows(state: State, order: Int[Array, "b"], sizes: RowSizes) -> State:
 
 @jax.jit
 def row_logprobs(state: State, slot: Int[Array, ""]) -> LogprobBuffer:
-    """Extracts the log-probabilities of one row.
-
-    Args:
-        state: State of the slots.
-        slot: Index of the row.
-
-    Returns:
-        The buffer of the row, without the batch axis.
-    """
+    """Extracts the log-probabilities of one row."""
     return jax.tree.map(lambda leaf: leaf[slot], state.logprobs)
 
 

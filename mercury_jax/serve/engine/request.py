@@ -179,11 +179,7 @@ class Snapshot(NamedTuple):
     logprobs: LogProbs | None = None
 
     def truncated(self, n: int) -> Snapshot:
-        """Returns a snapshot of the first `n` tokens, all of them final.
-
-        Args:
-            n: Number of tokens to keep.
-        """
+        """Returns a snapshot of the first `n` tokens, all of them final."""
         return self._replace(
             tokens=self.tokens[:n],
             accepted=np.ones(n, bool),
@@ -196,9 +192,6 @@ class Snapshot(NamedTuple):
 
     def followed_by(self, later: Snapshot) -> Snapshot:
         """Appends the snapshot of a request that continues this one, so that both read as one answer.
-
-        Args:
-            later: Snapshot of the continuing request. All tokens of this snapshot must be final.
 
         Returns:
             A snapshot with the tokens of both. `cached` is taken from this one, because its prompt is the prompt that
@@ -216,11 +209,7 @@ class Snapshot(NamedTuple):
         )
 
     def with_token(self, token: int) -> Snapshot:
-        """Appends one final token that was chosen by the server, not by the model.
-
-        Args:
-            token: Token id. Its log-probability is reported as 0.
-        """
+        """Appends one final token that was chosen by the server, not by the model."""
         one = np.ones(1, bool)
         logprobs = _map_logprobs(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), self.logprobs)
         if logprobs is not None:
@@ -290,10 +279,6 @@ class RequestHandle:
     `async for` yields snapshots as they arrive. A slow reader misses intermediate snapshots (with `request.frames` only
     if more than BACKLOG are unread), but never the last one, whose `finish` is set.
 
-    Args:
-        request: The request.
-        on_cancel: Called when the request is cancelled before its end.
-
     Attributes:
         request: The request.
         arrival_time: Time of submission, in seconds of `time.monotonic`.
@@ -323,17 +308,7 @@ class RequestHandle:
             self._on_cancel()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """Waits for the last snapshot.
-
-        Args:
-            timeout: Seconds to wait. None: no limit.
-
-        Returns:
-            The last snapshot, with `finish` set.
-
-        Raises:
-            TimeoutError: If the request has not finished in time.
-        """
+        """Waits for the last snapshot."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout):
                 raise TimeoutError(f"the request did not finish within {timeout} s")
@@ -341,11 +316,7 @@ class RequestHandle:
             return self.latest
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Makes a snapshot available to all readers. Called by the engine; ignored after the last snapshot.
-
-        Args:
-            snapshot: A later snapshot than `latest`.
-        """
+        """Makes a snapshot available to all readers. Called by the engine; ignored after the last snapshot."""
         with self._changed:
             if self.finished:
                 return

@@ -64,14 +64,7 @@ class RuleSet(NamedTuple):
     neutral: tuple[Sampler, ...]
 
     def index(self, name: str | None) -> int:
-        """Returns the index of a rule.
-
-        Args:
-            name: Name of the rule; None for the model's own rule, which has index 0.
-
-        Raises:
-            ValueError: If the engine does not offer the rule.
-        """
+        """Returns the index of a rule."""
         if name is None:
             return 0
         if name not in self.names:
@@ -86,16 +79,6 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
     support the model's noise, keep the length fixed, and read neither leave-one-out masks nor hidden states. All
     offered rules are computed in each step, so the default is `DEFAULT_RULES` and the rules that the user has
     registered, except rules that read all logits.
-
-    Args:
-        lm: The model.
-        wanted: Names of rules to offer in addition to the model's own. None: the default.
-
-    Returns:
-        The rules, the model's own first.
-
-    Raises:
-        ValueError: If a wanted rule is unknown, or cannot share the program of the model's own rule.
     """
     own = complete_sampler(
         defaults.default_sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive
@@ -146,14 +129,7 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
 
 
 def sampler_level(request: EngineRequest) -> int:
-    """Returns the lowest level whose sampler supports all parameters of a request.
-
-    Args:
-        request: The request.
-
-    Returns:
-        PLAIN, PROCESSORS or TRUNCATION.
-    """
+    """Returns the lowest level whose sampler supports all parameters of a request."""
     r = request
     if r.top_p < 1 or r.top_k or r.min_p > 0:
         return TRUNCATION
@@ -166,16 +142,8 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
     """Makes the sampler of a request: the neutral sampler of a level, with the numbers of the request.
 
     Args:
-        rules: Rules of the engine.
-        request: The request.
         level: PLAIN, PROCESSORS or TRUNCATION. Parameters that this level does not support are ignored, so the level
             must be at least `sampler_level(request)` for decoding.
-
-    Returns:
-        The sampler of one row; its parameters are Python numbers and numpy arrays.
-
-    Raises:
-        ValueError: If the engine does not offer the rule, or a number is out of range.
     """
     r, neutral, chosen = request, rules.neutral[level], rules.index(request.rule)
     rule, own = rules.rules[chosen], len(rules.own.processors)
@@ -233,14 +201,6 @@ def _own_processors(rules: RuleSet, request: EngineRequest, own_rule: bool) -> l
 
     These settings were published for the model's own rule, so with another rule they are neutral. A parameter of the
     request replaces the model's parameter.
-
-    Args:
-        rules: Rules of the engine.
-        request: The request.
-        own_rule: Whether the request uses the model's own rule.
-
-    Returns:
-        The processors, in the order of the model's sampler.
     """
     r = request
     asked = {
@@ -272,9 +232,6 @@ def _bias_params(biases: Mapping[int, float], vocab: int) -> dict[str, Any]:
     """Makes the parameters of the processor `bias`.
 
     The arrays always have MAX_BIASES entries, so that every request has the same shapes; unused entries have id -1.
-
-    Raises:
-        ValueError: If there are more than MAX_BIASES ids, an id is outside of the vocabulary, or a value is not finite.
     """
     if len(biases) > MAX_BIASES:
         raise refuse("logit_bias", f"{len(biases)} ids", f"at most {MAX_BIASES}")
@@ -289,18 +246,7 @@ def _bias_params(biases: Mapping[int, float], vocab: int) -> dict[str, Any]:
 
 
 def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block: int) -> SamplingParams:
-    """Makes the sampling parameters of one row, as numpy arrays without a batch axis.
-
-    Args:
-        rules: Rules of the engine.
-        request: The request.
-        level: Sampler level, PLAIN to TRUNCATION.
-        lm: The model.
-        block: Positions of a block.
-
-    Returns:
-        The parameters, which `set_row` copies into a row.
-    """
+    """Makes the sampling parameters of one row, as numpy arrays without a batch axis."""
 
     def typed(x: Any) -> np.ndarray:
         # `Static` tables are normally shared by all rows. Here they become arrays with a row axis, so that each row may
@@ -321,24 +267,10 @@ def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block
 
 
 def stack_rows(rows: int, one: SamplingParams) -> SamplingParams:
-    """Repeats the parameters of one row for all rows.
-
-    Args:
-        rows: Number of rows.
-        one: Parameters from `row_params`.
-
-    Returns:
-        Writable numpy arrays [rows, ...].
-    """
+    """Repeats the parameters of one row for all rows."""
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, axis=0), one)
 
 
 def set_row(params: SamplingParams, row: int, one: SamplingParams) -> None:
-    """Writes the parameters of one row into the arrays of all rows, in place.
-
-    Args:
-        params: Parameters from `stack_rows`.
-        row: Index of the row.
-        one: Parameters from `row_params`, of the same level.
-    """
+    """Writes the parameters of one row into the arrays of all rows, in place."""
     jax.tree.map(lambda rows, x: rows.__setitem__(row, x), params, one)

@@ -36,14 +36,6 @@ def may_run(request: EngineRequest, running: Sequence[EngineRequest], slots: int
     """Says whether a request may take a free slot: a quarter of the slots is reserved for short requests.
 
     Without the reservation, a few long requests could occupy all slots and delay every short one.
-
-    Args:
-        request: The candidate.
-        running: The running requests.
-        slots: Number of slots of the engine.
-
-    Returns:
-        Whether the request may start. Always True for a short request, and with a single slot.
     """
     if request.max_length < LONG_REQUEST or slots < 2:
         return True
@@ -56,11 +48,6 @@ class RequestQueue:
 
     Requests are ordered by arrival time plus one second per TOKENS_PER_SECOND tokens of prompt and output. Short
     requests overtake long ones, but no request starves: its scheduled time is fixed when it is added.
-
-    Args:
-        limit: Maximum number of waiting requests while `slots` requests are running.
-        slots: Maximum number of running requests.
-        on_add: Called after a request has been added.
     """
 
     def __init__(self, limit: int, slots: int, on_add: Callable[[], None]):
@@ -87,14 +74,7 @@ class RequestQueue:
             return [*self.running, *(handle for _, _, handle in self._entries)]
 
     def add(self, handle: RequestHandle) -> None:
-        """Adds a request.
-
-        Args:
-            handle: The request.
-
-        Raises:
-            RequestRejected: If the queue is full or closed.
-        """
+        """Adds a request."""
         with self._lock:
             if self._closed:
                 raise RequestRejected("the server is closing", 5.0, closing=True)
@@ -112,14 +92,7 @@ class RequestQueue:
             self._closed = True
 
     def take(self, fits: Callable[[RequestHandle], bool] = lambda handle: True) -> RequestHandle | None:
-        """Takes out the first request in scheduling order for which `fits` holds.
-
-        Args:
-            fits: Says whether a request may run now.
-
-        Returns:
-            The request; None if no waiting request fits.
-        """
+        """Takes out the first request in scheduling order for which `fits` holds."""
         with self._lock:
             entry = next((entry for entry in sorted(self._entries) if fits(entry[2])), None)
             if entry is None:
@@ -137,11 +110,7 @@ class RequestQueue:
         return cancelled
 
     def record_duration(self, seconds: float) -> None:
-        """Updates the mean duration, which is sent to rejected clients as Retry-After.
-
-        Args:
-            seconds: Time of one request from arrival to end.
-        """
+        """Updates the mean duration, which is sent to rejected clients as Retry-After."""
         self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
 
 
@@ -204,9 +173,6 @@ class Slots:
 
         A larger bucket is taken at once; a smaller one after PATIENCE consecutive dispatches that would have fit, since
         each move copies the KV cache. An empty batch moves immediately.
-
-        Args:
-            extra: A request that is about to be admitted.
         """
         requests = [run.handle.request for run in self.requests if run is not None]
         requests += [] if extra is None else [extra]
@@ -232,12 +198,7 @@ class Slots:
         self._assign(best, running)
 
     def admit(self, run: RunningRequest, row: State) -> None:
-        """Puts a request into a free slot.
-
-        Args:
-            run: The request.
-            row: Its state of one row; it may have the capacity of another bucket.
-        """
+        """Puts a request into a free slot."""
         slot = self.requests.index(None)
         self.requests[slot] = run
         buckets, capacity = self.buckets, self.bucket.capacity
@@ -281,11 +242,7 @@ class Slots:
             self._device_params = self._device_params._replace(sampler=sampler)
 
     def dispatch(self, params: Params) -> None:
-        """Sends the next passes to the device without waiting for them. Idle rows do not change.
-
-        Args:
-            params: Parameters of the model.
-        """
+        """Sends the next passes to the device without waiting for them. Idle rows do not change."""
         idle = np.array([run is None for run in self.requests])
         if self._device_params is None:
             self._device_params = jax.device_put(self._host_params)
@@ -315,12 +272,7 @@ class Slots:
         return ReadDispatch(requests, frames, int(passes), report)
 
     def _assign(self, bucket: Bucket, running: Iterable[tuple[int, RunningRequest]]) -> None:
-        """Sets the bucket, the requests in its rows, and their sampling parameters.
-
-        Args:
-            bucket: The bucket of the current state.
-            running: Pairs of slot and request; all other slots become free.
-        """
+        """Sets the bucket, the requests in its rows, and their sampling parameters."""
         self.bucket, self.requests, self._smaller_fits = bucket, [None] * bucket.rows, 0
         self._host_params = sampling.stack_rows(bucket.rows, self._params(NO_REQUEST))
         self._device_params = None

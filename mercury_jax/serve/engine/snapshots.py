@@ -53,14 +53,6 @@ def pass_snapshots(
 ) -> list[Snapshot]:
     """Makes the snapshots of one request from a dispatch, and tells the grammar of a constrained one what it adds.
 
-    Args:
-        run: The request; its count of forward passes and the state of its grammar are updated.
-        frames: One frame per pass, [P, B, ...], on the host.
-        passes: Number of passes that ran, at most P.
-        report: The rows after the dispatch, on the host.
-        slot: Row of the request.
-        ends: Token ids that end an answer.
-
     Returns:
         One snapshot per denoising pass if the request has `frames`, otherwise one snapshot of the last pass. The list
         is empty if the row did not denoise, for example because it was prefilling.
@@ -98,16 +90,7 @@ def _pass_snapshot(
     """Makes the snapshot of one pass.
 
     Args:
-        run: The request.
-        frames: [P, B, ...] on the host.
-        i: Index of the pass.
-        slot: Row of the request.
         text: Tokens of the row after the dispatch, by absolute position [S].
-        ends: Token ids that end an answer.
-        forwards: Denoising passes of the request up to this one.
-
-    Returns:
-        The snapshot.
     """
     start, n = int(frames.start[i, slot]), int(frames.used[i, slot])
     prompt = run.prompt_length
@@ -137,16 +120,7 @@ def _pass_snapshot(
 
 
 def constrained(run: RunningRequest, gate: ConstrainedRow, shown: Snapshot) -> Snapshot:
-    """Applies the decisions of the grammar to a snapshot: exactly the tokens that the grammar has committed are final.
-
-    Args:
-        run: The request.
-        gate: Grammar state of the row, after it has seen the pass.
-        shown: The snapshot of the pass.
-
-    Returns:
-        The snapshot with the committed tokens of the grammar; unchanged while the request thinks.
-    """
+    """Applies a grammar to a snapshot: exactly the tokens that the grammar has committed are final."""
     if gate.first is None:  # still thinking
         return shown
     # Output indices: [0, answer) thinking, [answer, front) committed by the grammar, [front, ...) still proposed.
@@ -177,18 +151,7 @@ def final_snapshot(
     ends: tuple[int, ...],
     logprobs: LogprobBuffer | None,
 ) -> Snapshot:
-    """Makes the last snapshot of a row that is done.
-
-    Args:
-        run: The request.
-        report: The rows after the dispatch, on the host.
-        slot: Row of the request in the dispatch.
-        ends: Token ids that end an answer.
-        logprobs: Log-probabilities of the row, by absolute position, on the host. None: not requested.
-
-    Returns:
-        A snapshot with finish "stop" or "length", or "error" if the model's logits were NaN.
-    """
+    """Makes the last snapshot of a row that is done."""
     text, prompt, end = np.asarray(report.tokens[slot]), run.prompt_length, int(report.end[slot])
     nan_step = int(report.nan_step[slot])
     if nan_step >= 0:
@@ -223,15 +186,6 @@ def final_snapshot(
 
 
 def early_end(handle: RequestHandle, finish: str, message: str = "") -> Snapshot:
-    """Makes the last snapshot of a request that ends early.
-
-    Args:
-        handle: The request.
-        finish: "cancelled" or "error".
-        message: The error message; empty for "cancelled".
-
-    Returns:
-        A snapshot with the tokens that were final so far. Tokens that could still change are dropped.
-    """
+    """Makes the last snapshot of a request that ends early."""
     last = handle.latest or EMPTY_SNAPSHOT
     return last.truncated(last.final)._replace(finish=finish, message=message)

@@ -221,20 +221,12 @@ class Playground:
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def info(self, request: Request) -> Response:
-        """GET /playground/info?model=NAME: what the form offers for a model, by default the first one.
-
-        Raises:
-            ApiError: 404 for an unknown model.
-        """
+        """GET /playground/info?model=NAME: what the form offers for a model, by default the first one."""
         found = self.infos[self._model(request.query_params.get("model"))]
         return JsonResponse(found, headers={"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
-        """POST /playground/stream: streams a start event, one frame per denoising pass, and an end event.
-
-        Raises:
-            ApiError: 400 for an invalid request, 404 for an unknown model, 429 or 503 if its engine rejects it.
-        """
+        """POST /playground/stream: streams a start event, one frame per denoising pass, and an end event."""
         body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
         service = self._model(body.model)
         engine = service.engine
@@ -263,12 +255,7 @@ class Playground:
         )
 
     async def top(self, request: Request) -> Response:
-        """POST /playground/top: the most probable tokens of a cell in a given pass of the stream.
-
-        Raises:
-            ApiError: 400 for an invalid request, 404 for an unknown model, 429 if too many such requests wait, 503
-                while the model's engine is not ready.
-        """
+        """POST /playground/top: the most probable tokens of a cell in a given pass of the stream."""
         body = await read_json(request, self.options, partial(parse_request, CellRequest))
         service = self._model(body.request.model)
         check_ready(service.engine)
@@ -402,18 +389,7 @@ def _check_cell(engine: Engine, request: EngineRequest, body: CellRequest) -> No
 
 
 def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
-    """Makes the engine request of a playground request, without its grammar.
-
-    Args:
-        engine: The engine, whose context and rules the request must fit.
-        body: The body of the HTTP request.
-
-    Returns:
-        The request.
-
-    Raises:
-        ApiError: 400 if a parameter does not fit the engine.
-    """
+    """Makes the engine request of a playground request, without its grammar."""
     most = max(1, min(MAX_TOKENS, engine.context - 1))
     if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
         raise invalid_value("max_tokens", body.max_tokens, f"a whole number from 1 to {most}")
@@ -492,18 +468,7 @@ def _conversation(lm: LM, body: PlaygroundRequest, thinking: bool = False) -> tu
 
 
 def answer_grammar(lm: LM, body: PlaygroundRequest) -> Grammar | None:
-    """Compiles the grammar of the answer's schema and tools, which may take seconds.
-
-    Args:
-        lm: The model.
-        body: The body of the HTTP request.
-
-    Returns:
-        The grammar; None if the answer is free.
-
-    Raises:
-        ApiError: 400 if the schema or a tool cannot be guaranteed.
-    """
+    """Compiles the grammar of the answer's schema and tools, which may take seconds."""
     schema = body.answer_schema
     if not body.tools or body.kind != "chat":
         return None if schema is None else compile_grammar(lm, JSONSchema(schema), "schema")
@@ -538,27 +503,12 @@ def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
 
 
 def decodes_left_to_right(lm: LM) -> bool:
-    """Says whether `rules.autoregressive` is a second way to decode a model.
-
-    Args:
-        lm: The model.
-
-    Returns:
-        True for diffusion models whose encoding pass predicts the next token.
-    """
+    """Says whether `rules.autoregressive` is a second way to decode a model."""
     return lm.model.config.predicts_next and not lm.model.config.autoregressive
 
 
 def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
-    """Makes the response of `GET /playground/info`.
-
-    Args:
-        engine: The engine, whose rules and limits are listed.
-        locked: Whether the server asks for an API key.
-
-    Returns:
-        A JSON object.
-    """
+    """Makes the response of `GET /playground/info`."""
     number = lambda value: 0.0 if value is None else float(value)  # a temperature of None is the argmax
     lm, rules, offered = engine.lm, engine.rules, []
     # A recipe and not a name: any model may be served as "nano", and the embedded one under any name.

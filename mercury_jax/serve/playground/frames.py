@@ -53,13 +53,6 @@ def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np
     """Compares a snapshot with the cells that the page shows.
 
     Cells before the active block keep the confidence with which they were accepted; the engine reports 1 for them.
-
-    Args:
-        shown: The cells that the page shows.
-        snapshot: The output after a pass.
-
-    Returns:
-        The new cells, and the indices of the cells that changed.
     """
     n, before = len(snapshot.tokens), len(shown.tokens)
     confidence = np.rint(np.nan_to_num(snapshot.confidence) * PRECISION).astype(np.int64)
@@ -78,12 +71,6 @@ def frame_event(
 ) -> dict[str, Any]:
     """Makes the event of one pass.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        shown: The cells after the pass.
-        changed: Indices of the cells to send.
-        snapshot: The output after the pass.
-
     Returns:
         A JSON object {type, forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}.
     """
@@ -100,13 +87,6 @@ def left_to_right(lm: LM, request: EngineRequest) -> Iterator[Snapshot]:
     """Decodes a request with `rules.autoregressive`: the same weights, one token per pass, with a KV cache.
 
     This rule changes the program of an engine, so it cannot share a batch with other rules; `mj.stream` decodes alone.
-
-    Args:
-        lm: A model whose encoding pass predicts the next token.
-        request: The request; its rule is not read.
-
-    Yields:
-        A snapshot after each pass, and the last one once more with `finish` set.
     """
     sampler, size = autoregressive(request.temperature or 0.0), request.max_output
     for out in stream(lm, list(request.prompt), max_tokens=size, seed=request.seed, sampler=sampler):
@@ -161,18 +141,6 @@ def pass_input(
     """Reconstructs the input of a pass from the frame before it.
 
     Cells that were not accepted become noise, as do the cells after the end of `tokens`.
-
-    Args:
-        lm: The model.
-        request: The request.
-        tokens: Token ids of the output as shown after the previous pass.
-        accepted: Whether each of them was accepted.
-        start: First cell of the active block.
-        index: Index of the cell of interest.
-        block: Tokens of a block.
-
-    Returns:
-        The input of the pass; with a new draw of the noise if the model has no mask token.
     """
     config, filling = lm.model.config, request.suffix is not None
     ends = (config.eos, *config.ends) if filling else ()  # an answer cannot end inside a hole
@@ -196,15 +164,7 @@ def pass_input(
 
 
 def top_tokens(lm: LM, read: PassInput) -> TopTokens:
-    """Computes the most probable tokens of a cell, from the model's probabilities without any logits processor.
-
-    Args:
-        lm: The model.
-        read: Input of the pass, from `pass_input`.
-
-    Returns:
-        The tokens.
-    """
+    """Computes the most probable tokens of a cell, from the model's probabilities without any logits processor."""
     before, canvas = read.text[: read.encoded], read.text[read.encoded :]
     pad = lambda x, size: np.pad(x, (0, size - len(x)))[None]
     sizes = np.asarray([read.encoded, len(canvas), read.position], np.int32)
@@ -237,20 +197,7 @@ def _forward(
     sizes: Int[Array, "3"],
     time: Float[Array, ""],
 ) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
-    """Encodes the tokens before the canvas, denoises the canvas once, and returns the TOP of one position.
-
-    Args:
-        model: Pure functions of the denoiser.
-        forbidden: Token ids that the pass cannot write.
-        params: Parameters of the model.
-        before: Tokens before the canvas, padded.
-        canvas: The canvas, padded.
-        sizes: Tokens of `before`, tokens of `canvas`, and the position of interest in the canvas.
-        time: Fraction of masks in the canvas, for models that take a time.
-
-    Returns:
-        Probabilities and token ids.
-    """
+    """Encodes the tokens before the canvas, denoises the canvas once, and returns the TOP of one position."""
     encoded, n, position = (sizes[i : i + 1] for i in range(3))
     clean, noise = (jnp.zeros((1,)), time[None]) if model.config.timed else (None, None)
     # Padded positions write keys after the used part of the cache, so the cache has room for one more canvas.

@@ -90,17 +90,7 @@ class Corpus(NamedTuple):
     shards: tuple[ShardFiles, ...]
 
     def map(self, number: int) -> Shard:
-        """Maps the files of one shard into memory.
-
-        Args:
-            number: Index into `shards`.
-
-        Returns:
-            Views of the mapped files.
-
-        Raises:
-            ValueError: The index does not match the number of tokens.
-        """
+        """Maps the files of one shard into memory."""
         files = self.shards[number]
         path = self.folder / files.name
 
@@ -121,17 +111,7 @@ class Corpus(NamedTuple):
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Reads the manifest of a folder of shards.
-
-    Args:
-        folder: Written by `mercury data pack`.
-
-    Returns:
-        The content of manifest.json.
-
-    Raises:
-        ValueError: There is no manifest, or it has another format or version.
-    """
+    """Reads the manifest of a folder of shards."""
     path = Path(folder) / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -147,18 +127,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def open_corpus(folder: str | Path, split: DataSplit) -> Corpus:
-    """Opens one side of the split of a folder, and checks the size of each file.
-
-    Args:
-        folder: Written by `mercury data pack`.
-        split: "train" or "test".
-
-    Returns:
-        The corpus. The test side may have no shards.
-
-    Raises:
-        ValueError: The folder is incomplete, or a file is missing or differs in size from the manifest.
-    """
+    """Opens one side of the split of a folder, and checks the size of each file."""
     folder, manifest = Path(folder), read_manifest(folder)
     shards = tuple(ShardFiles(**{k: s[k] for k in ShardFiles._fields}) for s in manifest[split]["shards"])
     width = np.dtype(manifest["dtype"]).itemsize
@@ -320,17 +289,7 @@ def shards(folder: str, *, chunk: int | None = None, infill: float | None = None
 def sample_documents(
     folder: str | Path, tokenizer: AnyTokenizer, split: DataSplit, key: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Reads documents of a folder in a random order, each once.
-
-    Args:
-        folder: Written by `mercury data pack`.
-        tokenizer: Decodes the documents.
-        split: "train" or "test".
-        key: Decides the order.
-
-    Yields:
-        Pairs (number of tokens, text). The text of a chat includes the prompt, without special tokens.
-    """
+    """Reads documents of a folder in a random order, each once."""
     corpus = open_corpus(folder, split)
     bases = [0, *accumulate(shard.documents for shard in corpus.shards)]
     mapped = functools.lru_cache(OPEN_SHARDS)(corpus.map)
@@ -362,15 +321,7 @@ class TextWindows:
     """
 
     def __init__(self, corpus: Corpus, layout: RowLayout, size: int, key: int, eos: int) -> None:
-        """Counts the windows.
-
-        Args:
-            corpus: The files.
-            layout: Decides between which tokens a document may be cut.
-            size: Tokens of a window.
-            key: Decides shifts, order and prompts.
-            eos: End-of-text id.
-        """
+        """Counts the windows."""
         self._corpus, self._layout, self._size, self._key, self._eos = corpus, layout, size, key, eos
         # A shifted shard overlaps one window more than ceil(tokens / size). Depending on the shift it may be empty.
         counts = (-(-shard.tokens // size) + 1 for shard in corpus.shards)
@@ -390,11 +341,7 @@ class TextWindows:
         return key, number, max(0, end - self._size), min(end, self._corpus.shards[number].tokens)
 
     def read_ahead(self, index: int) -> None:
-        """Asks the kernel to load a window into the page cache, without waiting.
-
-        Args:
-            index: Number of the window, counted through all epochs.
-        """
+        """Asks the kernel to load a window into the page cache, without waiting."""
         _, number, begin, end = self._locate(index)
         if begin < end and hasattr(mmap, "MADV_WILLNEED"):
             shard = self._map(number)
@@ -402,14 +349,7 @@ class TextWindows:
             shard.pages.madvise(mmap.MADV_WILLNEED, first, end * shard.tokens.itemsize - first)
 
     def at(self, index: int) -> TextWindow:
-        """Finds the pieces of a window: a pure function of the key and the index.
-
-        Args:
-            index: Number of the window, counted through all epochs.
-
-        Returns:
-            The window; it may have no pieces.
-        """
+        """Finds the pieces of a window: a pure function of the key and the index."""
         key, number, begin, end = self._locate(index)
         shard = self._map(number)
         if begin >= end:

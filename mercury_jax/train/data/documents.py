@@ -127,11 +127,7 @@ class Files:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files, sorted within each glob.
-
-        Raises:
-            ValueError: A glob matches no file, or a file that cannot contain conversations.
-        """
+        """The files, sorted within each glob."""
         found = without_links([path for pattern in self.globs for path in find_paths(pattern)])
         for path in found:
             if self.chats and _format(path) != "json":
@@ -156,11 +152,7 @@ class Files:
         return sum(os.path.getsize(path) for path in self.paths)
 
     def records(self, held_out: float) -> Iterator[Record]:
-        """Implements `DocumentReader`.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Implements `DocumentReader`."""
         read = {"text": _read_text, "json": self._read_lines, "parquet": self._read_table}
         for path in self.paths:
             try:
@@ -237,11 +229,7 @@ class HubStream:
         return None
 
     def records(self, held_out: float) -> Iterator[Record]:
-        """Implements `DocumentReader`.
-
-        Raises:
-            ValueError: The package is missing, or the dataset has no such column.
-        """
+        """Implements `DocumentReader`."""
         datasets = _package("datasets", f"--hf {self.name}")
         name, _, config = self.name.partition(":")
         rows = datasets.load_dataset(name, config or None, split=self.part, streaming=True)
@@ -295,20 +283,7 @@ class Problems:
 def encode_record(
     record: Record, reader: DocumentReader, tokenizer: AnyTokenizer, held_out: float
 ) -> Iterator[tuple[DataSplit, Example]]:
-    """Makes examples from a record.
-
-    Args:
-        record: A record that `reader` has read.
-        reader: The reader, which knows the field of the text or the source of the problems.
-        tokenizer: Encodes texts.
-        held_out: Share of the documents that are held out.
-
-    Yields:
-        Pairs (side, example). `Example.ends` has no meaning here: shards mark the end of a text by its end-of-text id.
-
-    Raises:
-        ValueError: A line is malformed. The message names the file and the line.
-    """
+    """Makes examples from a record."""
     if record.kind == "problems":
         assert isinstance(reader, Problems) and isinstance(record.value, tuple) and record.split
         for i in range(*record.value):
@@ -334,15 +309,7 @@ def encode_record(
 
 
 def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Record]:
-    """Splits a text into parts of at most `LONGEST_TEXT` characters, after a line break if there is one.
-
-    Args:
-        place: Where the text was read, for messages.
-        text: The text, or a function that reads the next n characters of it.
-
-    Yields:
-        The parts in order; only the last one has `ends` set. Nothing for an empty text.
-    """
+    """Splits a text into parts of at most `LONGEST_TEXT` characters, after a line break if there is one."""
     # One character more than a part is read, to know whether the text continues.
     read = io.StringIO(text, newline="").read if isinstance(text, str) else text
     rest = read(LONGEST_TEXT + 1)

@@ -112,42 +112,22 @@ class RowFiller:
     """Fills row `number` of every batch from a source."""
 
     def __init__(self, stream: RowStream, rows: int, row: int, number: int) -> None:
-        """Starts at the first window.
-
-        Args:
-            stream: The open source.
-            rows: Rows B of a batch, over all processes.
-            row: Positions T of a row.
-            number: Which of the B rows this is. It takes the windows number, number + B, number + 2B, ...
-        """
+        """Starts at the first window."""
         self._stream, self._rows, self._row, self._number = stream, rows, row, number
         self.set_state(0, 0)
 
     def use(self, stream: RowStream) -> None:
-        """Continues in another layout, from the next boundary between two canvases of that layout.
-
-        Args:
-            stream: The same source, opened with the other layout.
-        """
+        """Continues in another layout, from the next boundary between two canvases of that layout."""
         self._stream, self._window = stream, None
 
     def set_state(self, taken: int, offset: int) -> None:
-        """Continues from a saved position.
-
-        Args:
-            taken: Number of windows that are used up.
-            offset: Tokens of the next window that were already taken.
-        """
+        """Continues from a saved position."""
         self.taken, self.offset = taken, offset
         self._window: TextWindow | None = None
         self._read_ahead = taken  # number of windows that the kernel was asked to read
 
     def next_row(self) -> FilledRow:
-        """Takes pieces until no whole canvas fits into the row any more.
-
-        Returns:
-            The row; `lay_out_rows` turns it into arrays.
-        """
+        """Takes pieces until no whole canvas fits into the row any more."""
         layout, room, parts = self._stream.layout, self._row, list[RowPart]()
         while room >= layout.block:
             window = self._window or self._open_window()
@@ -207,17 +187,7 @@ class RowFiller:
 
 
 def lay_out_rows(stream: RowStream, filled: Sequence[FilledRow], row: int, pad: int) -> Batch:
-    """Lays out several rows of one source at once, in numpy without a loop over pieces.
-
-    Args:
-        stream: The source.
-        filled: The rows.
-        row: Positions T of a row.
-        pad: Id that fills the rest of a row.
-
-    Returns:
-        A batch of numpy arrays [len(filled), T].
-    """
+    """Lays out several rows of one source at once, in numpy without a loop over pieces."""
     # 1. The tokens of all parts of all rows, concatenated [N], and the bounds of all pieces [P].
     parts = [part for one in filled for part in one.parts]
     tokens = np.concatenate(
@@ -257,10 +227,6 @@ def infilled(keys: np.ndarray, share: float) -> Spans:
 
     Args:
         keys: Random key of each piece, uint64 [P].
-        share: Share of the pieces that are infilled.
-
-    Returns:
-        narrow(piece of each canvas [C], editable range of each canvas [C, 2]) -> narrowed ranges [C, 2].
     """
     chosen = uniform(keys) < share
 
@@ -284,26 +250,12 @@ def infilled(keys: np.ndarray, share: float) -> Spans:
 
 
 def key_of(*parts: object) -> int:
-    """Hashes plain values, such as a seed and a name, to a 64-bit key.
-
-    Args:
-        *parts: Values that JSON can write.
-
-    Returns:
-        A key in [0, 2**64), the same in every process and Python version.
-    """
+    """Hashes plain values, such as a seed and a name, to a 64-bit key."""
     return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "little")
 
 
 def mix(x: Number) -> Number:
-    """Hashes 64-bit integers with the output function of SplitMix64 (Steele et al. 2014).
-
-    Args:
-        x: A non-negative int, or an array of uint64. Array arithmetic wraps modulo 2**64 by itself; an int is masked.
-
-    Returns:
-        The hashes, of the same type and shape.
-    """
+    """Hashes 64-bit integers with the output function of SplitMix64 (Steele et al. 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -312,9 +264,6 @@ def mix(x: Number) -> Number:
 
 def uniform(hashes: np.ndarray) -> np.ndarray:
     """Turns hashes into uniform numbers.
-
-    Args:
-        hashes: uint64 of any shape.
 
     Returns:
         float64 in [0, 1), made of the upper 53 bits, the precision of a float64.
@@ -326,14 +275,6 @@ def permuted(index: int, size: int, key: int) -> int:
     """Maps an index to its place in the shuffled order that a key defines: a permutation of 0 .. size - 1.
 
     A generalised Feistel cipher with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-
-    Args:
-        index: Index in [0, size).
-        size: Number of indices.
-        key: Defines the permutation.
-
-    Returns:
-        The image of `index`, in [0, size). Different indices have different images.
     """
     # Indices are the cells l + width * r of a grid of at least `size` cells, as square as possible.
     width = math.isqrt(size - 1) + 1

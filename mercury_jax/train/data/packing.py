@@ -63,19 +63,7 @@ class StreamSettings(NamedTuple):
 
 
 def lay_out(settings: StreamSettings, example: Example, place: str) -> LaidOutDocument:
-    """Lays out an example as clean tokens and canvases.
-
-    Args:
-        settings: Layout and length of a row.
-        example: The document.
-        place: Where the document was read, for the message.
-
-    Returns:
-        The laid-out document, at most `settings.row` positions.
-
-    Raises:
-        ValueError: The document does not fit a row.
-    """
+    """Lays out an example as clean tokens and canvases."""
     laid = settings.layout(example.ids, example.prompt, settings.tokenizer.eos if example.ends else None)
     if len(laid.tokens) > settings.row:
         needs = f"{len(laid.tokens)} positions once laid out"
@@ -94,11 +82,6 @@ def fill_up(settings: StreamSettings, example: Example, index: int) -> Example:
     Args:
         settings: Layout, length of a row and seed. Held-out texts are not filled up, so that their losses do not depend
             on the row.
-        example: The text.
-        index: Number of the example in its stream; each has a length of its own.
-
-    Returns:
-        The example with more ids. The layout completes the last block as for other texts.
     """
     if settings.split != "train" or not example.ends:
         return example
@@ -121,14 +104,7 @@ def _block_of_one_canvas(layout: Layout) -> int:
 
 
 def block_size(layout: Layout) -> int:
-    """Finds the canvas width of a layout, by laying out a text of one token.
-
-    Args:
-        layout: `Model.layout`.
-
-    Returns:
-        Positions of a canvas.
-    """
+    """Finds the canvas width of a layout, by laying out a text of one token."""
     return int(layout(np.zeros(1, np.int32), 0, 0).editable.sum())
 
 
@@ -137,14 +113,6 @@ def lay_out_piece(settings: StreamSettings, example: Example, place: str) -> Lai
 
     The last canvas is filled up with end-of-text ids if the text ends there and the row has room. Otherwise up to
     block - 1 tokens at the end of the piece are dropped; the cuts of other epochs are elsewhere.
-
-    Args:
-        settings: Layout and length of a row.
-        example: The piece.
-        place: Where the piece was read, for the message.
-
-    Returns:
-        The laid-out piece, at most `settings.row` positions.
     """
     ids, prompt, ends = example
     # The filled-up layout shows how many tokens the last canvas lacks.
@@ -164,18 +132,7 @@ def _whole_canvases(layout: Layout, n: int, prompt: int) -> int:
 
 
 def longest_piece(settings: StreamSettings, chunk: int | None) -> int:
-    """Finds the largest length of a piece of text such that a row holds it for every length of the prompt.
-
-    Args:
-        settings: Layouts and length of a row.
-        chunk: The limit that the source asks for, in tokens; None for the largest possible.
-
-    Returns:
-        The limit in tokens.
-
-    Raises:
-        ValueError: `chunk` is longer than a row holds, or a row does not even hold two tokens.
-    """
+    """Finds the largest length of a piece of text such that a row holds it for every length of the prompt."""
     return min(_longest(layout, settings.row, chunk) for layout in settings.layouts or (settings.layout,))
 
 
@@ -247,11 +204,6 @@ def cut_pieces(lengths: np.ndarray, chunk: int, rng: np.random.Generator) -> Pie
 
     Args:
         lengths: Tokens of each document [D]; the documents are concatenated.
-        chunk: Largest number of tokens of a piece.
-        rng: Random generator of the cuts and the order.
-
-    Returns:
-        The pieces.
     """
     # A long document of n tokens is cut as  [first | chunk | chunk | ... | last].  The two ragged ends have together
     # `ends` = n mod chunk tokens, or chunk more, so that the number of pieces does not depend on the random cut.
@@ -278,13 +230,6 @@ def keep_spans(laid: LaidOutDocument, rng: np.random.Generator) -> LaidOutDocume
 
     Half of the spans start at the start of their canvas, because a model with a causal encoder infills with a canvas
     that starts at the gap.
-
-    Args:
-        laid: A document.
-        rng: Random generator of the spans.
-
-    Returns:
-        The document with fewer editable positions.
     """
     if laid.canvas.max() < 0:  # an autoregressive document has no canvases
         return laid
@@ -319,12 +264,7 @@ class PackedRow:
     used: int = 0
 
     def add(self, ref: tuple[int, int], laid: LaidOutDocument) -> None:
-        """Appends a document.
-
-        Args:
-            ref: Number of the document's source, and its index in that source.
-            laid: The document.
-        """
+        """Appends a document."""
         self.refs.append(ref)
         self.laid.append(laid)
         self.used += len(laid.tokens)
@@ -333,18 +273,7 @@ class PackedRow:
 def place(
     rows: list[PackedRow], ref: tuple[int, int], laid: LaidOutDocument, length: int, limit: int
 ) -> PackedRow | None:
-    """Puts a document into the first open row that has room, else into a new one (first fit).
-
-    Args:
-        rows: The open rows; changed.
-        ref: Number of the document's source, and its index in that source.
-        laid: The document.
-        length: Positions T of a row.
-        limit: Largest number of open rows. The fullest one is closed before this number is exceeded.
-
-    Returns:
-        The row that was closed, because it is full or to stay within `limit`; None if no row was closed.
-    """
+    """Puts a document into the first open row that has room, else into a new one (first fit)."""
     n = len(laid.tokens)
     target = next((row for row in rows if row.used + n <= length), None)
     if target is not None:
@@ -358,16 +287,7 @@ def place(
 
 
 def pack(rows: list[PackedRow], length: int, pad: int) -> Batch:
-    """Makes a batch from closed rows.
-
-    Args:
-        rows: B rows.
-        length: Positions T of a row.
-        pad: Id that fills the rest of a row. Padding attends to nothing, is not editable and belongs to no canvas.
-
-    Returns:
-        A batch of numpy arrays [B, T].
-    """
+    """Makes a batch from closed rows."""
     shape = (len(rows), length)
     tokens, positions = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
     ranges, editable = np.zeros((*shape, 2, 2), np.int32), np.zeros(shape, bool)

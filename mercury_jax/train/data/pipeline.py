@@ -66,16 +66,7 @@ class RowPacker:
     def __init__(
         self, streams: Streams, weights: Sequence[float], rows: int, row: int, seed: int, number: int
     ) -> None:
-        """Starts at the first document.
-
-        Args:
-            streams: The open sources.
-            weights: Share of the positions of each source, up to a common factor.
-            rows: Rows B of a batch, over all processes.
-            row: Positions T of a row.
-            seed: Decides with which sources the row starts.
-            number: Which of the B rows this is.
-        """
+        """Starts at the first document."""
         self._streams, self._weights, self._rows, self._row = streams, weights, rows, row
         self._number, self._next = number, [0] * len(streams)
         # Each row starts at a random point of the mixture. Otherwise all rows of the first batch would be filled from
@@ -90,11 +81,7 @@ class RowPacker:
         }
 
     def use(self, streams: Streams) -> None:
-        """Continues in another layout; the documents of open rows are laid out and placed again.
-
-        Args:
-            streams: The same sources, opened in the other layout.
-        """
+        """Continues in another layout; the documents of open rows are laid out and placed again."""
         self._streams = streams
         self._place_again()
         for s, filler in self._fillers.items():
@@ -111,11 +98,7 @@ class RowPacker:
                 self._open.append(full)
 
     def next_row(self) -> PackedRow | tuple[int, FilledRow]:
-        """Takes documents until a row is closed.
-
-        Returns:
-            A row of documents; or, if it is the turn of a `RowStream`, the number of that source and a whole row of it.
-        """
+        """Takes documents until a row is closed."""
         while True:
             # The next document comes from the source that is furthest behind its share. Shares are measured in row
             # positions, canvases included, because positions are what training costs.
@@ -142,11 +125,7 @@ class RowPacker:
         return {"next": taken, "offset": offset, "positions": [*self._positions], "open": rows}
 
     def set_state(self, state: RowState) -> None:
-        """Continues from a saved position.
-
-        Args:
-            state: From `get_state`.
-        """
+        """Continues from a saved position."""
         self._next, self._positions, self._open = list(state["next"]), list(state["positions"]), []
         for s, filler in self._fillers.items():
             filler.set_state(state["next"][s], state["offset"][s])
@@ -179,10 +158,6 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         """Starts at the first batch.
 
         Args:
-            packers: The packer of each row of this process, by the row's number in the batch; in the first layout.
-            stages: Pairs (first batch, the sources opened in the layout of this and later batches).
-            row: Positions T of a row.
-            pad: Id that fills up rows.
             facts: Everything that decides which tokens a batch holds; a state that was saved with others is refused.
         """
         super().__init__()
@@ -232,14 +207,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         return {"data": self._facts, "batches": self._batches, "rows": rows}
 
     def set_state(self, state: DataState) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Continues from a saved position.
-
-        Args:
-            state: From `get_state`, or merged from the states of all processes; rows of other processes are ignored.
-
-        Raises:
-            ValueError: The state belongs to other data or settings, or lacks a row of this process.
-        """
+        """Continues from a saved position."""
         _check_same_data(state["data"], self._facts)
         missing = [number for number in self._packers if str(number) not in state["rows"]]
         if missing:
@@ -256,11 +224,7 @@ class PackedDataset(grain.IterDataset[Batch]):
     """The batches as a grain dataset, which grain's prefetch thread needs."""
 
     def __init__(self, new_iterator: Callable[[], PackedIterator]) -> None:
-        """Stores the function that makes an iterator.
-
-        Args:
-            new_iterator: Makes an iterator that starts at the first batch.
-        """
+        """Stores the function that makes an iterator."""
         super().__init__()
         self._new_iterator = new_iterator
 
@@ -317,25 +281,9 @@ def build(
     """Opens a mixture and packs it into an endless iterator of batches, which can be resumed exactly.
 
     Args:
-        mixture: Sources and their weights.
-        tokenizer: Encodes texts; its `pad` fills up rows.
         layout: `Model.layout`, which arranges the clean tokens and canvases of a document. If the block changes during
             the run, pairs (first batch, layout): batch n >= 0 has the layout of the last pair whose first batch is at
             most n.
-        rows: Rows B of a batch, over all processes.
-        row: Positions T of a row.
-        seed: Decides order, cuts and problems; the data do not depend on the number of processes.
-        split: "train", or "test" for held-out data.
-        index: Which part of the rows this process makes: rows index * B / count to (index + 1) * B / count - 1.
-        count: Number of parts into which the rows are split.
-        prefetch: Batches that a thread prepares in advance; 0 for no thread.
-
-    Returns:
-        An iterator of numpy batches [B / count, T]. `get_state()` returns values that JSON can write.
-
-    Raises:
-        ValueError: Before any batch: a source cannot be read or does not fit a row, or the blocks do not fit each other
-            (`packing.check_blocks`).
     """
     at_least(0, seed=seed, index=index)
     at_least(1, rows=rows, row=row, count=count)
@@ -434,18 +382,7 @@ def _check_same_data(saved: Any, now: dict[str, Any]) -> None:
 
 
 def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream | RowStream]:
-    """Opens a source in each of `settings.layouts`, such that an index means the same text in all of them.
-
-    Args:
-        source: One source of a mixture.
-        settings: Settings whose `layout` is the one of the largest block.
-
-    Returns:
-        A stream for each layout; an empty list if the source has nothing on this side of the split.
-
-    Raises:
-        ValueError: The source cannot be read, does not fit a row, or has other examples in another layout.
-    """
+    """Opens a source in each of `settings.layouts`, such that an index means the same text in all of them."""
     layouts, opened = settings.layouts, source.open(settings)
     if opened is None or len(layouts) == 1:
         return [] if opened is None else [opened]
@@ -466,14 +403,6 @@ def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:
     """Samples training texts to train a tokenizer on, from the sources in proportion to their weights.
 
     A problem becomes a text of prompt, thinking and answer, one per line. A finite source is read once.
-
-    Args:
-        mixture: Sources and their weights.
-        budget_bytes: Approximate number of UTF-8 bytes to yield.
-        seed: Decides which texts are sampled.
-
-    Returns:
-        An iterator of texts; the sources are read before it starts.
     """
     at_least(1, budget_bytes=budget_bytes)
     opened = [(source.texts((seed, n)), weight) for n, (source, weight) in enumerate(mixture.sources)]
@@ -501,14 +430,6 @@ def check_fit(tokenizer: AnyTokenizer, config: ModelConfig, origin: str = "the t
 
     The model's vocabulary may be larger than the tokenizer's, since published models round it up; `noise.specials`
     forbids the additional ids.
-
-    Args:
-        tokenizer: The tokenizer of the data.
-        config: Config of the model.
-        origin: Where the tokenizer is from, for messages.
-
-    Raises:
-        ValueError: The tokenizer has more ids than the model, or another mask, padding or end-of-text id.
     """
     if tokenizer.vocab_size > config.vocab:
         raise refuse("model.vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of {origin}")

@@ -95,21 +95,9 @@ def pack(
     starts.
 
     Args:
-        reader: `documents.Files`, `HubStream` or `Problems`.
-        tokenizer: Encodes texts; the folder keeps a copy of it.
-        out: A new or empty folder, or the folder of an interrupted or complete pack of this corpus.
         held_out: Share of the documents that are held out, selected by a hash of their text. For problems: number of
             additional problems from the test side of their task, as a share of `count`.
-        workers: Number of processes that tokenise; 1 tokenises in this process.
-        shard_tokens: Number of tokens after which a shard is closed. An interruption loses at most one shard.
         unpack: Makes a tokenizer from `tokenizer.proto` in the workers.
-        progress: Called with the bytes of text read since the last call.
-
-    Returns:
-        The content of manifest.json.
-
-    Raises:
-        ValueError: A file or a line cannot be read, no document is left to train on, or `out` holds something else.
     """
     at_least(1, workers=workers, shard_tokens=shard_tokens)
     if not 0 <= held_out < 1:

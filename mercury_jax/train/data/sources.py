@@ -574,15 +574,7 @@ def _identity(documents: list[np.ndarray]) -> str:
 
 
 def side_of(text: str, held_out: float) -> DataSplit:
-    """Chooses the side of a document by a hash of its text, so that equal documents are on the same side.
-
-    Args:
-        text: The whole text; for a conversation, its turns as JSON.
-        held_out: Share of the documents on the test side.
-
-    Returns:
-        "train" or "test".
-    """
+    """Chooses the side of a document by a hash of its text, so that equal documents are on the same side."""
     return "test" if _place(text) < held_out else "train"
 
 
@@ -629,14 +621,7 @@ def find_paths(pattern: str, name: str = "glob") -> list[str]:
 
 
 def without_links(paths: list[str]) -> list[str]:
-    """Leaves out paths of a file that another path reaches too, through a link to a folder or to the file.
-
-    Args:
-        paths: Paths of files.
-
-    Returns:
-        One path for each file, without a link if there is one, in the order of `paths`.
-    """
+    """Leaves out paths of a file that another path reaches too, through a link to a folder or to the file."""
     real = {path: os.path.realpath(path) for path in paths}
     first = {real[path]: path for path in sorted(paths, key=lambda p: real[p] == os.path.abspath(p))}
     return [path for path in dict.fromkeys(paths) if first[real[path]] == path]
@@ -665,18 +650,7 @@ def _matches(parts: list[str]) -> list[str]:
 
 
 def read_turns(place: str, record: Mapping[str, object]) -> Messages:
-    """Reads a conversation up to its last assistant turn, which is trained on.
-
-    Args:
-        place: Where the record was read, for messages.
-        record: Object with the key `messages`, a list of objects with role and content.
-
-    Returns:
-        Role and content of each turn. Turns after the last assistant turn are left out.
-
-    Raises:
-        ValueError: The record is no conversation, or has no assistant turn after another turn.
-    """
+    """Reads a conversation up to its last assistant turn, which is trained on."""
     given = record.get("messages")
     if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
         raise refuse(f"{place}: messages", given, "a list of objects with role and content")
@@ -697,19 +671,7 @@ def _joined(content: object) -> object:
 
 
 def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Example:
-    """Encodes a conversation whose last turn is trained on.
-
-    Args:
-        tokenizer: Renders the turns.
-        place: Where they were read, for messages.
-        turns: From `read_turns`.
-
-    Returns:
-        The ids; the prompt is all turns before the last one.
-
-    Raises:
-        ValueError: The tokenizer's chat template cannot render a turn.
-    """
+    """Encodes a conversation whose last turn is trained on."""
     try:
         prompt = tokenizer.render(turns[:-1])
     except ValueError as error:
@@ -719,31 +681,13 @@ def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Exampl
 
 
 def end_of_answer(tokenizer: AnyTokenizer) -> int:
-    """Finds the id that ends an answer in a chat.
-
-    Args:
-        tokenizer: The tokenizer of the data.
-
-    Returns:
-        The end-of-turn id of the chat template if decoding stops at it too, otherwise the end-of-text id.
-    """
+    """Finds the id that ends an answer in a chat."""
     ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
     return tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
 
 
 def read_string(name: str, value: object) -> str:
-    """Checks that a value is a string that UTF-8 can encode.
-
-    Args:
-        name: Name of the value, for messages.
-        value: The value.
-
-    Returns:
-        The string.
-
-    Raises:
-        ValueError: The value is no string, or contains half of a surrogate pair.
-    """
+    """Checks that a value is a string that UTF-8 can encode."""
     if not isinstance(value, str):
         raise refuse(name, value, "a string")
     # JSON can escape a lone surrogate ("\ud800"), which Python accepts in a string but UTF-8 does not.
@@ -774,12 +718,6 @@ def stdlib_files(split: DataSplit) -> list[Document]:
 
     The hash of a file's path decides its side, so the sides are the same in every process and Python version. One file
     in 20 is on the test side.
-
-    Args:
-        split: "train" or "test".
-
-    Returns:
-        Pairs (relative path, text), sorted by path.
     """
     root, found = Path(sysconfig.get_paths()["stdlib"]), list[Document]()
     for path in sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py")):
