@@ -136,7 +136,7 @@ def training(args: Row, stage: Stage) -> Iterator[Row]:
     Yields:
         One row with `seconds` of an update and its FLOP.
     """
-    from mercury_jax.train import objectives, optim, step as steps  # only this function needs optax
+    from mercury_jax.training import objectives, optim, step as steps  # only this function needs optax
 
     found, rows, row = find(args["model"]), args["rows"], args["row"]
     c, on = found.config, sharding.mesh(devices=jax.devices()[:1])

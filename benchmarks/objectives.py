@@ -30,12 +30,12 @@ from mercury_jax.cli import app, arguments
 from mercury_jax.cli.app import INTERRUPTED
 from mercury_jax.cli.arguments import Int as IntArg, Ints, option
 from mercury_jax.config import ModelConfig, NoiseConfig, NoiseKind, Pattern, refuse
-from mercury_jax.train import objectives
-from mercury_jax.train.data.packing import Example, StreamSettings, lay_out
-from mercury_jax.train.data.sources import Seed, Stream
-from mercury_jax.train.objectives import Objective
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import objectives
+from mercury_jax.training.data.packing import Example, StreamSettings, lay_out
+from mercury_jax.training.data.sources import Seed, Stream
+from mercury_jax.training.objectives import Objective
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
 from mercury_jax.types import LM, LaidOutDocument, PackedPass
 
 WINDOW = 257  # tokens of a window; the first one is given

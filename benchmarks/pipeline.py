@@ -28,9 +28,9 @@ from mercury_jax.config import at_least
 from mercury_jax.evaluate import card
 from mercury_jax.hub import NANO
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
-from mercury_jax.train import data
-from mercury_jax.train.data import corpus, shard_writer
-from mercury_jax.train.data.documents import Files
+from mercury_jax.training import data
+from mercury_jax.training.data import corpus, shard_writer
+from mercury_jax.training.data.documents import Files
 
 GOAL_TOKENS, GOAL_SECONDS, GOAL_BYTES = 5e6, 5.0, 2**30
 PATTERNS = ("bidirectional", "causal_encoder", "block_causal")

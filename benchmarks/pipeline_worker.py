@@ -16,8 +16,8 @@ from mercury_jax.config import ModelConfig, Pattern
 from mercury_jax.hub import NANO
 from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.tokenizer import Tokenizer
-from mercury_jax.train import data
-from mercury_jax.train.data import pipeline  # noqa: F401  imports grain, which `data` leaves to the first use
+from mercury_jax.training import data
+from mercury_jax.training.data import pipeline  # noqa: F401  imports grain, which `data` leaves to the first use
 from mercury_jax.types import Layout
 
 IMPORTED = time.time()

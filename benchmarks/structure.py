@@ -24,7 +24,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Files and folders all of whose names users import, beside the names that `mercury_jax/__init__.py` exports.
 REACHED = (
     "config.py", "decode/cache_refresh.py", "decode/presets.py", "decode/processors.py", "decode/registration.py",
-    "decode/rules/", "decode/stopping.py", "noise.py", "rl/", "tasks/", "train/objectives/", "types.py",
+    "decode/rules/", "decode/stopping.py", "noise.py", "rl/", "tasks/", "training/objectives/", "types.py",
 )  # fmt: skip
 
 

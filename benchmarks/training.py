@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 def _records(args: TrainingBenchmark) -> Iterator[dict[str, Any]]:
     from benchmarks import training_loops
     from mercury_jax import api
-    from mercury_jax.train import recipe
+    from mercury_jax.training import recipe
 
     changes = {name: x for name in ("batch", "row") if (x := getattr(args, name)) is not None}
     config = dataclasses.replace(recipe.load_recipe(args.recipe), **changes)

@@ -33,10 +33,10 @@ from mercury_jax.config import ModelConfig, at_least, refuse
 from mercury_jax.evaluate import card
 from mercury_jax.models import masks
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.train import data as pipelines, loop, optim
-from mercury_jax.train.objectives import layout_of
-from mercury_jax.train.recipe import InitModel, TrainConfig
-from mercury_jax.train.report import flops_per_position
+from mercury_jax.training import data as pipelines, loop, optim
+from mercury_jax.training.objectives import layout_of
+from mercury_jax.training.recipe import InitModel, TrainConfig
+from mercury_jax.training.report import flops_per_position
 from mercury_jax.types import Batch, Model, Params
 
 GOAL = 0.97  # required steps per second, relative to the hand-written loop

@@ -25,8 +25,8 @@ from mercury_jax.cli import app, arguments
 from mercury_jax.cli.app import INTERRUPTED
 from mercury_jax.cli.arguments import Int, Ints, option
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.train.optim import OptimConfig, OptimizerName
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training.optim import OptimConfig, OptimizerName
+from mercury_jax.training.recipe import TrainConfig
 
 HEAD = 32  # size of a head: a wider model has more heads
 RATES = {"adamw": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), "muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}

@@ -13,9 +13,9 @@ that keeps its knowledge needs as much text as its authors used (SDAR 50B tokens
 `data=data.mixture((data.text("corpus/**/*.txt"), 0.8), (data.chat("chats/*.jsonl"), 0.2))` in a copy of this recipe.
 """
 
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import InitModel, MeshConfig, TrainConfig
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import InitModel, MeshConfig, TrainConfig
 
 
 def config() -> TrainConfig:

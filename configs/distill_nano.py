@@ -14,8 +14,8 @@ import dataclasses
 from mercury_jax import rl
 from mercury_jax.decode import rules
 from mercury_jax.tasks import Problem
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig, load_recipe
 
 
 def few_givens(problem: Problem) -> bool:

@@ -9,10 +9,10 @@ The loss falls from about 2 at step 50 to below 0.1 at the end. If it does not, 
 """
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
 
 
 def config() -> TrainConfig:

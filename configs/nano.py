@@ -16,10 +16,10 @@ is in `mercury_jax/assets/nano/README.md`, measured by `mercury eval`.
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.decode import rules
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_and_edited
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_and_edited
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
 
 
 def config() -> TrainConfig:

@@ -10,9 +10,9 @@ a causal encoder into a bidirectional denoiser.
 
 import dataclasses
 
-from mercury_jax.train.objectives import masked_and_edited
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.training.objectives import masked_and_edited
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:

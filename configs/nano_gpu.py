@@ -10,9 +10,9 @@ The model, the batch and the steps are larger; everything else is `configs/nano.
 import dataclasses
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.training import data
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:

@@ -10,8 +10,8 @@ except the norms' 1 + scale and the embedding's factor, which the export multipl
 
 import dataclasses
 
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:

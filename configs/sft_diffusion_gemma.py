@@ -12,9 +12,9 @@ to a tenth over 2,000 steps, clipping at 1.
 """
 
 from mercury_jax.config import NoiseConfig
-from mercury_jax.train import objectives
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import InitModel, MeshConfig, TrainConfig
+from mercury_jax.training import objectives
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import InitModel, MeshConfig, TrainConfig
 
 
 def config() -> TrainConfig:

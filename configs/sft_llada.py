@@ -11,9 +11,9 @@ The authors' own fine-tuning: 3 epochs, batches of 256, AdamW with weight decay 
 linearly over the last tenth of the run.
 """
 
-from mercury_jax.train.objectives import llada
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import InitModel, MeshConfig, TrainConfig
+from mercury_jax.training.objectives import llada
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import InitModel, MeshConfig, TrainConfig
 
 
 def config() -> TrainConfig:

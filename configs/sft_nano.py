@@ -8,9 +8,9 @@ README has an example with 500 lines. `sft_llada`, `sft_diffusion_gemma` and `ad
 models.
 """
 
-from mercury_jax.train import objectives
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import InitModel, TrainConfig
+from mercury_jax.training import objectives
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import InitModel, TrainConfig
 
 
 def config() -> TrainConfig:

@@ -11,8 +11,8 @@ row of 128 positions holds the documents of one of 224. `mj.score` and `mercury 
 import dataclasses
 
 from mercury_jax.config import NoiseConfig
-from mercury_jax.train.objectives import next_token
-from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.training.objectives import next_token
+from mercury_jax.training.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:

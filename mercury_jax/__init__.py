@@ -9,8 +9,6 @@ print(mj.sample(lm, [{"role": "user", "content": "347+585="}]).text)  # 932
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax import decode as _decode
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from mercury_jax.models.transformer import soft_masking
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
-    from mercury_jax.train.recipe import TrainConfig
+    from mercury_jax.training.recipe import TrainConfig
     from mercury_jax.types import LM, Proposal, TokenStats, View
 
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
@@ -85,7 +83,8 @@ _PUBLIC = {
     "models.transformer": ("soft_masking",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
-    "train.recipe": ("TrainConfig",),
+    "api": ("train",),
+    "training.recipe": ("TrainConfig",),
     "types": ("LM", "Proposal", "TokenStats", "View"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -125,21 +124,6 @@ def _pictures() -> _decode.Pictures:
 
 
 _decode.pictures = _pictures
-
-
-class _Package(ModuleType):
-    """`mj.train` stays a function when the import system binds the subpackage of the same name."""
-
-    @property
-    def train(self) -> Any:
-        return importlib.import_module("mercury_jax.api").train
-
-    @train.setter
-    def train(self, module: ModuleType) -> None:
-        del module
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

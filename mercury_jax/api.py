@@ -1,6 +1,6 @@
 """`train`, the function behind `mj.train` and `mercury train`.
 
-The training loop in `train/` is independent of model architectures, and `decode/` is independent of training. This
+The training loop in `training/` is independent of model architectures, and `decode/` is independent of training. This
 module connects them: it builds the model, data and evaluation of a recipe, passes them to the loop, and saves the
 trained model. Decoding is used for the preview samples in the log.
 """
@@ -27,13 +27,13 @@ from mercury_jax.hub.generation import describe
 from mercury_jax.hub.tokenizer import unpack
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, distributed, loop, lora, report
-from mercury_jax.train.data.corpus import Shards
-from mercury_jax.train.data.pipeline import PackedIterator
-from mercury_jax.train.data.sources import find_paths
-from mercury_jax.train.objectives import layout_of
-from mercury_jax.train.recipe import InitModel, TrainConfig
-from mercury_jax.train.step import check_objective, make_evaluator
+from mercury_jax.training import data as pipelines, distributed, loop, lora, report
+from mercury_jax.training.data.corpus import Shards
+from mercury_jax.training.data.pipeline import PackedIterator
+from mercury_jax.training.data.sources import find_paths
+from mercury_jax.training.objectives import layout_of
+from mercury_jax.training.recipe import InitModel, TrainConfig
+from mercury_jax.training.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
 _LOG = logging.getLogger("mercury_jax")

@@ -16,9 +16,9 @@ import mercury_jax as mj
 from mercury_jax.bench import compile as bench_compile
 from mercury_jax.kernels import attend, blackwell, device as kernel_device
 from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.optim import OptimConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.optim import OptimConfig
 
 CARDS = {kernel_device.HOPPER: "NVIDIA H100 80GB HBM3", kernel_device.BLACKWELL: "NVIDIA B200"}
 

@@ -29,10 +29,15 @@ def test_every_public_name_is_there_and_no_other():
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "first",
-    ["", "from mercury_jax.train import data; ", "import mercury_jax.api; ", "import mercury_jax.hub.load; "],
+    [
+        "",
+        "from mercury_jax.training import data; ",
+        "import mercury_jax.api; ",
+        "import mercury_jax.hub.load; ",
+    ],
 )
 def test_load_and_train_are_functions_whatever_was_imported_before(first):
-    code = "import mercury_jax as mj; from mercury_jax.train import loop; print(mj.load.__name__, mj.train.__name__)"
+    code = "import mercury_jax as mj; from mercury_jax.training import loop; print(mj.load.__name__, mj.train.__name__)"
     said = subprocess.run(
         [sys.executable, "-c", first + code], capture_output=True, text=True, check=True
     ).stdout

@@ -11,9 +11,9 @@ from mercury_jax.decode import defaults
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.rl.rollouts import problems_of
 from mercury_jax.tokenizer import Tokenizer
-from mercury_jax.train import packaged_recipes
-from mercury_jax.train.data import Generated
-from mercury_jax.train.recipe import InitModel, load_recipe
+from mercury_jax.training import packaged_recipes
+from mercury_jax.training.data import Generated
+from mercury_jax.training.recipe import InitModel, load_recipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
@@ -29,7 +29,7 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
     assert config.name == path.stem and f"mercury train configs/{path.name}" in (path.read_text())
     if isinstance(
         config.model, InitModel
-    ):  # model, tokenizer and data come with the command: tests/train/test_finetune
+    ):  # model, tokenizer and data come with the command: tests/training/test_finetune
         return
     tokenizer, model = Tokenizer.load(hub.NANO / "tokenizer.model"), models.build(config.model)
     rng = np.random.default_rng(0)

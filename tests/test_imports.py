@@ -58,7 +58,7 @@ def test_loading_and_sampling_need_no_trainer():
 import mercury_jax as mj
 out = mj.sample(mj.load(), "import ", max_tokens=4, history=True)
 assert "<script" in out._repr_html_()  # as a notebook asks for it
-loaded = [m for m in sys.modules if m.startswith(("mercury_jax.train", "mercury_jax.api"))]
+loaded = [m for m in sys.modules if m.startswith(("mercury_jax.training", "mercury_jax.api"))]
 print(len(out.text) > 0, loaded)
 """
     assert without(TRAINER | HEAVY, code) == "True []\n"

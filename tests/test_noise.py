@@ -14,7 +14,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import noise
 from mercury_jax.config import NoiseConfig
-from mercury_jax.train import data, objectives, recipe
+from mercury_jax.training import data, objectives, recipe
 
 SCHEDULES = [noise.linear(), noise.cosine(), noise.polynomial(2.0), noise.polynomial(0.5)]
 VOCAB, MASK = 12, 11

@@ -24,16 +24,16 @@ SAME_NAME = {
     "gemma.py": {"hub/families", "models"},
     "grouped_matmul.py": {"kernels", "kernels/hopper"},
     "infill.py": {"cli", "decode"},
-    "masked.py": {"decode/rules", "train/objectives"},
+    "masked.py": {"decode/rules", "training/objectives"},
     "qk_norm_rope.py": {"kernels", "kernels/hopper"},
     "quantised_rows.py": {"kernels", "kernels/hopper"},
-    "report.py": {"cli", "train"},
+    "report.py": {"cli", "training"},
     "request.py": {"decode", "serve/engine"},
     "runner.py": {"bench/gpu", "evaluate"},
     "sample.py": {"cli", "decode"},
     "search.py": {"decode", "decode/grammar"},
     "tokenizer.py": {"", "hub"},
-    "uniform.py": {"decode/rules", "train/objectives"},
+    "uniform.py": {"decode/rules", "training/objectives"},
 }
 
 

@@ -108,7 +108,7 @@ def log_probs(batch: Any = None, **more: Any) -> Any:
 
 
 def recipe(**changes: Any) -> Any:
-    from mercury_jax.train import data, objectives
+    from mercury_jax.training import data, objectives
 
     config = mj.ModelConfig(vocab=320, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=16)
     fields = dict(name="wrong", model=config, objective=objectives.masked_elbo(), data=data.stdlib())
@@ -823,7 +823,7 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a model as a dict": (lambda: recipe(model={"vocab": 5}), "model is {"),
         "an objective as a text": (lambda: recipe(objective="masked"), "objective is 'masked'"),
         "an objective without its call": (
-            lambda: recipe(objective=__import__("mercury_jax.train.objectives", fromlist=["x"]).masked_elbo),
+            lambda: recipe(objective=__import__("mercury_jax.training.objectives", fromlist=["x"]).masked_elbo),
             "Call it",
         ),
         "data as a text": (lambda: recipe(data="notes.txt"), "data is 'notes.txt'"),

@@ -27,7 +27,7 @@ from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import FORMATS, QuantisedWeight
 from mercury_jax.sharding import AXES, partition_spec, quantised_axes
-from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.training.recipe import TrainConfig, load_recipe
 from mercury_jax.types import LM, Model
 
 # --- configurations by name

@@ -47,8 +47,8 @@ from mercury_jax.kernels.qk_norm_rope import HeadFactors, Projections, kernel_no
 from mercury_jax.kernels.quantised_rows import QuantisedRows, kernel_quantise_rows
 from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms
 from mercury_jax.kernels.routing import kernel_route
-from mercury_jax.train import data, lora, objectives, optim, step as steps
-from mercury_jax.train.recipe import MeshConfig, TrainConfig
+from mercury_jax.training import data, lora, objectives, optim, step as steps
+from mercury_jax.training.recipe import MeshConfig, TrainConfig
 from mercury_jax.types import Batch, Device, Model, Params
 
 PROGRAMS = ("sample", "train", "prefill")

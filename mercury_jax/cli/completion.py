@@ -141,7 +141,7 @@ def _values() -> dict[str, list[str]]:
 def _arguments() -> dict[str, list[str]]:
     """Names that a command takes as its first argument."""
     from mercury_jax.evaluate import TASKS
-    from mercury_jax.train import packaged_recipes
+    from mercury_jax.training import packaged_recipes
 
     recipes = list(packaged_recipes())
     return {"eval": list(TASKS), "train": recipes, "init": recipes}

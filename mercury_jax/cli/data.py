@@ -31,7 +31,7 @@ from mercury_jax.viz import readable
 
 if TYPE_CHECKING:
     from mercury_jax.tokenizer import AnyTokenizer
-    from mercury_jax.train.data.documents import DocumentReader
+    from mercury_jax.training.data.documents import DocumentReader
 
 PREVIEW = 300  # characters of a document that `mercury data info` shows
 
@@ -115,7 +115,7 @@ def run_pack(argv: Sequence[str]) -> int:
     reader = _reader(args)
     workers = (os.cpu_count() or 1) if args.workers is None else args.workers
     from mercury_jax.hub.tokenizer import unpack
-    from mercury_jax.train.data import shard_writer
+    from mercury_jax.training.data import shard_writer
 
     tokenizer, begin = _tokenizer(args), time.perf_counter()
     complete = shard_writer.is_complete(args.out)
@@ -137,8 +137,8 @@ def run_pack(argv: Sequence[str]) -> int:
 
 def _reader(args: DataPack) -> DocumentReader:
     """What to read; options that belong to another kind of source are refused."""
-    from mercury_jax.train.data.documents import Files, HubStream, Problems
-    from mercury_jax.train.data.sources import generated
+    from mercury_jax.training.data.documents import Files, HubStream, Problems
+    from mercury_jax.training.data.sources import generated
 
     kinds = {
         "SOURCE": bool(args.source), "--hf": args.hf is not None, "--chats": bool(args.chats),
@@ -218,7 +218,7 @@ def run_info(argv: Sequence[str]) -> int:
     args = arguments.read(DataInfo, argv, "mercury data info")
     at_least(0, samples=args.samples, seed=args.seed)
     from mercury_jax.hub.tokenizer import unpack
-    from mercury_jax.train.data import corpus
+    from mercury_jax.training.data import corpus
 
     found = corpus.open_corpus(args.folder, "train")
     corpus.open_corpus(args.folder, "test")  # checks its files

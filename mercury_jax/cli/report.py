@@ -104,7 +104,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunCurves]:
 
 
 def _read(folder: Path, name: str) -> RunCurves:
-    from mercury_jax.train.report import METRICS  # here, because it imports JAX
+    from mercury_jax.training.report import METRICS  # here, because it imports JAX
 
     curves: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     try:

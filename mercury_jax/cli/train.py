@@ -16,8 +16,8 @@ from mercury_jax.cli.arguments import Flag, Positional, option
 from mercury_jax.config import nearest, refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.train.loop import TrainResult
-    from mercury_jax.train.recipe import TrainConfig
+    from mercury_jax.training.loop import TrainResult
+    from mercury_jax.training.recipe import TrainConfig
 
 FIRST = "first"  # the packaged recipe that a new one starts as
 
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if words[0].startswith("-"):
         allowed = "the recipe first, then its fields: mercury train RECIPE --steps 200"
         raise refuse("RECIPE", words[0], allowed)
-    from mercury_jax.train import recipe
+    from mercury_jax.training import recipe
 
     loaded = _load(words[0])
     with arguments.errors_in_one_line(f"mercury train {words[0]}"):
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _load(path: str) -> TrainConfig:
     """The config of a recipe. Whatever the user's file raises becomes a ValueError that names file and line."""
-    from mercury_jax.train import find_recipe, recipe
+    from mercury_jax.training import find_recipe, recipe
 
     path = str(find_recipe(path))
     try:
@@ -144,8 +144,8 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
 
 def _answers_messages(config: TrainConfig) -> bool:
     """Whether the recipe trains on conversations, at least in part."""
-    from mercury_jax.train import data
-    from mercury_jax.train.data.corpus import open_corpus
+    from mercury_jax.training import data
+    from mercury_jax.training.data.corpus import open_corpus
 
     def chats(source: object) -> bool:
         if isinstance(source, data.Shards):
@@ -187,7 +187,7 @@ def run_init(argv: Sequence[str]) -> int:
     Raises:
         ValueError: A bad option, before a model is loaded or written.
     """
-    from mercury_jax.train import packaged_recipes
+    from mercury_jax.training import packaged_recipes
 
     known = packaged_recipes()
     Init.__doc__ = (Init.__doc__ or "").replace("{names}", ", ".join(known))

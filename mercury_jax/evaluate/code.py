@@ -34,7 +34,7 @@ from mercury_jax.evaluate.runner import (
     summarise,
 )
 from mercury_jax.noise import Corruption
-from mercury_jax.train.data import packing, sources
+from mercury_jax.training.data import packing, sources
 from mercury_jax.types import LM, Batch, LaidOutDocument, Model, PackedPass, Params
 
 NO_FILES = "an interpreter that comes with its library's source"

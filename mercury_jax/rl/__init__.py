@@ -9,7 +9,7 @@ distill       `FewSteps`, which trains the student to accept in one pass what th
 preferences   `Preferences`, pairs of answers read from files
 vrpo          `VRPO`, DPO on the likelihood bound of masked diffusion
 
-The training loop, the update, checkpoints and logs are the ones of `mercury_jax.train`.
+The training loop, the update, checkpoints and logs are the ones of `mercury_jax.training`.
 """
 
 from mercury_jax.rl.distill import FewSteps

@@ -23,7 +23,7 @@ from mercury_jax.decode.sample import sample
 from mercury_jax.rl.distill import FewSteps
 from mercury_jax.rl.grpo import GRPO, PolicyBatch
 from mercury_jax.tasks import TASKS, Problem, Split, draw, find
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training.recipe import TrainConfig
 from mercury_jax.types import LM, Params
 
 AnyBatch = TypeVar("AnyBatch")

@@ -335,7 +335,7 @@ from mercury_jax.bench.gpu import commands, runner
 from mercury_jax.bench.gpu import check, profile, tune
 import mercury_jax as mj
 mj.sample, mj.logits
-from mercury_jax.train import objectives, optim, step
+from mercury_jax.training import objectives, optim, step
 from mercury_jax.kernels import hopper, interpreter
 from mercury_jax.kernels.hopper import grouped_matmul
 """

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import pipeline, pipeline_worker
-from mercury_jax.train.data import corpus
+from mercury_jax.training.data import corpus
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_an_epoch_ends_when_every_row_has_taken_its_windows(job):
 def settings():
     from mercury_jax.hub import NANO
     from mercury_jax.tokenizer import Tokenizer
-    from mercury_jax.train.data.packing import StreamSettings
+    from mercury_jax.training.data.packing import StreamSettings
 
     tokenizer = Tokenizer.load(NANO / "tokenizer.model")
     layout = pipeline_worker.layout("causal_encoder", tokenizer)

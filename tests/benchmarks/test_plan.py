@@ -114,7 +114,7 @@ def dying(tmp_path):
     path = tmp_path / "dying.py"
     path.write_text(
         "import os\n"
-        "from mercury_jax.train.recipe import load_recipe\n"
+        "from mercury_jax.training.recipe import load_recipe\n"
         "if 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK' in os.environ:\n"
         "    os._exit(7)\n"
         "config = lambda: load_recipe('nano')\n"

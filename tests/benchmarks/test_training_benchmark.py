@@ -10,11 +10,11 @@ import pytest
 from benchmarks import training, training_loops as bench
 from mercury_jax.cli.app import execute
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.lora import LoraConfig
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.lora import LoraConfig
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
 from mercury_jax.types import Batch
 from tests.tiny import tiny, tokenizer
 

@@ -38,9 +38,9 @@ KINDS = (
 # The run trains its tokenizer, evaluates, samples and keeps an average, so that all of these are killed, too.
 RECIPE = """
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.recipe import TrainConfig
 
 def config():
     return TrainConfig(

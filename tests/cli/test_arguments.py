@@ -8,8 +8,8 @@ import pytest
 
 from mercury_jax import api, checkpoint
 from mercury_jax.cli import main
-from mercury_jax.train import loop
-from mercury_jax.train.recipe import load_recipe as recipe_of
+from mercury_jax.training import loop
+from mercury_jax.training.recipe import load_recipe as recipe_of
 from tests.cli.recipe import RECIPE
 from tests.cli.run import objects, refused
 from tests.marks import slow_except

@@ -98,9 +98,9 @@ def test_help_lists_what_there_is(capsys):
 
 RECIPE = """
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.recipe import TrainConfig
 
 def config():
     return TrainConfig(

@@ -12,8 +12,8 @@ import pytest
 
 from mercury_jax import api
 from mercury_jax.cli import main
-from mercury_jax.train import loop
-from mercury_jax.train.report import Reporter
+from mercury_jax.training import loop
+from mercury_jax.training.report import Reporter
 from tests.cli.run import refused
 
 
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_an_earlier_run_left_is_named(own, tmp_path, capsys):
 
 def test_the_experts_of_a_recipe_have_options(tmp_path, capsys):
     from mercury_jax.config import Experts
-    from mercury_jax.train import recipe
+    from mercury_jax.training import recipe
 
     config = recipe.load_recipe("first")
     model = dataclasses.replace(config.model_config, experts=Experts(count=4, active=2, width=32))

@@ -13,7 +13,7 @@ from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.infill import InfillOutput
 from mercury_jax.evaluate import TASKS, code
-from mercury_jax.train.data import packing, sources
+from mercury_jax.training.data import packing, sources
 from mercury_jax.types import LM
 from tests.tiny import tiny
 

@@ -17,7 +17,7 @@ from mercury_jax.hub.quant_config import Quantisation, Scheme
 from mercury_jax.hub.quantised import dequantised, stored_matrix, unpack_matrix
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.train.recipe import load_recipe
+from mercury_jax.training.recipe import load_recipe
 from tests.hub import quant_writer as writer
 from tests.hub.goldens_of import GOLDENS, read_all
 from tests.marks import slow_except

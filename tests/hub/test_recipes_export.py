@@ -9,8 +9,8 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.cli import main
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.recipe import load_recipe
+from mercury_jax.training import data
+from mercury_jax.training.recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 

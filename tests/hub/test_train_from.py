@@ -13,9 +13,9 @@ import mercury_jax as mj
 from mercury_jax import cli, hub, models, noise
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub.tokenizer import HFTokenizer
-from mercury_jax.train import data, loop, optim, step as steps
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.recipe import MeshConfig
+from mercury_jax.training import data, loop, optim, step as steps
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.recipe import MeshConfig
 from tests.hub.goldens_of import GOLDENS
 from tests.hub.tiny_tokenizers import byte_level
 from tests.marks import slow_except
@@ -73,9 +73,9 @@ def qwen3(tmp_path_factory):
 
 RECIPE = """
 from mercury_jax import hub
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.recipe import TrainConfig
 
 def config():
     return TrainConfig(

@@ -12,7 +12,7 @@ from mercury_jax.kernels import attend, attention, chunked, reference
 from mercury_jax.kernels.attention_inputs import AttentionCall, quantise_int8
 from mercury_jax.kernels.chunked import CHUNK, LONG_CHUNK
 from mercury_jax.models import masks
-from mercury_jax.train.data import packing
+from mercury_jax.training.data import packing
 from mercury_jax.types import Device
 
 SLOTS, HEADS, GROUPS, WIDTH = 300, 4, 2, 8

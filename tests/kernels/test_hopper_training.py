@@ -14,7 +14,7 @@ from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import masks
 from mercury_jax.models.tensor_parallel import training_ops
-from mercury_jax.train.data import packing
+from mercury_jax.training.data import packing
 from tests.marks import slow_except
 
 BF16 = jnp.bfloat16

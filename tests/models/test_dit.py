@@ -17,7 +17,7 @@ from mercury_jax.hub.export import named_family, writers
 from mercury_jax.hub.family import family_of
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.models.dit import DiTConfig, noise_level
-from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.training.objectives import masked_elbo
 from mercury_jax.types import Batch, LeaveOneOut, PackedPass, Pass
 from tests.hub.goldens_of import GOLDENS, golden
 from tests.tiny import VOCAB, tokenizer

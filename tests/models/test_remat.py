@@ -55,7 +55,7 @@ def sizes(loss, params):
 
 
 def test_an_unknown_policy_is_refused():
-    from tests.train import tiny_training
+    from tests.training import tiny_training
 
     with pytest.raises(ValueError, match="remat is 'some'; allowed: none, dots, full"):
         dataclasses.replace(tiny_training.config("x"), remat="some")

@@ -5,7 +5,7 @@ import pytest
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.models.row_layout import DocumentLayout
-from mercury_jax.train.data import packing
+from mercury_jax.training.data import packing
 from mercury_jax.types import RowLayout, RowPieces
 
 EOS, PAD = 3, 0

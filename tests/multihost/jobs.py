@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mercury_jax.train.report import RATES
+from mercury_jax.training.report import RATES
 from tests.tiny import tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 RECIPE = """
 import jax.numpy as jnp
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training import data
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
 
 elbo = masked_elbo()
 

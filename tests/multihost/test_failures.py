@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mercury_jax.train import distributed
+from mercury_jax.training import distributed
 from tests.multihost import jobs
 
 pytestmark = pytest.mark.slow

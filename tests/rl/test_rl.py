@@ -12,8 +12,8 @@ import mercury_jax as mj
 from mercury_jax import rl
 from mercury_jax.decode.rollout import pad_answers
 from mercury_jax.rl.grpo import PolicyBatch
-from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
 from tests.marks import slow_except
 from tests.tiny import tiny
 

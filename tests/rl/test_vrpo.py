@@ -11,7 +11,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import rl
 from mercury_jax.rl.vrpo import Preferences
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.training.recipe import TrainConfig
 from tests.rl.test_rl import config as rollouts_config
 from tests.tiny import tiny
 

@@ -28,7 +28,7 @@ import transformers  # pyright: ignore[reportMissingImports]
 import mercury_jax as mj
 from mercury_jax import hub
 from tests.hub.goldens_of import logits_of_model
-from tests.train.tiny_checkpoints import FAMILIES, chats, checkpoint, losses, recipe
+from tests.training.tiny_checkpoints import FAMILIES, chats, checkpoint, losses, recipe
 
 LIMIT, ROWS, LENGTH, CANVAS = 1e-4, 2, 32, 16
 

@@ -1,0 +1,392 @@
+"""Reading the documents of a corpus for `mercury data pack`: from files of any size, in bounded memory.
+
+    Files(("books/*.txt", "web/*.jsonl.gz"))   text files, JSONL, Parquet, plain or compressed
+    HubStream("org/name")                      a Hugging Face dataset, streamed
+    Files(("chats.jsonl",), chats=True)        conversations
+    Problems(generated("add3"), 100_000)       the problems of a task
+
+Each reader yields `records()` in a fixed order. A record is a raw line or text. Parsing and tokenising take most of the
+time, so they happen in the worker processes of `shard_writer.py`, which call `encode_record`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from mercury_jax import install
+from mercury_jax.config import at_least, refuse
+from mercury_jax.tasks.task import parse_json_line
+from mercury_jax.tokenizer import AnyTokenizer
+from mercury_jax.training.data.packing import DataSplit, Example
+from mercury_jax.training.data.sources import (
+    BadLines,
+    Generated,
+    encode_turns,
+    find_paths,
+    read_string,
+    read_turns,
+    side_of,
+    without_links,
+)
+
+LONGEST_TEXT = 2**20  # characters; a longer text is cut after a line, and each part becomes a document
+LONGEST_LINE = 2**26  # largest number of bytes of a line of JSONL
+BAD_LINE = b"a line that cannot be read"  # stands for a line that `bad_lines="skip"` counts
+PROBLEMS = 256  # problems per record
+
+
+class Record(NamedTuple):
+    """A unit of reading.
+
+    Attributes:
+        kind: "text": a text; "json": a line of JSON with a text; "chat": a line of JSON with a conversation;
+            "problems": a range of problem numbers.
+        place: Where it was read, path:line, for messages.
+        value: The text, the line, or the range (first, one after the last).
+        split: The side of problems; "" if a hash of the text decides.
+        ends: Whether the text ends with this record; otherwise the next record continues it.
+    """
+
+    kind: Literal["text", "json", "chat", "problems"]
+    place: str
+    value: str | bytes | tuple[int, int]
+    split: DataSplit | Literal[""] = ""
+    ends: bool = True
+
+
+class DocumentReader(Protocol):
+    """A reader of a corpus."""
+
+    @property
+    def prompts(self) -> bool:
+        """Whether documents have a prompt; such documents are never cut."""
+        ...
+
+    def facts(self, held_out: float) -> dict[str, Any]:
+        """Describes everything that the records depend on.
+
+        Args:
+            held_out: Share of the documents that are held out.
+
+        Returns:
+            Values that JSON can write. An interrupted pack continues only if they are unchanged.
+        """
+        ...
+
+    def size(self) -> int | None:
+        """Returns the bytes of all records, for a progress bar; None if unknown."""
+        ...
+
+    def records(self, held_out: float) -> Iterator[Record]:
+        """Reads the corpus.
+
+        Args:
+            held_out: Share of the documents that are held out.
+
+        Returns:
+            The records, always in the same order.
+
+        Raises:
+            ValueError: A file cannot be read. The message names it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Files:
+    """Text files, JSONL (.jsonl), Parquet (.parquet), also compressed (.gz, .zst).
+
+    Attributes:
+        globs: Globs of paths; `**` descends into folders.
+        field: Key or column of the text.
+        chats: The lines are conversations, {"messages": [{"role", "content"}, ...]}.
+        bad_lines: What happens to a line or row without a text or conversation: "stop" with an error that names it, or
+            "skip" and count it.
+    """
+
+    globs: tuple[str, ...]
+    field: str = "text"
+    chats: bool = False
+    bad_lines: BadLines = "stop"
+
+    @property
+    def prompts(self) -> bool:
+        """Implements `DocumentReader`."""
+        return self.chats
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The files, sorted within each glob."""
+        found = without_links([path for pattern in self.globs for path in find_paths(pattern)])
+        for path in found:
+            if self.chats and _format(path) != "json":
+                raise refuse("chats", path, "files that end in .jsonl, .jsonl.gz or .jsonl.zst")
+        return found
+
+    def facts(self, held_out: float) -> dict[str, Any]:
+        """Implements `DocumentReader`, with a digest of names, sizes and modification times."""
+        # Hashing the contents would read the whole corpus once more.
+        digest = hashlib.blake2b(digest_size=16)
+        for path in self.paths:
+            stat = os.stat(path)
+            digest.update(json.dumps([path, stat.st_size, stat.st_mtime_ns]).encode())
+        what = {"globs": list(self.globs), "field": self.field, "chats": self.chats}
+        what |= {"bad_lines": self.bad_lines} if self.bad_lines != "stop" else {}
+        return {**what, "files": len(self.paths), "files_digest": digest.hexdigest()}
+
+    def size(self) -> int | None:
+        """Implements `DocumentReader`."""
+        if any(path.endswith((".gz", ".zst", ".parquet")) for path in self.paths):
+            return None  # the size on the disk says little about the size of the text
+        return sum(os.path.getsize(path) for path in self.paths)
+
+    def records(self, held_out: float) -> Iterator[Record]:
+        """Implements `DocumentReader`."""
+        read = {"text": _read_text, "json": self._read_lines, "parquet": self._read_table}
+        for path in self.paths:
+            try:
+                yield from read[_format(path)](path)
+            except Exception as error:
+                # A cut-off file raises EOFError, a damaged one an error of the package that reads its format.
+                package = type(error).__module__.partition(".")[0]
+                if not isinstance(error, OSError | EOFError) and package not in (
+                    "zlib",
+                    "zstd",
+                    "zstandard",
+                    "pyarrow",
+                ):
+                    raise
+                reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+                raise refuse("SOURCE", path, f"a file that can be read ({reason})") from None
+
+    def _read_lines(self, path: str) -> Iterator[Record]:
+        # `readline` with a limit: a file without line breaks would otherwise be read into memory as one line.
+        with _open(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                if len(line) > LONGEST_LINE and self.bad_lines == "skip":
+                    while not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
+                        pass
+                    line = BAD_LINE
+                if len(line) > LONGEST_LINE:
+                    raise refuse(
+                        f"{path}:{number}", f"{len(line):,} bytes or more", f"lines up to {LONGEST_LINE:,}"
+                    )
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield Record("chat" if self.chats else "json", f"{path}:{number}", line)
+
+    def _read_table(self, path: str) -> Iterator[Record]:
+        parquet = _package("pyarrow.parquet", path)
+        with parquet.ParquetFile(path) as file:
+            if self.field not in file.schema_arrow.names:
+                raise refuse(
+                    "field", self.field, ", ".join(file.schema_arrow.names) + f", the columns of {path}"
+                )
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=[self.field]):
+                for value in batch.column(0):
+                    place = f"{path}:{number}"
+                    if value.as_py() is None and self.bad_lines == "skip":
+                        yield Record("json", place, BAD_LINE)
+                    else:
+                        yield from text_records(place, read_string(f"{place}: {self.field}", value.as_py()))
+                    number += 1
+
+
+@dataclass(frozen=True)
+class HubStream:
+    """A Hugging Face dataset, streamed without a copy on the disk; needs the package `datasets`.
+
+    Attributes:
+        name: Name of the dataset, or NAME:CONFIG.
+        part: Split of the dataset.
+        field: Column of the text.
+    """
+
+    name: str
+    part: str = "train"
+    field: str = "text"
+
+    prompts = False
+
+    def facts(self, held_out: float) -> dict[str, Any]:
+        """Implements `DocumentReader`."""
+        return {"hf": self.name, "part": self.part, "field": self.field}
+
+    def size(self) -> int | None:
+        """Implements `DocumentReader`: unknown."""
+        return None
+
+    def records(self, held_out: float) -> Iterator[Record]:
+        """Implements `DocumentReader`."""
+        datasets = _package("datasets", f"--hf {self.name}")
+        name, _, config = self.name.partition(":")
+        rows = datasets.load_dataset(name, config or None, split=self.part, streaming=True)
+        for number, row in enumerate(rows):
+            if self.field not in row:
+                raise refuse("field", self.field, ", ".join(row))
+            place = f"{self.name}:{number}"
+            yield from text_records(place, read_string(f"{place}: {self.field}", row[self.field]))
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The first problems of a task, as `data.generated` draws them for the first source of a mixture.
+
+    Attributes:
+        source: The source, from `data.generated`.
+        count: Number of problems to train on.
+        seed: Seed of the training run that would draw the same problems.
+    """
+
+    source: Generated
+    count: int
+    seed: int = 0
+
+    prompts = True
+
+    def __post_init__(self) -> None:
+        at_least(1, count=self.count)
+        at_least(0, seed=self.seed)
+        _ = self.source.task  # refuses an unknown task
+
+    def facts(self, held_out: float) -> dict[str, Any]:
+        """Implements `DocumentReader`."""
+        source = self.source
+        shown = {"generated": source.name, "thinking": source.thinking, "prefill": source.prefill}
+        return {**shown, "distinct": source.distinct, "count": self.count, "seed": self.seed}
+
+    def size(self) -> int | None:
+        """Implements `DocumentReader`: unknown."""
+        return None
+
+    def records(self, held_out: float) -> Iterator[Record]:
+        """Implements `DocumentReader`: `count` problems, then `held_out * count` more from the task's test side."""
+        counts: dict[DataSplit, int] = {"train": self.count, "test": round(held_out * self.count)}
+        for split, count in counts.items():
+            for first in range(0, count, PROBLEMS):
+                numbers = first, min(first + PROBLEMS, count)
+                yield Record("problems", f"{self.source.name}:{first}", numbers, split)
+
+
+def encode_record(
+    record: Record, reader: DocumentReader, tokenizer: AnyTokenizer, held_out: float
+) -> Iterator[tuple[DataSplit, Example]]:
+    """Makes examples from a record."""
+    if record.kind == "problems":
+        assert isinstance(reader, Problems) and isinstance(record.value, tuple) and record.split
+        for i in range(*record.value):
+            yield record.split, reader.source.example(tokenizer, i, (reader.seed, 0), record.split)
+        return
+    assert isinstance(record.value, (str, bytes))
+    if record.kind == "chat":
+        turns = read_turns(record.place, parse_json_line(record.place, record.value))
+        yield side_of(json.dumps(turns), held_out), encode_turns(tokenizer, record.place, turns)
+        return
+    texts = [record]
+    if record.kind == "json":
+        assert isinstance(reader, Files)
+        value = parse_json_line(record.place, record.value).get(reader.field)
+        texts = text_records(record.place, read_string(f"{record.place}: {reader.field}", value))
+    for text in texts:
+        assert isinstance(text.value, str)
+        ids = tokenizer.encode(text.value)
+        yield (
+            side_of(text.value, held_out),
+            Example(np.array([*ids, *[tokenizer.eos] * text.ends]), 0, text.ends),
+        )
+
+
+def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Record]:
+    """Splits a text into parts of at most `LONGEST_TEXT` characters, after a line break if there is one."""
+    # One character more than a part is read, to know whether the text continues.
+    read = io.StringIO(text, newline="").read if isinstance(text, str) else text
+    rest = read(LONGEST_TEXT + 1)
+    while len(rest) > LONGEST_TEXT:
+        at = rest.rfind("\n", 0, LONGEST_TEXT) + 1 or LONGEST_TEXT
+        yield Record("text", place, rest[:at], ends=False)
+        rest = rest[at:] + read(at)
+    if rest:
+        yield Record("text", place, rest)
+
+
+def _read_text(path: str) -> Iterator[Record]:
+    """Reads a file that is one text."""
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig") as file:
+        try:
+            yield from text_records(path, file.read)
+        except UnicodeDecodeError as error:
+            raise refuse("SOURCE", path, f"UTF-8 text ({error.reason})") from None
+
+
+def _format(path: str) -> Literal["text", "json", "parquet"]:
+    """Decides by its name how a file is read."""
+    name = path.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith(".parquet"):
+        return "parquet"
+    return "json" if name.endswith((".jsonl", ".ndjson")) else "text"
+
+
+def _open(path: str) -> IO[bytes]:
+    """Opens a file as a stream of bytes, decompressed while it is read."""
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")  # pyright: ignore[reportReturnType]
+    if path.endswith(".zst"):
+        return io.BufferedReader(_Parts(_decompressed(path)), 2**20)
+    return open(path, "rb")
+
+
+class _Parts(io.RawIOBase):
+    """A file of the bytes of an iterator."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._rest = parts, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            part = next(self._parts, None)
+            if part is None:
+                return 0
+            self._rest = part
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def _decompressed(path: str) -> Iterator[bytes]:
+    """Decompresses all frames of a .zst file; the package's `stream_reader` does not notice that a file is cut off."""
+    make = _package("zstandard", path).ZstdDecompressor()
+    with open(path, "rb") as file:
+        frame = None
+        for data in iter(lambda: file.read(2**17), b""):
+            while data:
+                frame = frame or make.decompressobj()
+                yield frame.decompress(data)
+                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame is not None:
+            raise EOFError("it is cut off")
+
+
+def _package(name: str, needed_by: str) -> Any:
+    """Imports a package of the extra `data`; an error says how to install it."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        allowed = f"any, once the package `{name.partition('.')[0]}` is installed: {install.command('data')}"
+        raise refuse("SOURCE", needed_by, allowed) from None

@@ -1,0 +1,479 @@
+"""Recipes: everything that a training run depends on, in one frozen `TrainConfig`.
+
+A recipe file is Python that defines `config() -> TrainConfig`, so data sources and objectives are Python values. The
+command line overrides all other fields: `mercury train configs/x.py --optim.lr 3e-4`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from mercury_jax.config import (
+    Alignment,
+    ComputeType,
+    ModelConfig,
+    NoiseConfig,
+    Pattern,
+    RematPolicy,
+    ScheduleName,
+    ScheduleValue,
+    at_least,
+    check_types,
+    nearest,
+    one_of,
+    refuse,
+    to_dict,
+)
+from mercury_jax.training import find_recipe
+from mercury_jax.training.data.packing import check_blocks
+from mercury_jax.training.data.sources import (
+    BadLines,
+    BatchSource,
+    Chat,
+    DataSource,
+    Mixture,
+    find_paths,
+    mixture,
+)
+from mercury_jax.training.lora import LoraConfig, check_pattern
+from mercury_jax.training.objectives.objective import Objective
+from mercury_jax.training.optim import OptimConfig
+
+Json = Any  # numbers, texts, None, and lists and dicts of them
+
+VALUES = ("data", "objective", "sampler")  # fields that the command line cannot set
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the axes of the device mesh; -1 takes the devices that the other axes leave.
+
+    Raises:
+        ValueError: A size is neither -1 nor 1 or more.
+    """
+
+    data: int = -1  # divides the rows of a batch; parameters are copied
+    fsdp: int = 1  # divides the rows of a batch, the parameters and the optimizer's state
+    tensor: int = 1  # divides heads and hidden units
+    expert: int = 1  # divides the experts of a mixture
+
+    def __post_init__(self) -> None:
+        check_types(self, "mesh.")
+        for name, size in dataclasses.asdict(self).items():
+            if size != -1 and size < 1:
+                raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitModel:
+    """The model of the checkpoint in `init`, for a recipe that fits several sizes of a family.
+
+    The fields change how the parameters are used, not their shapes; None keeps the value of the checkpoint. If the
+    noise needs a mask id and the checkpoint has none, the id is `mask`, or by default the first id above the
+    tokenizer's last one (published models round their vocabulary up).
+    """
+
+    pattern: Pattern | None = None
+    block: int | None = None
+    alignment: Alignment | None = None
+    predicts_next: bool | None = None
+    context: int | None = None
+    dtype: ComputeType | None = None  # of the arithmetic
+    mask: int | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {"pattern": Pattern, "alignment": Alignment, "dtype": ComputeType}
+        for name, choices in kinds.items():
+            if getattr(self, name) is not None:
+                one_of(choices, **{f"model.{name}": getattr(self, name)})
+        for name in ("block", "context"):
+            if getattr(self, name) is not None:
+                at_least(1, **{f"model.{name}": getattr(self, name)})
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {f.name: x for f in dataclasses.fields(self) if (x := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. See `train.objectives` and `train.data` for the values of `objective` and `data`.
+
+    `data` may be a single source instead of a mixture. A fine-tuning recipe may set `chats` instead of `data`, and take
+    its model from the checkpoint in `init` (`InitModel`). All fields are checked at construction, before any compute.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    name: str  # of the run, whose folder is runs/<name>
+    model: ModelConfig | InitModel
+    objective: Objective
+    data: Mixture | DataSource | BatchSource | None = None
+    chats: str = ""  # glob of JSONL files with conversations, instead of `data`; trains on the last answer
+    # Lines of `chats` that are no conversation, or do not fit a row: stop, or skip them.
+    bad_lines: BadLines = "stop"
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)  # adapters beside the frozen parameters of `init`
+    freeze: str = ""  # regular expression over paths of parameters that are not trained: "router"; "": none
+    steps: int = 1000  # updates
+    batch: int = 16  # rows of an update, over all devices and microbatches
+    row: int = 256  # positions of a row
+    blocks: tuple[tuple[int, int], ...] = ()  # (first step, block), ... if the block changes; (): the model's
+    accumulate: int = 1  # microbatches of an update
+    remat: RematPolicy = "none"  # kept for backward: all (none), matrix products (dots), layer inputs (full)
+    ema: float = 0.999  # decay of the parameters' moving average; 0: none
+    seed: int = 0  # of the initial parameters, the order of the data and the noise
+    log_every: int = 10  # steps between rows of metrics.jsonl
+    eval_every: int = 200  # steps between evaluations on held-out data; 0: never
+    eval_batches: int = 8  # batches of an evaluation
+    sampler: object = None  # default decoding rule of the model, from `mj.rules`; None: the one for its noise
+    sample_every: int = 200  # steps between answers to `sample_prompts`; 0: never
+    sample_prompts: tuple[str, ...] = ()  # prompts that the model answers during training
+    sample_chat: bool = False  # the prompts are user turns; otherwise raw text to continue
+    save_every: int = 200  # steps between checkpoints; the last step is always saved
+    keep: int = 2  # number of newest checkpoints to keep
+    profile: tuple[int, int] = (0, 0)  # first and last step of a trace in <out>/profile; 0 0: none
+    wandb: str = ""  # project of Weights & Biases to log to as well; "": none
+    tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
+    init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
+    ignore_config: tuple[str, ...] = ()  # keys of config.json of `init` that change no logit, by your word
+    out: str = ""  # folder of the run; "": runs/<name>
+    resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
+    distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... are detected)
+    join_timeout: int = 300  # seconds within which all processes must have started
+    heartbeat: int = 60  # seconds without a heartbeat after which a process counts as dead, and the job ends
+
+    def __post_init__(self) -> None:
+        check_types(self, skip=("data", "model"))
+        if not isinstance(self.model, ModelConfig | InitModel):
+            raise refuse(
+                "model", self.model, "a ModelConfig, or InitModel() for that of the checkpoint in init"
+            )
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise refuse("name", self.name, "letters, digits, and . _ -")
+        self._check_values()
+        self._check_unread()
+        self._check_blocks()
+        at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
+        at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
+        at_least(1, join_timeout=self.join_timeout, heartbeat=self.heartbeat)
+        at_least(
+            0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
+        )
+        one_of(RematPolicy, remat=self.remat)
+        one_of(BadLines, bad_lines=self.bad_lines)
+        if self.bad_lines != "stop" and self.data is not None and not self.chats:
+            allowed = "stop without chats; a source has its own: data.chat(..., bad_lines='skip')"
+            raise refuse("bad_lines", self.bad_lines, allowed)
+        check_pattern("freeze", self.freeze)
+        if self.lora.rank and self.optim.base_width:
+            raise refuse(
+                "optim.base_width",
+                self.optim.base_width,
+                "0 with lora.rank: adapters keep their rank at every width",
+            )
+        if self.lora.rank and self.optim.optimizer == "muon":
+            allowed = "adamw (--optim.optimizer adamw) with lora.rank: Muon is not for low-rank factors"
+            raise refuse("optim.optimizer", "muon", allowed)
+        if self.profile != (0, 0) and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
+            raise refuse(
+                "profile", self.profile, f"first and last step, 1 <= first <= last <= steps = {self.steps}"
+            )
+        if self.batch % self.accumulate:
+            raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")
+        if not 0 <= self.ema < 1:
+            raise refuse("ema", self.ema, "0 <= ema < 1")
+        if not 0 <= self.seed < 2**32:
+            raise refuse("seed", self.seed, "0 .. 2**32 - 1")
+
+    def _check_values(self) -> None:
+        """Checks the fields in `VALUES`, and turns a single source into a mixture."""
+        if not callable(self.objective):
+            raise refuse("objective", self.objective, "a function, as train.objectives makes them")
+        try:
+            inspect.signature(self.objective).bind("key", "model", "params", "batch", "corruption")
+        except TypeError:
+            name = getattr(self.objective, "__name__", "it")
+            allowed = f"a function of (key, model, params, batch, corruption). Call it: {name}()"
+            raise refuse("objective", self.objective, allowed) from None
+        if isinstance(self.data, BatchSource) and self.chats:
+            raise refuse("chats", self.chats, f"none beside data = {type(self.data).__name__}")
+        if self.data is None or isinstance(self.data, Mixture | BatchSource):
+            return
+        if not isinstance(self.data, DataSource):
+            allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
+            raise refuse("data", self.data, allowed)
+        object.__setattr__(self, "data", mixture((self.data, 1.0)))
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """The fields of `noise` and `lora` that nothing reads, as "noise.power", each with the reason."""
+        c = self.noise
+        schedule = repr(c.schedule) if isinstance(c.schedule, str) else "a function"
+        why = f"noise.kind = {c.kind!r} with noise.schedule = {schedule} does not read it"
+        read = {"schedule": c.kind != "hybrid", "uniform": c.kind == "hybrid"}
+        read["power"] = read["schedule"] and c.schedule == "polynomial"
+        found = {f"noise.{name}": why for name, is_read in read.items() if not is_read}
+        if not self.lora.rank:
+            found |= dict.fromkeys(("lora.alpha", "lora.targets"), "without lora.rank there are no adapters")
+        return found
+
+    def _check_unread(self) -> None:
+        """Refuses a value in a field that nothing reads.
+
+        Here, and not in `NoiseConfig` or `LoraConfig`: a checkpoint of an earlier version may hold such a value.
+        """
+        for path, why in self.unread.items():
+            part, name = path.split(".")
+            config = getattr(self, part)
+            if getattr(config, name) != getattr(type(config), name):
+                raise refuse(path, getattr(config, name), f"its default: {why}")
+
+    def _check_blocks(self) -> None:
+        """Checks that the last of `blocks` is the block of the model, with which it is saved and evaluated."""
+        if not self.blocks:
+            return
+        check_blocks(self.blocks)
+        if self.blocks[-1][0] >= self.steps:
+            raise refuse("blocks", self.blocks, f"first steps below steps = {self.steps}")
+        if isinstance(self.data, BatchSource):
+            raise refuse("blocks", self.blocks, f"() for data = {type(self.data).__name__}, not documents")
+        model = self.model
+        if model.pattern == "bidirectional":
+            allowed = (
+                "() for the pattern bidirectional, which trains on whole documents whatever its block is"
+            )
+            raise refuse("blocks", self.blocks, allowed)
+        if isinstance(model, ModelConfig):
+            if model.autoregressive:
+                raise refuse(
+                    "blocks", self.blocks, "() for an autoregressive model: it has no mask to predict"
+                )
+            if self.blocks[-1][1] != model.block:
+                allowed = f"{model.block} as the last block, that of the model"
+                raise refuse("blocks", self.blocks, allowed)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The documents of `data`, or the conversations of `chats`.
+
+        Raises:
+            ValueError: The recipe has neither, or `chats` matches no file.
+        """
+        if self.chats:
+            find_paths(self.chats, "chats")
+            return mixture((Chat(self.chats, bad_lines=self.bad_lines), 1.0))
+        if isinstance(self.data, BatchSource):
+            raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
+        if not isinstance(self.data, Mixture):
+            raise refuse(
+                "chats",
+                self.chats,
+                "a glob of JSONL files with conversations, since this recipe has no other data",
+            )
+        return self.data
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The config of the model.
+
+        Raises:
+            ValueError: `model` is still an `InitModel`: the checkpoint in `init` was not read.
+        """
+        if isinstance(self.model, InitModel):
+            allowed = "a checkpoint, since this recipe takes its model from it (--init FOLDER)"
+            raise refuse("init", self.init, allowed)
+        return self.model
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, for checkpoints, metrics and samples."""
+        return Path(self.out or f"runs/{self.name}")
+
+
+def load_recipe(recipe: str | Path) -> TrainConfig:
+    """Runs a recipe file, which is the user's own code, and returns the result of its `config()`.
+
+    Args:
+        recipe: A Python file, or the name of a recipe that comes with mercury_jax, such as "nano".
+
+    Returns:
+        The config. A recipe may start from another one: `dataclasses.replace(load_recipe("nano"), steps=100)`.
+
+    Raises:
+        ValueError: The file is missing, has no `config()`, or a field of its config is wrong.
+    """
+    path = find_recipe(recipe)
+    make = runpy.run_path(str(path)).get("config")
+    if not callable(make):
+        raise ValueError(
+            f"recipe {path} has no config(): a recipe is a Python file that defines config() -> TrainConfig"
+        )
+    try:
+        config = make()
+    except TypeError as error:
+        # A misspelt keyword: Python's message names the function or class. If it is one of ours, suggest the nearest
+        # name of its signature.
+        found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
+        modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
+        named = (getattr(m, found[1], None) for m in modules) if found else ()
+        called = next(filter(callable, named), None)
+        if not found or called is None:
+            raise
+        known = list(inspect.signature(called).parameters)
+        raise refuse(f"{found[1]} key", found[2], nearest(found[2], known)) from error
+    if not isinstance(config, TrainConfig):
+        allowed = f"a config() that returns a TrainConfig, not {type(config).__name__}"
+        raise refuse("recipe", str(path), allowed)
+    return config
+
+
+def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
+    """Applies command-line arguments such as `--optim.lr 3e-4` to a config.
+
+    tyro parses and checks the values; on a wrong value it prints a message and exits with code 2. The fields in
+    `VALUES` cannot be set here.
+
+    Args:
+        config: The config of the recipe.
+        argv: The arguments.
+
+    Returns:
+        The changed config.
+
+    Raises:
+        ValueError: An argument names no field; the message suggests the nearest one.
+    """
+    import tyro  # only the command line needs it
+
+    known = list(field_names(config))
+    negated = [f"{head}{dot}no_{last}" for head, dot, last in (name.rpartition(".") for name in known)]
+    for word in argv:
+        name = word.split("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in [*known, "help", *negated]:
+            raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
+    # tyro sees a class without the fields in `VALUES`, with the fields of the recipe as defaults.
+    names = [f.name for f in dataclasses.fields(config) if f.name not in VALUES]
+    plain = _without_values(type(config), type(config.model))
+    default = plain(**{name: getattr(config, name) for name in names})
+    # tyro warns about the fields in `VALUES`, whose type it does not know.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        new = tyro.cli(
+            plain, default=default, args=list(argv), prog="mercury train RECIPE",
+            # Experts and RoPE scaling have options where the recipe has them; they are no subcommands.
+            config=(tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands), registry=_option_types(),
+        )  # fmt: skip
+    return dataclasses.replace(config, **{name: getattr(new, name) for name in names})
+
+
+@functools.cache
+def _option_types() -> Any:
+    """How tyro reads a field that is a name on the command line, and in a recipe may also be a function."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    names = get_args(ScheduleName)
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def schedule(info: Any) -> Any:
+        return None if info.type != ScheduleValue else PrimitiveConstructorSpec(
+            nargs=1, metavar=f"{{{','.join(names)}}}", choices=names, instance_from_str=lambda words: words[0],
+            is_instance=lambda value: True, str_from_instance=lambda x: [x if isinstance(x, str) else "function"],
+        )  # fmt: skip
+
+    return registry
+
+
+@functools.cache
+def _without_values(kind: type[TrainConfig], model: type) -> type[TrainConfig]:
+    """Derives a config class for tyro, which would turn each dataclass in `VALUES` into options or subcommands.
+
+    The fields in `VALUES` get a type that tyro does not know, and so no option. `model` gets the type that the recipe
+    has, instead of the union of `ModelConfig` and `InitModel`.
+    """
+    import tyro
+
+    # tyro would call the pairs [INT INT [INT INT ...]], with an empty default.
+    pairs = tyro.conf.arg(
+        metavar="STEP BLOCK [STEP BLOCK ...]", help_behavior_hint=lambda default: f"(default: {default or 'none'})",
+        help="the first step of each block, if the block changes; none: the model's block throughout",
+    )  # fmt: skip
+    return dataclasses.make_dataclass(
+        kind.__name__,
+        [
+            *((name, Any, field(default=object())) for name in VALUES),
+            ("model", model),
+            ("blocks", Annotated[tuple[tuple[int, int], ...], pairs], field(default=())),
+        ],
+        bases=(kind,),
+        namespace={
+            "__doc__": kind.__doc__,
+            "__module__": kind.__module__,  # tyro looks up the source of this class, whose comments --help prints
+            "_check_values": lambda self: None,
+        },
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def field_names(config: object, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted names of all fields that the command line can set: `steps`, `optim.lr`, `mesh.data`.
+
+    Args:
+        config: A dataclass.
+        prefix: Prefix of each name.
+
+    Yields:
+        The names, without the fields in `VALUES`.
+    """
+    for f in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
+        value = getattr(config, f.name)
+        if not prefix and f.name in VALUES:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from field_names(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name
+
+
+def resolved(config: object) -> Json:
+    """Converts a config to values that JSON can write, for `config.json` and checkpoints.
+
+    Args:
+        config: A config, or a value of one of its fields.
+
+    Returns:
+        Dicts, lists and plain values. A function, such as an objective, becomes its name and the values that it closed
+        over, so that two configs with different arguments of an objective differ.
+    """
+    if isinstance(config, NoiseConfig):
+        return to_dict(config)
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = {f.name: resolved(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {"function": type(config).__qualname__, **fields} if callable(config) else fields
+    if isinstance(config, dict):
+        return {str(k): resolved(v) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [resolved(v) for v in config]
+    if config is None or isinstance(config, (bool, int, float, str)):
+        return config
+    if not callable(config):
+        return str(config)
+    function = inspect.unwrap(config)  # decorators close over other things
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    closed = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return {"function": name.replace(".<locals>", ""), **{k: resolved(v) for k, v in sorted(closed.items())}}

@@ -1,0 +1,179 @@
+"""Laws of recipes: they check themselves, the command line overrides them by type, JSON tells all."""
+
+import dataclasses
+import json
+
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.config import ModelConfig
+from mercury_jax.training import data as sources, objectives, recipe
+from tests.training import tiny_training as tiny
+
+RECIPE = """
+from mercury_jax.config import ModelConfig
+from mercury_jax.training.data import stdlib
+from mercury_jax.training.objectives import masked_elbo
+from mercury_jax.training.optim import OptimConfig
+from mercury_jax.training.recipe import TrainConfig
+
+def config():
+    return TrainConfig(
+        name="mine", model=ModelConfig(vocab=32), objective=masked_elbo(clip=5.0), data=stdlib(),
+        optim=OptimConfig({optim}), steps=7,
+    )
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(text):
+        (tmp_path / "mine.py").write_text(text)
+        return tmp_path / "mine.py"
+
+    return make
+
+
+def test_a_recipe_file_gives_its_config(write):
+    found = recipe.load_recipe(write(RECIPE.format(optim="lr=0.5")))
+    assert (found.name, found.steps, found.optim.lr, str(found.folder)) == ("mine", 7, 0.5, "runs/mine")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (RECIPE.format(optim="lr=-1.0"), "lr is -1.0; allowed: 0 or more"),
+        ("x = 1", r"has no config\(\): a recipe is a Python file that defines config"),
+        ("def config(): return 3", "returns a TrainConfig, not int"),
+    ],
+)
+def test_a_recipe_that_is_wrong_is_refused_in_words(write, text, words):
+    with pytest.raises(ValueError, match=words):
+        recipe.load_recipe(write(text))
+
+
+@pytest.fixture
+def unhooked(request):
+    """What Python itself or our own check says; with --jaxtyping the type checker speaks first."""
+    if request.config.getoption("--jaxtyping"):
+        pytest.skip("the type checker refuses it first")
+
+
+def test_a_misspelt_field_is_refused_with_the_nearest(write, unhooked):
+    with pytest.raises(
+        ValueError, match="OptimConfig key is 'warmpu'; allowed: warmup is the nearest; all: "
+    ):
+        recipe.load_recipe(write(RECIPE.format(optim="warmpu=3")))
+
+
+def test_an_objective_that_is_no_function_is_refused(unhooked):
+    with pytest.raises(ValueError, match="objective is 'elbo'; allowed: a function"):
+        tiny.config("x", objective="elbo")
+
+
+def test_a_source_alone_is_the_mixture_of_it():
+    one = sources.generated("sudoku4")
+    assert tiny.config("x", data=one).data == sources.mixture((one, 1.0))
+
+
+def test_errors_of_the_users_own_code_pass_unchanged(write):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        recipe.load_recipe(write("def config(): return 1 + 'a'"))
+
+
+def test_what_is_no_recipe_is_refused(unhooked):
+    with pytest.raises(ValueError, match="config is 3; allowed: a TrainConfig"):
+        mj.train(3)  # type: ignore[arg-type]
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="none.py does not exist"):
+        recipe.load_recipe(tmp_path / "none.py")
+
+
+def test_the_command_line_overrides_fields_and_keeps_functions_and_data():
+    base = tiny.config("x", objective=objectives.masked_elbo())
+    argv = "--optim.lr 3e-4 --model.no-qk-norm --resume --sample_prompts a b --mesh.fsdp=2 --mesh.data 3 --save-every 5"
+    found = recipe.override(base, argv.split())
+    assert isinstance(found.model, ModelConfig)
+    assert (found.optim.lr, found.model.qk_norm, found.resume, found.save_every) == (3e-4, False, True, 5)
+    assert found.sample_prompts == ("a", "b") and (found.mesh.fsdp, found.mesh.data) == (2, 3)
+    assert found.objective is base.objective and found.data is base.data
+    assert recipe.override(base, []) == base
+
+
+def test_help_lists_plain_fields_with_their_comments_and_offers_no_value_that_only_python_can_write(capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.override(tiny.config("x"), ["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "rows of an update, over all devices" in told and "--optim.lr" in told
+    assert "data:" not in told and "sampler" not in told
+
+
+@pytest.mark.parametrize(
+    "option, nearest",
+    [
+        ("--optim.lrr", "--optim.lr"),
+        ("--lr", "--optim.lr"),
+        ("--step", "--steps"),
+        ("--widht=3", "--model.width"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(option, nearest):
+    with pytest.raises(
+        ValueError, match=f"option is '{option.split('=')[0]}'; allowed: {nearest} is the nearest"
+    ):
+        recipe.override(tiny.config("x"), [option, "3"])
+
+
+@pytest.mark.parametrize("argv", [["--steps", "many"], ["--steps", "0"], ["--optim.decay", "exp"]])
+def test_a_value_that_is_wrong_exits_with_2_and_words(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        recipe.override(tiny.config("x"), argv)
+    assert error.value.code == 2 and argv[0].strip("-") in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("steps", 0),
+        ("accumulate", 3),
+        ("ema", 1.0),
+        ("name", "a/b"),
+        ("seed", -1),
+        ("keep", 0),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}; allowed"):
+        tiny.config("x", **{field: value})
+
+
+@pytest.mark.parametrize(
+    "noise, words",
+    [
+        (dict(uniform=0.9), "noise.uniform is 0.9; allowed: its default: noise.kind = 'absorbing'"),
+        (
+            dict(power=3.0),
+            "noise.power is 3.0; allowed: its default: .* noise.schedule = 'linear' does not read it",
+        ),
+        (dict(kind="hybrid", schedule="cosine"), "noise.schedule is 'cosine'; allowed: its default"),
+    ],
+)
+def test_a_field_of_the_noise_that_is_not_read_is_refused(noise, words):
+    with pytest.raises(ValueError, match=words):
+        tiny.config("x", noise=mj.NoiseConfig(**noise))
+
+
+def test_bad_lines_without_chats_name_where_the_field_belongs():
+    with pytest.raises(ValueError, match="bad_lines is 'skip'; .*data.chat"):
+        tiny.config("x", bad_lines="skip")
+
+
+def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
+    config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0))
+    told = json.loads(json.dumps(recipe.resolved(config)))
+    assert told["objective"]["function"] == "mercury_jax.training.objectives.masked.masked_elbo.objective"
+    assert told["objective"]["clip"] == 5.0 and told["data"]["sources"][0][0]["kind"] == "stdlib"
+    assert set(told) == {f.name for f in dataclasses.fields(config)}
