@@ -160,49 +160,84 @@ class TokenStats(NamedTuple):
     `decode.chunked_vocab`. All values are computed after the logits processors. Processors that only truncate the
     distribution (`LogitsProcessor.draws_only`: top-k, top-p, min-p) are an exception: `sample` is drawn from the
     truncated distribution, and all probabilities are those of the whole distribution.
+
+    Attributes:
+        argmax: The most probable token of each position.
+        sample: A draw at the sampler's temperature; the argmax at temperature 0.
+        p_argmax: Probability of `argmax`.
+        p_sample: Probability of `sample`.
+        p_canvas: Probability of the token that the canvas holds now.
+        entropy: Entropy of the distribution in nats.
+        margin: Probability of the first token less that of the second.
+        p_eos: Probability of the end of text; 0 if no id ends the answer.
     """
 
     argmax: Int[Array, "L"]
-    sample: Int[Array, "L"]  # a draw at the sampler's temperature; the argmax at temperature 0
+    sample: Int[Array, "L"]
     p_argmax: Float[Array, "L"]
     p_sample: Float[Array, "L"]
-    p_canvas: Float[Array, "L"]  # probability of the token that the canvas holds now
-    entropy: Float[Array, "L"]  # nats
-    margin: Float[Array, "L"]  # p(first) - p(second)
-    p_eos: Float[Array, "L"]  # probability of the end of text; 0 if no id ends the answer
+    p_canvas: Float[Array, "L"]
+    entropy: Float[Array, "L"]
+    margin: Float[Array, "L"]
+    p_eos: Float[Array, "L"]
 
 
 class View(NamedTuple):
     """The arguments of rules, logits processors and stopping criteria: one row, no batch axis.
 
     L is the length of the active window: the part of the canvas that the current pass may change.
+
+    Attributes:
+        canvas: State of the diffusion process: tokens, and masks or noise.
+        answer: Tokens that would have been emitted if generation had ended after the previous step.
+        stats: Statistics of the prediction of each position; None while logits processors run.
+        leave_one_out: The same, predicted by masks that do not see the token at their own position; only
+            for rules with `leave_one_out`.
+        logits: Logits after the processors, but those with `draws_only`; only for parts that set
+            `needs_logits`.
+        editable: Whether a position is in the active block and not given by the user.
+        masked: Whether a position is editable and still the mask id; under uniform noise all editable positions.
+        used: Positions of the window in use, the first ones.
+        growth: Positions by which the window may still grow.
+        noise: Fresh tokens from the prior at time s; the mask id if the noise has one.
+        t: Time of this canvas, 1 = noise.
+        s: Time after this step, s < t.
+        alpha_t: Share of the signal at t, alpha(t).
+        alpha_s: alpha(s).
+        step: Denoising steps taken on this block.
+        steps: Denoising steps that the block may take.
+        eos: The id that ends the answer, -1 for none.
+        position: Position of the window's first token, counted from the end of the prompt.
+        output_counts: How often each id occurs in the answer before the window.
+        prompt_counts: How often each id occurs in the prompt.
+        first_id: Id of the first logits column, if a processor gets one chunk of V.
+        hidden: Hidden states [L, D], or the output of an extra head; for rules with `needs_hidden`.
+        draw_logits: Logits after all processors, from which tokens are drawn. `logits` itself if no processor
+            has `draws_only`.
     """
 
-    canvas: Int[Array, "L"]  # state of the diffusion process: tokens, and masks or noise
-    answer: Int[Array, "L"]  # the answer if generation had ended after the previous step
-    stats: TokenStats  # None while logits processors run
-    # predicted by masks that do not see the token at their own position; on request
+    canvas: Int[Array, "L"]
+    answer: Int[Array, "L"]
+    stats: TokenStats
     leave_one_out: TokenStats
-    # After the processors, but those with `draws_only`; only for parts that set `needs_logits`.
     logits: Float[Array, "L V"]
-    editable: Bool[Array, "L"]  # in the active block and not given by the user
-    masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all editable positions
-    used: Int[Array, ""]  # positions of the window in use, the first ones
-    growth: Int[Array, ""]  # positions by which the window may still grow
-    noise: Int[Array, "L"]  # fresh tokens from the prior at time s; the mask id if the noise has one
-    t: Float[Array, ""]  # time of this canvas, 1 = noise
-    s: Float[Array, ""]  # time after this step, s < t
-    alpha_t: Float[Array, ""]  # alpha(t)
-    alpha_s: Float[Array, ""]  # alpha(s)
-    step: Int[Array, ""]  # denoising steps taken on this block
-    steps: Int[Array, ""]  # denoising steps that the block may take
-    eos: Int[Array, ""]  # the id that ends the answer, -1 for none
-    position: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
-    output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
-    prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
-    first_id: int | Int[Array, ""] = 0  # id of the first logits column, if a processor gets one chunk of V
-    hidden: Any = None  # hidden states [L, D], or the output of an extra head; for rules with `needs_hidden`
-    # After all processors: the logits that tokens are drawn from. `logits` itself if no processor has `draws_only`.
+    editable: Bool[Array, "L"]
+    masked: Bool[Array, "L"]
+    used: Int[Array, ""]
+    growth: Int[Array, ""]
+    noise: Int[Array, "L"]
+    t: Float[Array, ""]
+    s: Float[Array, ""]
+    alpha_t: Float[Array, ""]
+    alpha_s: Float[Array, ""]
+    step: Int[Array, ""]
+    steps: Int[Array, ""]
+    eos: Int[Array, ""]
+    position: Int[Array, ""]
+    output_counts: Int[Array, "V"]
+    prompt_counts: Int[Array, "V"]
+    first_id: int | Int[Array, ""] = 0
+    hidden: Any = None
     draw_logits: Float[Array, "L V"] = None  # type: ignore[assignment]
 
 
@@ -212,12 +247,18 @@ class Proposal(NamedTuple):
     A rule that inserts or deletes positions also sets `used`, the new number of positions, and `source`, the old index
     of each new position; the decoder uses `source` to move the tokens given by the user, and all flags. Other rules
     keep the view's `used` and `source` = 0..L-1, as `accept` and `propose` do.
+
+    Attributes:
+        canvas: State of the diffusion process after this step.
+        answer: Tokens that would be emitted if generation ended after this step.
+        used: Positions of the window in use, the first ones.
+        source: Old index of each position; -1: the position is new.
     """
 
     canvas: Int[Array, "L"]
     answer: Int[Array, "L"]
     used: Int[Array, ""]
-    source: Int[Array, "L"]  # old index of each position, -1 = new
+    source: Int[Array, "L"]
 
 
 class Device(NamedTuple):

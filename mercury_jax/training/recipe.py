@@ -113,49 +113,88 @@ class TrainConfig:
     `data` may be a single source instead of a mixture. A fine-tuning recipe may set `chats` instead of `data`, and take
     its model from the checkpoint in `init` (`InitModel`). All fields are checked at construction, before any compute.
 
+    Attributes:
+        name: Name of the run, whose folder is runs/<name>.
+        model: Sizes of the model, or the checkpoint of `init` (`InitModel`).
+        objective: Loss of a batch, from `training.objectives` or a function of one's own.
+        data: Sources of text and their weights; None where `chats` is set.
+        chats: Glob of JSONL files with conversations, instead of `data`; trains on the last answer.
+        bad_lines: Lines of `chats` that are no conversation, or do not fit a row: stop, or skip them.
+        noise: Noise of the diffusion, and its schedule.
+        optim: Optimiser, learning rate and their schedule.
+        mesh: Devices along each axis of the mesh.
+        lora: Adapters beside the frozen parameters of `init`.
+        freeze: Regular expression over paths of parameters that are not trained: "router"; "": none.
+        steps: Number of updates.
+        batch: Rows of an update, over all devices and microbatches.
+        row: Positions of a row.
+        blocks: Pairs (first step, block) if the block changes; (): the model's.
+        accumulate: Microbatches of an update.
+        remat: What is kept for the backward pass: all (none), matrix products (dots), layer inputs (full).
+        ema: Decay of the parameters' moving average; 0: none.
+        seed: Seed of the initial parameters, the order of the data and the noise.
+        log_every: Steps between rows of metrics.jsonl.
+        eval_every: Steps between evaluations on held-out data; 0: never.
+        eval_batches: Batches of an evaluation.
+        sampler: Default decoding rule of the model, from `mj.rules`; None: the one for its noise.
+        sample_every: Steps between answers to `sample_prompts`; 0: never.
+        sample_prompts: Prompts that the model answers during training.
+        sample_chat: Whether the prompts are user turns; otherwise they are raw text to continue.
+        save_every: Steps between checkpoints; the last step is always saved.
+        keep: Number of newest checkpoints to keep.
+        profile: First and last step of a trace in <out>/profile; 0 0: none.
+        wandb: Project of Weights & Biases to log to as well; "": none.
+        tokenizer: A tokenizer.model; "": trained on the data, kept in the run's folder.
+        init: A saved model to start from, its tokenizer included; "": fresh parameters.
+        ignore_config: Keys of config.json of `init` that change no logit, by your word.
+        out: Folder of the run; "": runs/<name>.
+        resume: Continue from the newest checkpoint in `out`, or begin if there is none.
+        distributed: Several processes: start jax.distributed (SLURM, GKE, ... are detected).
+        join_timeout: Seconds within which all processes must have started.
+        heartbeat: Seconds without a heartbeat after which a process counts as dead, and the job ends.
+
     Raises:
         ValueError: A field is out of range.
     """
 
-    name: str  # of the run, whose folder is runs/<name>
+    name: str
     model: ModelConfig | InitModel
     objective: Objective
     data: Mixture | DataSource | BatchSource | None = None
-    chats: str = ""  # glob of JSONL files with conversations, instead of `data`; trains on the last answer
-    # Lines of `chats` that are no conversation, or do not fit a row: stop, or skip them.
+    chats: str = ""
     bad_lines: BadLines = "stop"
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)  # adapters beside the frozen parameters of `init`
-    freeze: str = ""  # regular expression over paths of parameters that are not trained: "router"; "": none
-    steps: int = 1000  # updates
-    batch: int = 16  # rows of an update, over all devices and microbatches
-    row: int = 256  # positions of a row
-    blocks: tuple[tuple[int, int], ...] = ()  # (first step, block), ... if the block changes; (): the model's
-    accumulate: int = 1  # microbatches of an update
-    remat: RematPolicy = "none"  # kept for backward: all (none), matrix products (dots), layer inputs (full)
-    ema: float = 0.999  # decay of the parameters' moving average; 0: none
-    seed: int = 0  # of the initial parameters, the order of the data and the noise
-    log_every: int = 10  # steps between rows of metrics.jsonl
-    eval_every: int = 200  # steps between evaluations on held-out data; 0: never
-    eval_batches: int = 8  # batches of an evaluation
-    sampler: object = None  # default decoding rule of the model, from `mj.rules`; None: the one for its noise
-    sample_every: int = 200  # steps between answers to `sample_prompts`; 0: never
-    sample_prompts: tuple[str, ...] = ()  # prompts that the model answers during training
-    sample_chat: bool = False  # the prompts are user turns; otherwise raw text to continue
-    save_every: int = 200  # steps between checkpoints; the last step is always saved
-    keep: int = 2  # number of newest checkpoints to keep
-    profile: tuple[int, int] = (0, 0)  # first and last step of a trace in <out>/profile; 0 0: none
-    wandb: str = ""  # project of Weights & Biases to log to as well; "": none
-    tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
-    init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
-    ignore_config: tuple[str, ...] = ()  # keys of config.json of `init` that change no logit, by your word
-    out: str = ""  # folder of the run; "": runs/<name>
-    resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
-    distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... are detected)
-    join_timeout: int = 300  # seconds within which all processes must have started
-    heartbeat: int = 60  # seconds without a heartbeat after which a process counts as dead, and the job ends
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: str = ""
+    steps: int = 1000
+    batch: int = 16
+    row: int = 256
+    blocks: tuple[tuple[int, int], ...] = ()
+    accumulate: int = 1
+    remat: RematPolicy = "none"
+    ema: float = 0.999
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 200
+    eval_batches: int = 8
+    sampler: object = None
+    sample_every: int = 200
+    sample_prompts: tuple[str, ...] = ()
+    sample_chat: bool = False
+    save_every: int = 200
+    keep: int = 2
+    profile: tuple[int, int] = (0, 0)
+    wandb: str = ""
+    tokenizer: str = ""
+    init: str = ""
+    ignore_config: tuple[str, ...] = ()
+    out: str = ""
+    resume: bool = False
+    distributed: bool = False
+    join_timeout: int = 300
+    heartbeat: int = 60
 
     def __post_init__(self) -> None:
         check_types(self, skip=("data", "model"))
