@@ -41,12 +41,18 @@ from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_
 from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention_inputs import quantise_int8
-from mercury_jax.kernels.dispatch import ExpertOutputs, kernel_dispatch
+from mercury_jax.kernels.fused_norms import (
+    HeadFactors,
+    Projections,
+    Residual,
+    kernel_norm_rope_write,
+    kernel_residual_norms,
+)
 from mercury_jax.kernels.grouped_matmul import grouped_matmul, grouped_matmuls, prepare
-from mercury_jax.kernels.qk_norm_rope import HeadFactors, Projections, kernel_norm_rope_write
 from mercury_jax.kernels.quantised_rows import QuantisedRows, kernel_quantise_rows
-from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms
-from mercury_jax.kernels.routing import kernel_route
+from mercury_jax.kernels.routing import ExpertOutputs, kernel_dispatch, kernel_route
+from mercury_jax.models.norms import residual_norms
+from mercury_jax.models.rope import norm_rope_write
 from mercury_jax.training import data, lora, objectives, optim, step as steps
 from mercury_jax.training.recipe import MeshConfig, TrainConfig
 from mercury_jax.types import Batch, Device, Model, Params
@@ -579,7 +585,7 @@ def _rows(device: Device) -> Iterator[KernelForm]:
     routed = ((2048, 2816), BF16), ((256, 8), jnp.int32), ((256, 8), jnp.float32)
     outputs = ExpertOutputs(*(cast(Any, jax.ShapeDtypeStruct(*one)) for one in routed))
     fed = Residual((x, outputs), (factor, factor), factor, (scale, scale), choice), [factor]
-    norms = functools.partial(kernel_residual_norms, eps=1e-6, device=device)
+    norms = functools.partial(kernel_residual_norms, residual_norms, eps=1e-6, device=device)
     yield KernelForm("norms", "256 x 2816, a branch and 3 norms", norms, (x, *attended))
     yield KernelForm(
         "norms", "256 x 2816, 2 branches of which one is 8 experts, and a norm", norms, (x, *fed)
@@ -608,7 +614,7 @@ def _rows(device: Device) -> Iterator[KernelForm]:
         args = states, jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
         run = functools.partial(kernel_dispatch, count=experts, device=device)
         yield KernelForm("dispatch", f"{tokens} x 2816 of {_short(kind)}, 8 of {experts} experts", run, args)
-    heads = functools.partial(kernel_norm_rope_write, eps=1e-6, device=device)
+    heads = functools.partial(kernel_norm_rope_write, norm_rope_write, eps=1e-6, device=device)
     shaped = lambda *shape, dtype=BF16: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
     for width, groups in ((256, 8), (512, 2)):
         q, k = (shaped(1, 256, n, width) for n in (16, groups))

@@ -81,7 +81,7 @@ def attention_form(
     return "-".join(parts)
 
 
-# The forms of `residual_norm`, `routing`, `dispatch` and `qk_norm_rope`.
+# The forms of residual norms, the choice of experts, dispatch, and head norms.
 NORM_FORM, ROUTING_FORM, DISPATCH_FORM, HEADS_FORM = "norm", "routing", "dispatch", "heads"
 
 

@@ -1,6 +1,6 @@
 """Rows of 8 bits, each with a scale, which tensor cores multiply natively by matrices of 8 bits.
 
-`kernels.residual_norm` writes norms in this form, and `kernels.dispatch` copies it. Rows that no such kernel holds,
+`kernels.fused_norms` writes norms in this form, and `kernels.routing` copies it. Rows that no such kernel holds,
 attention outputs and hidden units, are rounded by the kernel `hopper.rows`.
 """
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.kernels.attention_inputs import (
@@ -26,7 +26,6 @@ from mercury_jax.kernels.attention_inputs import (
     quantise_fp8,
     quantise_int8,
 )
-from mercury_jax.kernels.qk_norm_rope import write_rows
 from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.sharding import cache_shardings
 from mercury_jax.types import Cache, Model
@@ -72,6 +71,14 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
     else:
         new = KV(k, v)
     return jax.tree.map(lambda old, new: write_rows(old, new, slots), kv, new)
+
+
+def write_rows(
+    cache: Shaped[Array, "B S *w"], new: Shaped[Array, "B T *w"], slots: Int[Array, "B T"]
+) -> Shaped[Array, "B S *w"]:
+    """Writes an array of each token at its slot of the cache."""
+    write = lambda old, new, at: old.at[at].set(new.astype(old.dtype), mode="drop")
+    return jax.vmap(write)(cache, new, slots)
 
 
 def check_kv_kind(kind: str | None) -> None:

@@ -19,10 +19,11 @@ from jaxtyping import Array, Float
 
 from mercury_jax.config import ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, masks
-from mercury_jax.models.layers import Linear, rope, rope_frequencies, weight
+from mercury_jax.models.layers import Linear, weight
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.network import model_of, rematerialised
 from mercury_jax.models.ops import Ops
+from mercury_jax.models.rope import rope, rope_frequencies
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, accumulation_dtype
 
 NoiseLevel = Literal["log_linear", "clipped", "time"]

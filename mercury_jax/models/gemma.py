@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -22,9 +22,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Experts, ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
-from mercury_jax.kernels.qk_norm_rope import HeadFactors, rotate
+from mercury_jax.kernels.fused_norms import HeadFactors, Residual
 from mercury_jax.kernels.quantised_rows import Rows, dense
-from mercury_jax.kernels.residual_norm import Residual, rms_normalise
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -32,12 +31,13 @@ from mercury_jax.models.layers import (
     OutputProjection,
     RMSNorm,
     fan_in,
-    rope_table,
     weight,
 )
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.network import embed_mixture, lm_head, model_of, rematerialised
-from mercury_jax.models.ops import Ops, Term, Weight
+from mercury_jax.models.norms import rms_normalise
+from mercury_jax.models.ops import Ops, ResidualStream, Term, Weight
+from mercury_jax.models.rope import rope_table, rotate
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, Routing, SelfCond, accumulation_dtype
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
@@ -380,13 +380,6 @@ class PerLayerInput(nn.Module):
         return Residual((out,), (RMSNorm(c.norm_eps, False, name="norm").factors(c.width),))
 
 
-class InputNorm(NamedTuple):
-    """The norm that a layer reads: its factors, and the dtype of 8 bits to which its rows are rounded, or None."""
-
-    factors: Float[Array, "D"]
-    rows: Any = None
-
-
 class GemmaBlock(nn.Module):
     """One layer: attention, then the feed-forward branches, each with a norm before and after and a residual.
 
@@ -397,72 +390,59 @@ class GemmaBlock(nn.Module):
     layer: int
     ops: Ops = Ops()
 
-    def setup(self) -> None:
-        """Creates the norm that the layer before computes."""
-        self.attention_norm = RMSNorm(self.config.norm_eps, False)
-
-    def input_norm(self) -> InputNorm:
-        """Returns how the input of this layer is normalised."""
-        projections = (f"attention/{name}/w" for name in "qkv")
-        return InputNorm(self.attention_norm.factors(self.config.width), self._row_dtype(*projections))
-
-    def _row_dtype(self, *paths: str) -> Any:
-        """The dtype to which the rows of products with some of the layer's matrices are rounded, or None."""
-        params = flatten_dict(self.variables.get("params", {}), sep="/")
-        return self.ops.row_dtype(*(params[path] for path in paths if path in params))
-
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        normed: Rows,
+        x: Float[Array, "B T D"] | ResidualStream,
         inputs: NetworkInputs,
         kv: kv_cache.KV | None,
         shared: kv_cache.KV | None,
         clean: Bool[Array, "B T"],
         embedding: Float[Array, "B T P"] | None,
-        after: InputNorm,
-    ) -> tuple[Float[Array, "B T D"], Rows, kv_cache.KV]:
-        """Computes the layer.
-
-        Returns:
-            Hidden states, the norm `after` of them, and the keys and values of the layer.
-        """
-        c = self.config
-        norm = functools.partial(RMSNorm, c.norm_eps, False)
-        attention = GemmaAttention(c, self.layer, self.ops, name="attention")
-        y, kv = attention(normed, inputs, kv, shared)
+    ) -> tuple[Float[Array, "B T D"] | ResidualStream, kv_cache.KV]:
+        """Computes the hidden states, and the keys and values of the layer."""
+        c, ops = self.config, self.ops
+        factors = lambda name: RMSNorm(c.norm_eps, False, name=name).factors(c.width)
+        # 1. Attention.
+        rounded = [self._row_dtype(*(f"attention/{name}/w" for name in "qkv"))]
+        x, (read,) = ops.norms(x, [factors("attention_norm")], c.norm_eps, rounded)
+        y, kv = GemmaAttention(c, self.layer, ops, name="attention")(read, inputs, kv, shared)
+        x = ops.add(x, Residual((y,), (factors("attention_post_norm"),)), c.norm_eps)
+        # 2. The dense feed-forward and the experts beside it. They and the router read x with a norm each.
         own_keys = c.source(self.layer) == self.layer
-        ffn = c.ffn if own_keys or c.shared_ffn is None else c.shared_ffn
-        mlp = _gated_mlp(c, ffn, self.ops, "mlp")
-        # The dense branch, the router and the experts each read x with a norm of their own.
-        factors = [norm(name="mlp_norm").factors(c.width)]
-        rounded = [self._row_dtype("mlp/gate/w", "mlp/up/w")]
+        mlp = _gated_mlp(c, c.ffn if own_keys or c.shared_ffn is None else c.shared_ffn, ops, "mlp")
+        before, rounded = [factors("mlp_norm")], [self._row_dtype("mlp/gate/w", "mlp/up/w")]
         if c.experts is not None:
-            experts = GemmaExperts(c, self.ops, name="moe")
-            factors += [experts.router.factors(), norm(name="moe_norm").factors(c.width)]
+            experts = GemmaExperts(c, ops, name="moe")
+            before += [experts.router.factors(), factors("moe_norm")]
             rounded += [None, self._row_dtype("moe/gate_up")]
-        post = norm(name="attention_post_norm").factors(c.width)
-        x, read = self.ops.residual_norms(x, Residual((y,), (post,)), factors, c.norm_eps, rounded)
-        routed = [experts.term(dense(read[1]), read[2])] if c.experts is not None else []
-        if routed and self.ops.feed_forwards is not None:
-            act = ACTIVATIONS[c.activation]
-            found = self.ops.feed_forwards(read[0], mlp.matrices(), routed[0], act)
+        x, (read, *routed) = ops.norms(x, before, c.norm_eps, rounded)
+        if c.experts is None:
+            branches = ops.sum_terms([mlp.term(read)])
         else:
-            # Each branch is normalised before the branches are added. They are therefore two sums, in one all-reduce.
-            found = self.ops.sum_terms(*([branch] for branch in [mlp.term(read[0]), *routed]))
-        names = ("mlp_branch_norm", "moe_branch_norm") if len(found) > 1 else ()
-        own = tuple(norm(name=name).factors(c.width) for name in names) or (None,)
-        residual = Residual(tuple(found), own, norm(name="mlp_post_norm").factors(c.width))
+            term = experts.term(dense(routed[0]), routed[1])
+            if ops.feed_forwards is not None:
+                branches = ops.feed_forwards(read, mlp.matrices(), term, ACTIVATIONS[c.activation])
+            else:  # each is normalised before they are added: two sums, in one all-reduce
+                branches = ops.sum_terms([mlp.term(read)], [term])
+        names = ("mlp_branch_norm", "moe_branch_norm") if len(branches) > 1 else ()
+        after = tuple(factors(name) for name in names) or (None,)
+        residual = Residual(tuple(branches), after, factors("mlp_post_norm"))
+        # 3. The per-layer embedding of each token.
         if embedding is not None:
-            x, _ = self.ops.residual_norms(x, residual, [], c.norm_eps)
-            residual = PerLayerInput(c, self.ops, name="per_layer")(x, embedding)
-        scalars = (self.param("scalar", nn.initializers.ones, (1,)),)
+            x, _ = ops.norms(ops.add(x, residual, c.norm_eps), [], c.norm_eps)
+            residual = PerLayerInput(c, ops, name="per_layer")(x, embedding)
+        # 4. The learned scalar, or one for clean tokens and one for those of a canvas.
+        scales = (self.param("scalar", nn.initializers.ones, (1,)),)
         if c.encoder_scalars:
-            scalars += (self.param("encoder_scalar", nn.initializers.ones, (1,)),)
-        residual = residual._replace(scales=scalars, choice=clean if c.encoder_scalars else None)
-        x, (normed,) = self.ops.residual_norms(x, residual, [after.factors], c.norm_eps, [after.rows])
-        return x, normed, kv
+            scales += (self.param("encoder_scalar", nn.initializers.ones, (1,)),)
+        residual = residual._replace(scales=scales, choice=clean if c.encoder_scalars else None)
+        return ops.add(x, residual, c.norm_eps), kv
+
+    def _row_dtype(self, *paths: str) -> Any:
+        """The dtype to which the rows of products with some of the layer's matrices are rounded, or None."""
+        params = flatten_dict(self.variables.get("params", {}), sep="/")
+        return self.ops.row_dtype(*(params[path] for path in paths if path in params))
 
 
 def _gated_mlp(c: GemmaConfig, hidden: int, ops: Ops, name: str) -> GatedMLP:
@@ -521,16 +501,13 @@ class Gemma(nn.Module):
         if cache is not None and (size := kv_cache.ring_slots(c, cache, tokens.shape[1])) is not None:
             sliding = masks.in_ring(sliding, size)
         kvs: list[kv_cache.KV] = []
-        # The norm before each layer and after the last.
-        norms = [*(block.input_norm() for block in self.blocks), InputNorm(self.norm.factors(c.width))]
-        normed: Rows = (rms_normalise(x, c.norm_eps) * norms[0].factors).astype(dtype)
         for i, block in enumerate(self.blocks):
             shared = kvs[c.source(i)] if c.source(i) != i else None
             kv = cache[i] if cache is not None and shared is None else None
             embedding = None if per_layer is None else per_layer[:, :, i]
-            seen = inputs if c.is_global(i) else sliding
-            x, normed, kv = block(x, normed, seen, kv, shared, clean, embedding, norms[i + 1])
+            x, kv = block(x, inputs if c.is_global(i) else sliding, kv, shared, clean, embedding)
             kvs.append(kv)
+        _, (normed,) = self.ops.norms(x, [self.norm.factors(c.width)], c.norm_eps)
         return dense(normed), tuple(kvs[: c.layers - c.shared_kv])
 
 

@@ -1,6 +1,6 @@
 """Mixture of experts as plain functions: routing (the choice of experts), and the feed-forward of the chosen experts.
 
-A token has one row for each of its experts. Rows are sorted by expert (`kernels.dispatch`), each expert applies its
+A token has one row for each of its experts. Rows are sorted by expert (`kernels.routing`), each expert applies its
 gated feed-forward to its rows, and the results are weighted and summed per token (`combine`). The matrix products use
 `kernels.grouped_matmul` on GPUs, `ragged_dot` on TPUs, and a loop over tiles of rows elsewhere. `ops.experts` and
 `tensor_parallel.experts` call `apply_experts`.
@@ -19,14 +19,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import Experts
-from mercury_jax.kernels.dispatch import (
-    Dispatched,
-    ExpertOutputs,
-    combine,
-    dispatch,
-    kernel_dispatch,
-    refuses as dispatch_refuses,
-)
 from mercury_jax.kernels.grouped_matmul import (
     Prepared,
     grouped_matmuls,
@@ -36,6 +28,14 @@ from mercury_jax.kernels.grouped_matmul import (
     tiles_of,
 )
 from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, kernel_quantise_rows
+from mercury_jax.kernels.routing import (
+    Dispatched,
+    ExpertOutputs,
+    combine,
+    dispatch,
+    kernel_dispatch,
+    refuses_dispatch,
+)
 from mercury_jax.models.weight_quant import QuantisedWeight, RowQuantisedWeight, multiply
 from mercury_jax.types import Device, LoraWeight
 
@@ -150,7 +150,7 @@ def kernels_refuse(
     rows = jax.ShapeDtypeStruct((expert.size, like.shape[-1]), like.dtype)
     gate_up, down = stacks
     why = refuses(rows, gate_up, down, device, act)
-    return why or dispatch_refuses(values, expert, gate_up.shape[0], device)
+    return why or refuses_dispatch(values, expert, gate_up.shape[0], device)
 
 
 # --- the feed-forward of sorted rows

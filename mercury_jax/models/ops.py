@@ -19,9 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels import qk_norm_rope, residual_norm, routing
+from mercury_jax.kernels import fused_norms, routing
 from mercury_jax.kernels.device import HOPPER, present
-from mercury_jax.kernels.dispatch import ExpertOutputs, kernel_dispatch
 from mercury_jax.kernels.grouped_matmul import (
     FEW_ROWS,
     Prepared,
@@ -30,7 +29,8 @@ from mercury_jax.kernels.grouped_matmul import (
     refuses as grouped_refuses,
 )
 from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, kernel_quantise_rows
-from mercury_jax.models import cache as kv_cache, kv_quant, moe
+from mercury_jax.kernels.routing import ExpertOutputs, kernel_dispatch
+from mercury_jax.models import cache as kv_cache, kv_quant, moe, norms as plain_norms, rope
 from mercury_jax.models.weight_quant import (
     QuantisedWeight,
     RowQuantisedWeight,
@@ -268,35 +268,49 @@ def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"] | ExpertOutp
     return [functools.reduce(operator.add, (term.run(*term.args) for term in terms)) for terms in sums]
 
 
-def local_residual_norms(
-    x: Float[Array, "*s D"],
-    residual: residual_norm.Residual,
+class ResidualStream(NamedTuple):
+    """Hidden states, and what a layer adds to them: one kernel computes the sum and the norms that read it."""
+
+    x: Float[Array, "*s D"]
+    added: fused_norms.Residual
+
+
+def add(x: Float[Array, "*s D"], residual: fused_norms.Residual, eps: float) -> Float[Array, "*s D"]:
+    """Adds what a layer computed to hidden states."""
+    return plain_norms.residual_norms(x, residual, [], eps)[0]
+
+
+def norms(
+    x: Float[Array, "*s D"] | ResidualStream,
     factors: Sequence[Float[Array, "D"]],
     eps: float,
     rounded: Sequence[Any] = (),
     device: Device | None = None,
 ) -> tuple[Float[Array, "*s D"], list[Rows]]:
-    """Computes `kernels.residual_norm.residual_norms` on one device, with the kernel where there is one.
+    """Computes RMS norms of hidden states with some factors; of a `ResidualStream` in the kernel, if there is one.
 
     Args:
-        rounded: Dtypes of 8 bits of the norms, from `row_dtype`, or None.
+        rounded: Dtypes of 8 bits of the norms of a stream, from `row_dtype`, or None.
     """
-    if residual_norm.refuses(x, device) is not None:
-        return residual_norm.residual_norms(x, residual, factors, eps)
-    kernel = functools.partial(residual_norm.kernel_residual_norms, eps=eps, device=device, rounded=rounded)
-    plain = functools.partial(residual_norm.residual_norms, eps=eps, rounded=rounded)
-    return jax.lax.platform_dependent(x, residual, list(factors), cuda=kernel, default=plain)
+    if not isinstance(x, ResidualStream):
+        return x, [(plain_norms.rms_normalise(x, eps) * factor).astype(x.dtype) for factor in factors]
+    if fused_norms.refuses_residual(x.x, device) is not None:
+        return plain_norms.residual_norms(*x, factors, eps)
+    plain = plain_norms.residual_norms
+    how: Any = dict(eps=eps, rounded=rounded)
+    kernel = functools.partial(fused_norms.kernel_residual_norms, plain, device=device, **how)
+    return jax.lax.platform_dependent(*x, list(factors), cuda=kernel, default=functools.partial(plain, **how))
 
 
-def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> qk_norm_rope.Projections:
+def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> fused_norms.Projections:
     """Projects hidden states to queries, keys and values on one device."""
     q, k, *v = (dot(x, w, 1) for w in matrices if w is not None)
-    return qk_norm_rope.Projections(q, k, v[0] if v else None)
+    return fused_norms.Projections(q, k, v[0] if v else None)
 
 
 def local_project_heads(
     x: Rows, matrices: Sequence[Weight | None], device: Device | None = None
-) -> qk_norm_rope.Projections:
+) -> fused_norms.Projections:
     """Computes `project_heads`, of few rows in one launch, whose result the next kernel reads where it is."""
     given = tuple(w for w in matrices if w is not None)
     prepared = [_few_rows(x, (w,), 1, None, device) for w in given]
@@ -312,26 +326,26 @@ def local_project_heads(
         return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
     q, k, *v = jax.lax.platform_dependent(x, *given, cuda=kernel, default=plain)
-    return qk_norm_rope.Projections(q, k, v[0] if v else None)
+    return fused_norms.Projections(q, k, v[0] if v else None)
 
 
 def norm_rope_write(
-    x: qk_norm_rope.Projections,
-    factors: qk_norm_rope.HeadFactors,
-    table: qk_norm_rope.Table,
+    x: fused_norms.Projections,
+    factors: fused_norms.HeadFactors,
+    table: fused_norms.Table,
     kv: kv_cache.KV,
     slots: Int[Array, "B T"],
     eps: float,
 ) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
-    """Computes `kernels.qk_norm_rope.norm_rope_write` for a cache of any format."""
-    q, k, v = qk_norm_rope.norm_rope(x, factors, table, eps)
+    """Computes `rope.norm_rope_write` for a cache of any format."""
+    q, k, v = rope.norm_rope(x, factors, table, eps)
     return q, kv_cache.write(kv, k, v, slots)
 
 
 def local_norm_rope_write(
-    x: qk_norm_rope.Projections,
-    factors: qk_norm_rope.HeadFactors,
-    table: qk_norm_rope.Table,
+    x: fused_norms.Projections,
+    factors: fused_norms.HeadFactors,
+    table: fused_norms.Table,
     kv: kv_cache.KV,
     slots: Int[Array, "B T"],
     eps: float,
@@ -339,11 +353,12 @@ def local_norm_rope_write(
 ) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
     """Computes `norm_rope_write` on one device, with the kernel where there is one."""
     plain = functools.partial(norm_rope_write, eps=eps)
-    if qk_norm_rope.refuses(x, table, kv, device) is not None:
+    if fused_norms.refuses_heads(x, table, kv, device) is not None:
         return plain(x, factors, table, kv, slots)
 
     def kernel(x: Any, factors: Any, table: Any, kv: Any, slots: Array) -> tuple[Array, kv_cache.KV]:
-        q, arrays = qk_norm_rope.kernel_norm_rope_write(x, factors, table, tuple(kv), slots, eps, device)
+        args = x, factors, table, tuple(kv), slots, eps, device
+        q, arrays = fused_norms.kernel_norm_rope_write(rope.norm_rope_write, *args)
         return q, kv_cache.KV(*arrays)
 
     return jax.lax.platform_dependent(x, factors, table, kv, slots, cuda=kernel, default=plain)
@@ -357,7 +372,7 @@ def local_route(
     device: Device | None = None,
 ) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
     """Computes `kernels.routing.route` on one device, with the kernel where there is one."""
-    if routing.refuses(logits, active, device) is not None:
+    if routing.refuses_route(logits, active, device) is not None:
         return routing.route(logits, factors, active, scale)
     kernel = functools.partial(routing.kernel_route, active=active, scale=scale, device=device)
     plain = functools.partial(routing.route, active=active, scale=scale)
@@ -376,8 +391,9 @@ class Ops(NamedTuple):
         dot_term: dot_term(x, w, count) -> Term.
         gated_dot: gated_dot(x, gate, up, act) -> array.
         exact_dot: exact_dot(x, w) -> array in fp32.
-        residual_norms: residual_norms(x, residual, factors, eps, rounded) as `kernels.residual_norm.residual_norms`.
-        row_dtype: row_dtype(*weights) -> dtype to which `residual_norms` rounds the rows of their products, or None.
+        add: add(x, residual, eps) -> the sum, or a `ResidualStream` whose sum is computed with the next norms.
+        norms: norms(x or stream, factors, eps, rounded) -> x and its norms.
+        row_dtype: row_dtype(*weights) -> dtype to which `norms` rounds the rows of their products, or None.
         embed: embed(table, tokens, then) -> Term.
         experts: experts(x, ids, weights, stacks, act, combined) -> Term.
         feed_forwards: feed_forwards(x, matrices, term of experts, act) -> outputs of a gated feed-forward and of
@@ -393,12 +409,13 @@ class Ops(NamedTuple):
     dot: Callable[..., Array] = dot
     attend: Callable[..., Any] = kv_quant.attend
     write: Callable[..., kv_cache.KV] = kv_cache.write
-    project_heads: Callable[..., qk_norm_rope.Projections] = project_heads
+    project_heads: Callable[..., fused_norms.Projections] = project_heads
     norm_rope_write: Callable[..., tuple[Array, kv_cache.KV]] = norm_rope_write
     dot_term: Callable[..., Term] = dot_term
     gated_dot: Callable[..., Array] = gated_dot
     exact_dot: Callable[..., Array] = exact_dot
-    residual_norms: Callable[..., tuple[Array, list[Rows]]] = residual_norm.residual_norms
+    add: Callable[..., Array | ResidualStream] = add
+    norms: Callable[..., tuple[Array, list[Rows]]] = norms
     row_dtype: Callable[..., Any] = lambda *weights: None
     embed: Callable[..., Term] = embed
     experts: Callable[..., Term] = experts

@@ -45,7 +45,8 @@ def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
             project_heads=functools.partial(ops.local_project_heads, device=device),
             norm_rope_write=functools.partial(ops.local_norm_rope_write, device=device),
             feed_forwards=functools.partial(ops.local_feed_forwards, device=device),
-            residual_norms=functools.partial(ops.local_residual_norms, device=device),
+            add=lambda x, residual, eps: ops.ResidualStream(x, residual),
+            norms=functools.partial(ops.norms, device=device),
             row_dtype=functools.partial(ops.row_dtype, device=device),
             route=functools.partial(ops.local_route, device=device),
         )

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mercury_jax.config import Experts, ModelConfig, RematPolicy, refuse
-from mercury_jax.kernels.qk_norm_rope import inverse_rms
 from mercury_jax.models import cache as kv_cache, masks, shifted_logits
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -25,14 +24,14 @@ from mercury_jax.models.layers import (
     OutputProjection,
     RMSNorm,
     fan_in,
-    rope,
-    rope_frequencies,
     weight,
 )
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.moe import route
 from mercury_jax.models.network import lm_head, model_of, rematerialised
+from mercury_jax.models.norms import inverse_rms
 from mercury_jax.models.ops import Ops
+from mercury_jax.models.rope import rope, rope_frequencies
 from mercury_jax.models.weight_quant import lookup
 from mercury_jax.types import (
     LM,

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels.device import target
-from mercury_jax.kernels.dispatch import (
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.quantised_rows import quantise_rows
+from mercury_jax.kernels.routing import (
     COUNTED_ROWS,
     ExpertOutputs,
     combine,
     dispatch,
     kernel_dispatch,
-    refuses,
+    refuses_dispatch,
 )
-from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.quantised_rows import quantise_rows
 
 N, E, K, D = 48, 20, 8, 256
 ROUTINGS = {
@@ -81,18 +81,18 @@ def test_rows_that_were_not_computed_add_nothing():
 def test_the_kernel_names_what_it_refuses():
     shape, hopper = jax.ShapeDtypeStruct, target("sm_90a")
     x, expert = shape((256, 2816), jnp.bfloat16), shape((256, 8), jnp.int32)
-    assert refuses(x, expert, 128, hopper) is None
-    assert "sm_90a" in str(refuses(x, expert, 128)) and "sm_90a" in str(
-        refuses(x, expert, 128, target("sm_100a"))
+    assert refuses_dispatch(x, expert, 128, hopper) is None
+    assert "sm_90a" in str(refuses_dispatch(x, expert, 128)) and "sm_90a" in str(
+        refuses_dispatch(x, expert, 128, target("sm_100a"))
     )
-    assert "float32" in str(refuses(shape(x.shape, jnp.float32), expert, 128, hopper))
-    assert "int8" in str(refuses(x, shape((256, 8), jnp.int8), 128, hopper))
-    assert "2800" in str(refuses(shape((256, 2800), jnp.bfloat16), expert, 128, hopper))
+    assert "float32" in str(refuses_dispatch(shape(x.shape, jnp.float32), expert, 128, hopper))
+    assert "int8" in str(refuses_dispatch(x, shape((256, 8), jnp.int8), 128, hopper))
+    assert "2800" in str(refuses_dispatch(shape((256, 2800), jnp.bfloat16), expert, 128, hopper))
     for tokens in (5, COUNTED_ROWS // 8 + 16):
         few = shape((tokens, 2816), jnp.bfloat16), shape((tokens, 8), jnp.int32)
-        assert f"{tokens * 8} rows" in str(refuses(*few, 128, hopper))
+        assert f"{tokens * 8} rows" in str(refuses_dispatch(*few, 128, hopper))
     assert "16 programs" in str(
-        refuses(shape((16, 256), jnp.bfloat16), shape((16, 8), jnp.int32), 4096, hopper)
+        refuses_dispatch(shape((16, 256), jnp.bfloat16), shape((16, 8), jnp.int32), 4096, hopper)
     )
     with pytest.raises(ValueError, match="float32"):
         kernel_dispatch(jnp.zeros((16, D)), jnp.zeros((16, 8), jnp.int32), E, interpreted())

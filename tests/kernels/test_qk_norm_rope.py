@@ -9,15 +9,14 @@ import pytest
 
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.device import target
-from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.qk_norm_rope import (
+from mercury_jax.kernels.fused_norms import (
     HeadFactors,
     Projections,
     kernel_norm_rope_write,
-    norm_rope_write,
-    refuses,
+    refuses_heads,
 )
-from mercury_jax.models.layers import rope_table
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.models.rope import norm_rope_write, rope_table
 
 B, S = 2, 11
 
@@ -61,7 +60,7 @@ def check(ours, want):
 )
 def test_the_kernel_equals_the_plain_computation(width, heads, groups, tokens, own_values):
     args = drawn(width, heads, groups, tokens, own_values)
-    ours = jax.jit(lambda: kernel_norm_rope_write(*args, 1e-6, interpreted()))()
+    ours = jax.jit(lambda: kernel_norm_rope_write(norm_rope_write, *args, 1e-6, interpreted()))()
     check(ours, norm_rope_write(*args, 1e-6))
     written = np.zeros((B, S), bool)
     for row, slots in enumerate(np.asarray(args[4])):
@@ -75,7 +74,7 @@ def test_the_kernel_equals_the_plain_computation(width, heads, groups, tokens, o
 def test_a_token_with_nan_changes_no_other():
     x, *rest = drawn(256, 2, 1, 4)
     broken = x._replace(q=x.q.at[0, 2].set(jnp.nan), k=x.k.at[0, 2].set(jnp.nan))
-    run = jax.jit(lambda x: kernel_norm_rope_write(x, *rest, 1e-6, interpreted()))
+    run = jax.jit(lambda x: kernel_norm_rope_write(norm_rope_write, x, *rest, 1e-6, interpreted()))
     (q, (k, v)), (want, (keys, values)) = run(broken), run(x)
     others = np.arange(4) != 2
     assert np.isnan(np.asarray(q, np.float32)[0, 2]).all()
@@ -97,7 +96,7 @@ def test_its_gradient_is_that_of_the_plain_computation():
         )
         return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2)))(x, factors, kv))
 
-    ours = gradient(functools.partial(kernel_norm_rope_write, device=interpreted()))
+    ours = gradient(functools.partial(kernel_norm_rope_write, norm_rope_write, device=interpreted()))
     for a, b in zip(ours, gradient(norm_rope_write), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
@@ -105,18 +104,20 @@ def test_its_gradient_is_that_of_the_plain_computation():
 
 def test_the_kernel_names_what_it_refuses():
     hopper, (x, _, table, kv, _) = target("sm_90a"), drawn(256, 4, 2, 3)
-    assert refuses(x, table, kv, hopper) is None
-    assert "sm_90a" in str(refuses(x, table, kv)) and "sm_90a" in str(
-        refuses(x, table, kv, target("sm_100a"))
+    assert refuses_heads(x, table, kv, hopper) is None
+    assert "sm_90a" in str(refuses_heads(x, table, kv)) and "sm_90a" in str(
+        refuses_heads(x, table, kv, target("sm_100a"))
     )
-    assert "Int8Vectors" in str(refuses(x, table, tuple(map(quantise_int8, kv)), hopper))
+    assert "Int8Vectors" in str(refuses_heads(x, table, tuple(map(quantise_int8, kv)), hopper))
     wide = jax.tree.map(lambda y: y.astype(jnp.float32), (x, table, kv))
-    assert "float32" in str(refuses(*wide, hopper))
-    assert "float32" in str(refuses(wide[0], table, kv, hopper))
-    assert "head size is 128" in str(refuses(jax.tree.map(lambda y: y[..., :128], x), table, kv, hopper))
+    assert "float32" in str(refuses_heads(*wide, hopper))
+    assert "float32" in str(refuses_heads(wide[0], table, kv, hopper))
+    assert "head size is 128" in str(
+        refuses_heads(jax.tree.map(lambda y: y[..., :128], x), table, kv, hopper)
+    )
     many = x._replace(q=jnp.zeros((B, 3, 64, 256), jnp.bfloat16))
-    assert "64 query heads" in str(refuses(many, table, kv, hopper))
+    assert "64 query heads" in str(refuses_heads(many, table, kv, hopper))
     half = tuple(y[..., :64] for y in table)
-    assert "64 pairs" in str(refuses(x, half, kv, hopper))
+    assert "64 pairs" in str(refuses_heads(x, half, kv, hopper))
     with pytest.raises(ValueError, match="sm_90a"):
-        kernel_norm_rope_write(*drawn(256, 4, 2, 3), 1e-6)
+        kernel_norm_rope_write(norm_rope_write, *drawn(256, 4, 2, 3), 1e-6)

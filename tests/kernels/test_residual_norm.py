@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels.device import target
-from mercury_jax.kernels.dispatch import ExpertOutputs, combine
+from mercury_jax.kernels.fused_norms import Residual, kernel_residual_norms, refuses_residual
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.kernels.quantised_rows import kernel_quantise_rows, quantise_rows
-from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms, refuses, residual_norms
+from mercury_jax.kernels.routing import ExpertOutputs, combine
+from mercury_jax.models.norms import residual_norms
 
 
 def drawn(width, case, dtype=jnp.float32):
@@ -38,7 +39,7 @@ def drawn(width, case, dtype=jnp.float32):
 def test_the_kernel_equals_the_plain_computation(case, dtype):
     args = drawn(512, case, dtype)
     want_sum, want = residual_norms(*args, 1e-6)
-    total, found = jax.jit(lambda: kernel_residual_norms(*args, 1e-6, device=interpreted()))()
+    total, found = jax.jit(lambda: kernel_residual_norms(residual_norms, *args, 1e-6, device=interpreted()))()
     # The sums of squares are added in another order: a few numbers round to a neighbour.
     for a, b in zip(jax.tree.leaves((total, found)), jax.tree.leaves((want_sum, want)), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -59,7 +60,9 @@ def rounded_alike(got, want):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_rows_are_rounded_as_the_plain_computation_rounds_the_norm(dtype):
     x, residual, factors = drawn(256, "a norm")
-    run = lambda rounded: kernel_residual_norms(x, residual, factors, 1e-6, interpreted(), rounded)
+    run = lambda rounded: kernel_residual_norms(
+        residual_norms, x, residual, factors, 1e-6, interpreted(), rounded
+    )
     total, found = jax.jit(lambda: run((dtype, None, dtype)))()
     same, norms = jax.jit(lambda: run(()))()
     np.testing.assert_array_equal(total, same)
@@ -69,7 +72,9 @@ def test_rows_are_rounded_as_the_plain_computation_rounds_the_norm(dtype):
     with pytest.raises(ValueError, match="quantise is .*dynamic"):
         jax.eval_shape(
             jax.grad(
-                lambda x: kernel_residual_norms(x, residual, [], 1e-6, interpreted(), (dtype,))[0].sum()
+                lambda x: kernel_residual_norms(
+                    residual_norms, x, residual, [], 1e-6, interpreted(), (dtype,)
+                )[0].sum()
             ),
             x,
         )
@@ -92,7 +97,9 @@ def test_the_outputs_of_experts_are_summed_as_the_plain_sum_is():
     assert isinstance(outputs, ExpertOutputs)
     weights = outputs.weights.at[1, 0].set(jnp.nan)  # as of a token that chose no expert
     outputs = outputs._replace(rows=outputs.rows.at[outputs.rank[0, 2, 1]].set(jnp.nan), weights=weights)
-    run = lambda y: kernel_residual_norms(0 * x, Residual((y,), (None,)), [], 1e-6, interpreted())
+    run = lambda y: kernel_residual_norms(
+        residual_norms, 0 * x, Residual((y,), (None,)), [], 1e-6, interpreted()
+    )
     total, none = jax.jit(run)(outputs)
     total, want = (np.asarray(y, np.float32) for y in (total, combine(outputs)))
     assert none == []
@@ -111,7 +118,7 @@ def test_its_gradient_is_that_of_the_plain_computation(case):
         back = lambda *args: jax.vjp(lambda *args: run(*args, 1e-6), *args)[1](given)
         return jax.tree.leaves(jax.jit(back)(x, residual, factors))
 
-    ours = gradient(lambda *args: kernel_residual_norms(*args, device=interpreted()))
+    ours = gradient(lambda *args: kernel_residual_norms(residual_norms, *args, device=interpreted()))
     for a, b in zip(ours, gradient(residual_norms), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         if a.dtype == jax.dtypes.float0:  # of integers
@@ -122,7 +129,7 @@ def test_its_gradient_is_that_of_the_plain_computation(case):
 
 def test_the_kernel_names_what_it_refuses():
     x, hopper = jax.ShapeDtypeStruct((4, 2816), jnp.bfloat16), target("sm_90a")
-    assert refuses(x, hopper) is None
-    assert "sm_90a" in str(refuses(x)) and "sm_90a" in str(refuses(x, target("sm_100a")))
-    assert "float32" in str(refuses(jax.ShapeDtypeStruct((4, 2816), jnp.float32), hopper))
-    assert "2800" in str(refuses(jax.ShapeDtypeStruct((4, 2800), jnp.bfloat16), hopper))
+    assert refuses_residual(x, hopper) is None
+    assert "sm_90a" in str(refuses_residual(x)) and "sm_90a" in str(refuses_residual(x, target("sm_100a")))
+    assert "float32" in str(refuses_residual(jax.ShapeDtypeStruct((4, 2816), jnp.float32), hopper))
+    assert "2800" in str(refuses_residual(jax.ShapeDtypeStruct((4, 2800), jnp.bfloat16), hopper))

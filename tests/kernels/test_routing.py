@@ -7,7 +7,7 @@ import pytest
 
 from mercury_jax.kernels.device import target
 from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.routing import kernel_route, refuses, route
+from mercury_jax.kernels.routing import kernel_route, refuses_route, route
 
 
 @pytest.mark.long
@@ -35,7 +35,7 @@ def test_a_token_with_nan_chooses_no_expert():
 
 def test_the_kernel_names_what_it_refuses():
     logits, hopper = jax.ShapeDtypeStruct((4, 128), jnp.float32), target("sm_90a")
-    assert refuses(logits, 8, hopper) is None
-    assert "sm_90a" in str(refuses(logits, 8))
-    assert "60 experts" in str(refuses(jax.ShapeDtypeStruct((4, 60), jnp.float32), 8, hopper))
-    assert "bfloat16" in str(refuses(jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), 8, hopper))
+    assert refuses_route(logits, 8, hopper) is None
+    assert "sm_90a" in str(refuses_route(logits, 8))
+    assert "60 experts" in str(refuses_route(jax.ShapeDtypeStruct((4, 60), jnp.float32), 8, hopper))
+    assert "bfloat16" in str(refuses_route(jax.ShapeDtypeStruct((4, 128), jnp.bfloat16), 8, hopper))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels.device import target
-from mercury_jax.kernels.dispatch import kernel_dispatch
 from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.routing import kernel_dispatch
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import FORMATS, dequantise as restored, quantise
 

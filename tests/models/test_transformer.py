@@ -10,8 +10,8 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import ModelConfig, RopeScaling
-from mercury_jax.kernels.qk_norm_rope import inverse_rms
-from mercury_jax.models.layers import rms_normalise, rope, rope_frequencies
+from mercury_jax.models.norms import inverse_rms, rms_normalise
+from mercury_jax.models.rope import rope, rope_frequencies
 from mercury_jax.types import PackedPass, Pass
 from tests.tiny import PATTERNS, tiny
 

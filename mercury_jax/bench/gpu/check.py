@@ -36,12 +36,24 @@ from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
-from mercury_jax.kernels.dispatch import ExpertOutputs, dispatch as plain_dispatch, kernel_dispatch
+from mercury_jax.kernels.fused_norms import (
+    HeadFactors,
+    Projections,
+    Residual,
+    kernel_norm_rope_write,
+    kernel_residual_norms,
+)
 from mercury_jax.kernels.hopper import attention as hopper_attention
-from mercury_jax.kernels.qk_norm_rope import HeadFactors, Projections, kernel_norm_rope_write, norm_rope_write
-from mercury_jax.kernels.residual_norm import Residual, kernel_residual_norms, residual_norms
-from mercury_jax.kernels.routing import kernel_route, route
+from mercury_jax.kernels.routing import (
+    ExpertOutputs,
+    dispatch as plain_dispatch,
+    kernel_dispatch,
+    kernel_route,
+    route,
+)
 from mercury_jax.kernels.tuned import AttentionKnobs, GroupedKnobs
+from mercury_jax.models.norms import residual_norms
+from mercury_jax.models.rope import norm_rope_write
 from mercury_jax.models.weight_quant import quantise_rows
 from mercury_jax.types import Device
 
@@ -329,7 +341,7 @@ class NormShape(NamedTuple):
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel beside the plain computation in fp32."""
-        kernel = functools.partial(kernel_residual_norms, eps=1e-6, device=device)
+        kernel = functools.partial(kernel_residual_norms, residual_norms, eps=1e-6, device=device)
 
         def exact(*args: Any) -> Any:
             wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
@@ -432,7 +444,7 @@ class HeadsShape(NamedTuple):
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel beside the plain computation in fp32."""
-        kernel = functools.partial(kernel_norm_rope_write, eps=1e-6, device=device)
+        kernel = functools.partial(kernel_norm_rope_write, norm_rope_write, eps=1e-6, device=device)
 
         def exact(*args: Any) -> Any:
             wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a

@@ -14,9 +14,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.kernels.fused_norms import HeadFactors, KVArrays, Projections, Table
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.hopper.tile_loop import query_block
-from mercury_jax.kernels.qk_norm_rope import HeadFactors, KVArrays, Projections, Table
 from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
@@ -35,7 +35,7 @@ def run(
     eps: float,
     device: Device | None = None,
 ) -> tuple[Float[Array, "B T H K"], KVArrays]:
-    """Computes `kernels.qk_norm_rope.norm_rope_write`."""
+    """Computes `kernels.fused_norms.norm_rope_write`."""
     (batch, tokens, heads, width), groups = x.q.shape, x.k.shape[2]
     per_group, count = heads // groups, batch * tokens
     # XLA computes the projections as one product, of which this concatenation is the whole: it reads no copies.

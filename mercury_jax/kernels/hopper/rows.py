@@ -18,10 +18,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels.dispatch import THREADS, ExpertOutputs, offsets_each
+from mercury_jax.kernels.fused_norms import Residual
 from mercury_jax.kernels.hopper import registers
 from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, quantised, row_scale
-from mercury_jax.kernels.residual_norm import Residual
+from mercury_jax.kernels.routing import THREADS, ExpertOutputs, offsets_each
 from mercury_jax.kernels.tracing import traced_once
 from mercury_jax.types import Device
 
@@ -38,7 +38,7 @@ def residual_norms(
     rounded: tuple[Any, ...] = (),
     device: Device | None = None,
 ) -> tuple[Float[Array, "M D"], list[Rows]]:
-    """Computes `kernels.residual_norm.residual_norms`."""
+    """Computes `kernels.fused_norms.residual_norms`."""
     interpret = None if device is None else device.interpret
     inputs, structure = jax.tree.flatten((x, residual, factors))
     like: Any = lambda dtype: jax.ShapeDtypeStruct(x.shape, dtype)
@@ -182,7 +182,7 @@ def route(
 def dispatch(
     x: Rows, expert: Int[Array, "N k"], count: int, device: Device | None = None
 ) -> tuple[Rows, Int[Array, "N k"], Int[Array, "offsets"]]:
-    """Computes `kernels.dispatch.dispatch`."""
+    """Computes `kernels.routing.dispatch`."""
     parts, structure = jax.tree.flatten(x)  # values and scales, or one array
     (tokens, width), active = parts[0].shape, expert.shape[1]
     size, each = tokens * active, offsets_each(tokens, count)
