@@ -12,7 +12,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs site links notebooks colab parity wheel windows hashes sbom lm-eval browser clients load fuzz chaos deviceless setup clean
+.PHONY: help demo test test-all lint types docs site links notebooks colab parity wheel windows hashes sbom lm-eval browser clients load fuzz chaos multihost deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -21,16 +21,16 @@ demo: $(VENV)/.all  ## watch the embedded model turn noise into an answer
 	@$(BIN)/mercury demo $(ARGS)
 
 test: $(VENV)/.test  ## run the quick tests; ARGS="-k sample --jaxtyping" goes to pytest
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not slow" $(ARGS)
 
 test-all: $(VENV)/.test  ## run the long and the slow tests too
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev  ## formatting, lint and who imports whom, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh tests/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh qa/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
 
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -42,16 +42,16 @@ docs: $(VENV)/.docs  ## the site, in docs/_build/html; a warning is an error
 # -E: a build that only reads changed pages forgets by which phrases the others are found.
 site: $(VENV)/.docs $(VENV)/.browser  ## the site in a Chromium: what searches find, widths, links; CHROMIUM=/path/to/one
 	@$(MAKE) --no-print-directory docs ARGS=-E
-	$(BIN)/python -m pytest tests/browser/site_leg.py
+	$(BIN)/python -m pytest qa/browser/site_leg.py
 
 links: $(VENV)/.docs  ## links to other sites; needs the network
 	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links
 
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
-	$(BIN)/python tests/hub/parity/released.py $(ARGS)
-	$(BIN)/python tests/hub/parity/written.py $(ARGS)
-	$(if $(ARGS),,$(BIN)/python tests/hub/parity/mutated.py)
-	$(if $(ARGS),,$(BIN)/python tests/hub/parity/finetuned.py)
+	$(BIN)/python qa/parity/released.py $(ARGS)
+	$(BIN)/python qa/parity/written.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python qa/parity/mutated.py)
+	$(if $(ARGS),,$(BIN)/python qa/parity/finetuned.py)
 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUESTIONS=128 for a long one
 	@set -- colab/*.ipynb; \
@@ -60,13 +60,13 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUE
 
 COLAB ?= python3.12
 colab: $(VENV)/.dev  ## the notebooks as Colab runs them: an empty environment of Python 3.12 each, and their first cell; ARGS=quickstart for one
-	$(BIN)/python tests/colab_leg.py --python $(COLAB) --constraints constraints-newest.txt $(ARGS)
+	$(BIN)/python qa/colab_leg.py --python $(COLAB) --constraints constraints-newest.txt $(ARGS)
 
 lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
-	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest tests/evaluate/harness_leg.py $(ARGS)
+	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest qa/harness_leg.py $(ARGS)
 
 wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, chat, serve
-	tests/wheel.sh $(BIN)/python $(CONSTRAINTS)
+	qa/wheel.sh $(BIN)/python $(CONSTRAINTS)
 
 hashes: $(RELEASE)/.ready  ## constraints-hashed.txt again, after constraints.txt changed
 	$(RELEASE)/bin/uv pip compile -q --generate-hashes --universal --python-version 3.11 --no-emit-index-url --no-header \
@@ -90,26 +90,29 @@ sbom: $(RELEASE)/.ready  ## dist/mercury_jax.cdx.json: what the library brings a
 	@echo "dist/mercury_jax.cdx.json"
 
 browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
-	$(BIN)/python -m pytest tests/browser $(ARGS)
+	$(BIN)/python -m pytest qa/browser $(ARGS)
 
 clients: $(VENV)/.test $(CLIENTS)/.openai3 $(CLIENTS)/.openai2 $(CLIENTS)/.node  ## clients of others at a real server
-	$(BIN)/python -m tests.clients.run $(CLIENTS) $(ARGS)
+	$(BIN)/python -m qa.clients.run $(CLIENTS) $(ARGS)
 
 LOAD ?= 1000
 load: $(VENV)/.test  ## LOAD clients at a real server (LOAD=60 for a short form)
-	MERCURY_LOAD=$(LOAD) $(BIN)/python -m pytest tests/load $(ARGS)
+	MERCURY_LOAD=$(LOAD) $(BIN)/python -m pytest qa/load $(ARGS)
 
 FUZZ ?= 1000
 fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## FUZZ hostile requests of each kind (FUZZ=40 for a short form)
 	MERCURY_FUZZ=$(FUZZ) MERCURY_SCHEMATHESIS=$(abspath $(CLIENTS))/fuzz/bin/schemathesis \
-	  $(BIN)/python -m pytest tests/fuzz $(ARGS)
+	  $(BIN)/python -m pytest qa/fuzz $(ARGS)
 
 KILLS ?= 100
 chaos: $(VENV)/.test  ## kill a training run KILLS times, also during saves and exports, and compare its parameters with an undisturbed run's
-	MERCURY_CHAOS=$(KILLS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
+	MERCURY_CHAOS=$(KILLS) $(BIN)/python -m pytest -s qa/chaos $(ARGS)
+
+multihost: $(VENV)/.test  ## training in several processes: layouts, failures, another number of processes after a stop
+	$(BIN)/python -m pytest -n 2 --dist loadfile qa/multihost $(ARGS)
 
 deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that are not here; ARGS="-k h200"
-	MERCURY_DEVICELESS=$${MERCURY_DEVICELESS:-1} $(DEVICELESS)/bin/python -m pytest tests/deviceless $(ARGS)
+	$(DEVICELESS)/bin/python -m pytest qa/deviceless $(ARGS)
 
 setup: $(VENV)/.core  ## only make the environment
 
@@ -177,13 +180,13 @@ $(DEVICELESS)/.ready: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 # What others wrote stays out of our own environment, each with the versions that it asks for.
-$(CLIENTS)/.%: tests/clients/requirements-%.txt
+$(CLIENTS)/.%: qa/clients/requirements-%.txt
 	@echo "Installing the clients of $*"
 	@$(PYTHON) -m venv $(CLIENTS)/$*
 	@$(CLIENTS)/$*/bin/python -m pip install -qq --disable-pip-version-check -r $<
 	@touch $@
 
-$(CLIENTS)/.node: tests/clients/node/package.json
+$(CLIENTS)/.node: qa/clients/node/package.json
 	@echo "Installing the clients for Node"
 	@mkdir -p $(CLIENTS)/node
 	@cp $< $(CLIENTS)/node/

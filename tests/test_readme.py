@@ -222,7 +222,7 @@ def url(lm):
     """The address of a server of the embedded model, started by the first page that asks it."""
     from mercury_jax.serve.engine.engine import Engine
     from mercury_jax.serve.engine.request import EngineConfig
-    from tests.browser.conftest import Served
+    from tests.serve.playground.served import Served
 
     with Served(Engine(lm, EngineConfig(slots=1, programs="one", rules=()))) as served:
         yield served.url.rstrip("/")

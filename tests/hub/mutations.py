@@ -1,6 +1,6 @@
 """Mutations of config.json: small random checkpoints whose config.json differs from a plain one in a key or two.
 
-Read by `tests/hub/test_family.py`, and by `tests/hub/parity/mutated.py`, where transformers computes the logits.
+Read by `tests/hub/test_family.py`, and by `qa/parity/mutated.py`, where transformers computes the logits.
 The weights come from a seed, so only the logits are committed. torch is not needed here.
 """
 

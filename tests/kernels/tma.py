@@ -13,7 +13,7 @@ here, for every `copy_gmem_to_smem` and `copy_smem_to_gmem` with the coordinates
 - A store from untiled memory to contiguous elements is a bulk copy: addresses and size are multiples of 16 bytes.
 
 Left out: what lowering and ptxas refuse by themselves (more than 5 axes after unit axes are dropped, registers, the
-size of shared memory; tests/deviceless), multicast, gathers, predicates, asynchrony (the order of copies, barriers
+size of shared memory; qa/deviceless), multicast, gathers, predicates, asynchrony (the order of copies, barriers
 and fences), and the address of shared memory as a whole, which Mosaic aligns to 1,024 bytes.
 """
 

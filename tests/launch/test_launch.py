@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost import jobs
+from tests.training import jobs
 
 yaml = pytest.importorskip("yaml")
 

@@ -119,7 +119,7 @@ def wrong_pins(text):
 
 
 def test_01_26_packages_are_pinned_to_safe_versions():
-    lists = [*ROOT.glob("constraints*.txt"), *(ROOT / "tests").rglob("requirements*.txt")]
+    lists = [*ROOT.glob("constraints*.txt"), *(ROOT / "qa").rglob("requirements*.txt")]
     assert {path.name for path in lists} >= {"constraints.txt", "constraints-newest.txt"}
     for path in lists:
         assert len(path.read_text().splitlines()) > 5 and wrong_pins(path.read_text()) == [], path.name

@@ -1,4 +1,4 @@
-"""Laws of a job of several processes that need no other process; tests/multihost has the real ones."""
+"""Laws of a job of several processes that need no other process; qa/multihost has the real ones."""
 
 import json
 import threading

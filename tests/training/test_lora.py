@@ -22,9 +22,9 @@ from mercury_jax.training.lora import LoraConfig
 from mercury_jax.training.recipe import MeshConfig
 from mercury_jax.types import LoraWeight
 from tests.marks import slow_except
-from tests.multihost.jobs import begin, codes
 from tests.tiny import tiny
 from tests.training import tiny_training
+from tests.training.jobs import begin, codes
 from tests.training.tiny_checkpoints import chats, checkpoint, losses, recipe
 
 KEY = jax.random.key(0)
