@@ -2,7 +2,7 @@
 # A deeper environment holds the shallower one: core < all (what README.md shows) < test < dev.
 PYTHON      ?= python3
 VENV        ?= .venv
-CONSTRAINTS ?= constraints.txt
+CONSTRAINTS ?= constraints/default.txt
 ARGS        ?=
 CLIENTS     ?= .venv-clients
 DEVICELESS  ?= .venv-deviceless
@@ -60,7 +60,7 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUE
 
 COLAB ?= python3.12
 colab: $(VENV)/.dev  ## the notebooks as Colab runs them: an empty environment of Python 3.12 each, and their first cell; ARGS=quickstart for one
-	$(BIN)/python qa/colab_leg.py --python $(COLAB) --constraints constraints-newest.txt $(ARGS)
+	$(BIN)/python qa/colab_leg.py --python $(COLAB) --constraints constraints/newest.txt $(ARGS)
 
 lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
 	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest qa/harness_leg.py $(ARGS)
@@ -68,13 +68,13 @@ lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
 wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, chat, serve
 	qa/wheel.sh $(BIN)/python $(CONSTRAINTS)
 
-hashes: $(RELEASE)/.ready  ## constraints-hashed.txt again, after constraints.txt changed
+hashes: $(RELEASE)/.ready  ## constraints/hashed.txt again, after constraints/default.txt changed
 	$(RELEASE)/bin/uv pip compile -q --generate-hashes --universal --python-version 3.11 --no-emit-index-url --no-header \
-	  --no-annotate --extra serve --extra hub --extra plot -c $(CONSTRAINTS) -o constraints-hashed.txt pyproject.toml
+	  --no-annotate --extra serve --extra hub --extra plot -c $(CONSTRAINTS) -o constraints/hashed.txt pyproject.toml
 
 # By the tags of wheels, and by what each package asks for on Windows; nothing is installed.
 windows: $(RELEASE)/.ready  ## an installation on Windows finds a wheel of every package, for the oldest and the newest versions
-	@for pair in 3.11:$(CONSTRAINTS) 3.13:constraints-newest.txt; do \
+	@for pair in 3.11:$(CONSTRAINTS) 3.13:constraints/newest.txt; do \
 	  $(RELEASE)/bin/uv pip compile -q --python-platform x86_64-pc-windows-msvc --python-version "$${pair%%:*}" --only-binary :all: \
 	    --no-emit-index-url --no-header --no-annotate --extra serve --extra hub --extra plot -c "$${pair#*:}" \
 	    -o $(RELEASE)/windows.txt pyproject.toml >/dev/null || exit 1; \
@@ -84,7 +84,7 @@ windows: $(RELEASE)/.ready  ## an installation on Windows finds a wheel of every
 # From the hashes, so what is listed is what they install.
 sbom: $(RELEASE)/.ready  ## dist/mercury_jax.cdx.json: what the library brings along, for machines (CycloneDX)
 	@rm -rf $(RELEASE)/runtime && $(PYTHON) -m venv $(RELEASE)/runtime && mkdir -p dist
-	$(RELEASE)/runtime/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r constraints-hashed.txt
+	$(RELEASE)/runtime/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r constraints/hashed.txt
 	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o dist/mercury_jax.cdx.json \
 	  $(RELEASE)/runtime/bin/python
 	@echo "dist/mercury_jax.cdx.json"

@@ -8,7 +8,8 @@ import pytest
 
 yaml = pytest.importorskip("yaml")
 
-GKE = Path(__file__).resolve().parents[1] / "launch" / "gke"
+ROOT = Path(__file__).resolve().parents[1]
+GKE = ROOT / "launch" / "gke"
 FILES = sorted(file for file in GKE.glob("*.yaml") if "train" not in file.name)
 
 
@@ -132,3 +133,11 @@ def test_all_selectors_match_the_same_pods(kinds, container, pod):
     assert mounts == {v["name"] for v in pod["volumes"]}
     gpu = "nvidia.com/gpu"
     assert container["resources"]["requests"][gpu] == container["resources"]["limits"][gpu]
+
+
+def test_the_image_is_built_from_nothing_but_what_the_dockerfile_copies():
+    copied = re.findall(r"^COPY (.+) \./\S*$", (GKE / "Dockerfile").read_text(), re.MULTILINE)
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines and {line[1:] for line in lines if line.startswith("!")} == set(
+        " ".join(copied).split()
+    )

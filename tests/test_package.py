@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # A build writes into the folder that it builds, so it builds a copy; what git ignores and tests/ is not needed for it.
-PARTS = ("mercury_jax", "configs", "launch", "colab")
+PARTS = ("mercury_jax", "configs", "constraints", "launch", "colab")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,8 @@ def test_the_wheel_holds_the_recipes_the_model_and_every_module(built):
 def test_the_source_distribution_holds_what_the_commands_of_the_readme_name(built):
     with tarfile.open(built[1]) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
-    assert files("configs", "launch", "colab", "mercury_jax") <= names
-    assert {"constraints.txt", "constraints-newest.txt", "Makefile", "README.md", "setup.py"} <= names
+    assert files(*PARTS) <= names
+    assert {"Makefile", "README.md", "setup.py"} <= names
 
 
 def test_the_unpacked_wheel_writes_a_recipe_where_no_clone_is_at_hand(built, tmp_path):
@@ -62,6 +63,14 @@ def test_the_unpacked_wheel_writes_a_recipe_where_no_clone_is_at_hand(built, tmp
     said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (said.returncode, said.stdout) == (0, "mine.py\n"), said.stderr
     assert 'name="mine"' in (tmp_path / "mine.py").read_text()
+
+
+def pinned(file: str) -> dict[str, str]:
+    """The versions in a file of `constraints/`."""
+    lines = (line.partition("==") for line in (ROOT / "constraints" / file).read_text().splitlines())
+    return {
+        name.lower().replace("_", "-"): version.partition(" ")[0] for name, _, version in lines if version
+    }
 
 
 SERVE = """
@@ -131,17 +140,23 @@ def test_a_folder_of_the_same_name_does_not_hide_the_installation(tmp_path):
     assert (done.returncode, done.stdout) == (0, "nano\n"), done.stderr
 
 
+def test_a_dependency_may_be_one_minor_version_newer_than_the_newest_that_is_tested():
+    newest = pinned("newest.txt")
+    for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        found = re.fullmatch(r"([\w-]+)>=[\d.]+,<(\d+)\.(\d+)", requirement)
+        assert found, requirement
+        major, minor = map(int, newest[found[1]].split(".")[:2])
+        assert (int(found[2]), int(found[3])) == (major, minor + 2), requirement
+
+
 def test_every_pinned_version_of_an_installation_has_hashes():
-    pinned = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        name, _, version = line.partition("==")
-        pinned[name.lower().replace("_", "-")] = version.partition(" ")[0]
-    text = (ROOT / "constraints-hashed.txt").read_text()
+    versions = pinned("default.txt")
+    text = (ROOT / "constraints/hashed.txt").read_text()
     entries = re.findall(r"^([\w.-]+)==([^ ]+)(.*(?:\n    .*)+)", text, re.MULTILINE)
     assert len(entries) == len(re.findall(r"^\w", text, re.MULTILINE)) > 60
     for name, version, rest in entries:
         assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", rest)) >= 1, name
-        # Those that only another platform or Python needs are not in the environment that constraints.txt describes.
-        if name in pinned or ";" not in rest:
-            assert pinned[name] == version, f"{name}: run `make hashes`"
+        # Those that only another platform or Python needs are not in the environment that default.txt describes.
+        if name in versions or ";" not in rest:
+            assert versions[name] == version, f"{name}: run `make hashes`"
     assert "://" not in text  # from whichever index the user has

@@ -44,7 +44,7 @@ gcloud compute tpus tpu-vm scp "$archive" "$name":mercury.tar.gz --zone="$zone" 
 rm -f "$archive"
 on_all_hosts "sudo mkdir -p /runs && { mountpoint -q /runs || sudo mount -t nfs -o vers=3 '$nfs' /runs; }"
 on_all_hosts "mkdir -p mercury && tar -xzf mercury.tar.gz -C mercury && cd mercury && make setup &&
-  .venv/bin/pip install -q 'jax[tpu]' -c constraints.txt"
+  .venv/bin/pip install -q 'jax[tpu]' -c constraints/default.txt"
 
 # JAX finds the other hosts of the slice by itself. `printf %q` carries the words through the remote shell as they are.
 on_all_hosts "cd mercury && .venv/bin/mercury train $(printf '%q ' "$@") --distributed --resume"
