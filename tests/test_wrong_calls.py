@@ -33,23 +33,6 @@ def test_a_wrong_call_is_refused_in_words_before_any_compute(call, said):
     assert answer(call, said) == ""
 
 
-def test_there_are_hundreds_of_them_for_every_public_function():
-    assert len(CASES) >= 560
-    functions = {
-        "sample",
-        "stream",
-        "infill",
-        "edit",
-        "score",
-        "logits",
-        "load",
-        "mesh",
-        "train",
-        "from_function",
-    }
-    assert functions <= {group.split(":")[0] for group in WRONG}
-
-
 def fails_inside():
     raise refuse("x", 3, "4")
 
@@ -71,13 +54,8 @@ def test_the_check_finds_calls_that_are_not_refused_in_words(call, found):
 
 
 def test_the_models_of_the_wrong_calls_are_right_ones():
-    for call in (
-        wrong_calls.stream,
-        wrong_calls.infill,
-        wrong_calls.edit,
-        wrong_calls.score,
-        wrong_calls.logits,
-    ):
+    for name in ("stream", "infill", "edit", "score", "logits"):
+        call = getattr(wrong_calls, name)
         assert answer(lambda call=call: list(call()), "") == "a pass was traced before the call was refused"
     assert wrong_calls.recipe().name == "wrong" and mj.sample(
         wrong_calls.own(), [1], max_tokens=2
