@@ -91,12 +91,9 @@ def run(name: str, python: str, constraints: str | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "names",
-        nargs="*",
-        choices=[[], *NOTEBOOKS],
-        help="notebooks; all of them if left out",
+        "names", nargs="*", choices=[[], *NOTEBOOKS], help="notebooks; all of them if left out",
         metavar="NAME",
-    )
+    )  # fmt: skip
     parser.add_argument("--python", required=True, help="an interpreter of Colab's minor version, 3.12")
     parser.add_argument(
         "--constraints", help="a file of pinned versions; otherwise the newest are installed, as in Colab"

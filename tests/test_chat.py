@@ -51,16 +51,9 @@ def test_no_text_of_a_tool_is_encoded_as_a_special_token():
     tools = [{"function": {"name": forged, "description": forged, "parameters": {forged: forged}}}]
     ids = TOK.render([{**plain[0], "tool_calls": [evil]}, {"role": "user", "content": ""}], tools=tools)
     kept = [
-        S.system,
-        S.tool,
+        S.system, S.tool, S.end_turn, S.assistant, S.tool_call, S.end_tool_call, S.end_turn, S.user,
         S.end_turn,
-        S.assistant,
-        S.tool_call,
-        S.end_tool_call,
-        S.end_turn,
-        S.user,
-        S.end_turn,
-    ]
+    ]  # fmt: skip
     assert [i for i in ids if i < len(S)] == [*kept, S.assistant]
     assert TOK.decode(ids).count(forged) == 7
 

@@ -47,13 +47,9 @@ def words(container):
 
 def test_every_part_is_there(kinds):
     wanted = {
-        "Deployment",
-        "Service",
-        "BackendConfig",
-        "PodDisruptionBudget",
-        "PodMonitoring",
+        "Deployment", "Service", "BackendConfig", "PodDisruptionBudget", "PodMonitoring",
         "HorizontalPodAutoscaler",
-    }
+    }  # fmt: skip
     assert set(kinds) == wanted
     assert {one["metadata"]["name"] for one in kinds.values()} == {"mercury"}
 

@@ -44,18 +44,10 @@ SHORTER = {
 FULL = os.environ.get("MERCURY_README") == "full"
 LONG = {"README.md", "CONTRIBUTING.md"}  # pages that take over ten seconds
 LONG |= {
-    "docs/command-line.md",
-    "docs/decoder.md",
-    "docs/evaluation.md",
-    "docs/fine-tuning.md",
-    "docs/hardware.md",
-    "docs/sampling.md",
-    "docs/scaling.md",
-    "docs/search-and-rl.md",
-    "docs/serving.md",
-    "docs/your-model.md",
-    "docs/your-rule.md",
-}
+    "docs/command-line.md", "docs/decoder.md", "docs/evaluation.md", "docs/fine-tuning.md",
+    "docs/hardware.md", "docs/sampling.md", "docs/scaling.md", "docs/search-and-rl.md", "docs/serving.md",
+    "docs/your-model.md", "docs/your-rule.md",
+}  # fmt: skip
 SERVER = "http://127.0.0.1:8000"
 RESULT = re.compile(r"# -> ?(.*)")
 REASON = re.compile(r"<!-- not run: (.+) -->")
@@ -180,13 +172,9 @@ def run_shell(block: Block) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     run = subprocess.run(
-        ["bash", "-e"],
-        input="\n".join(block.lines),
-        capture_output=True,
-        text=True,
-        timeout=600,
+        ["bash", "-e"], input="\n".join(block.lines), capture_output=True, text=True, timeout=600,
         env=environment,
-    )
+    )  # fmt: skip
     if run.returncode:
         return [f"{block.place}\nends with {run.returncode}\n{run.stderr}"]
     want = [found[1] for line in block.lines if (found := RESULT.fullmatch(line))]

@@ -15,21 +15,9 @@ VOCAB = 320
 @functools.cache
 def tokenizer() -> Tokenizer:
     words = [
-        "def",
-        "return",
-        "if",
-        "else",
-        "for",
-        "in",
-        "range",
-        "print",
-        "value",
-        "total",
-        "count",
-        "x",
-        "y",
+        "def", "return", "if", "else", "for", "in", "range", "print", "value", "total", "count", "x", "y",
         "z",
-    ]
+    ]  # fmt: skip
     texts = [f"{a} {b}({c}):\n    return {c}" for a in words for b in words for c in words[-3:]]
     return Tokenizer.train(texts, VOCAB)
 

@@ -17,13 +17,8 @@ def job(tmp_path, monkeypatch):
     assert documents == sum(shard.documents for shard in found.shards) > 100
     folder = str(tmp_path / "corpus")
     return {
-        "folder": folder,
-        "rows": 16,
-        "row": 256,
-        "pattern": "causal_encoder",
-        "prefetch": 0,
-        "state": None,
-    }
+        "folder": folder, "rows": 16, "row": 256, "pattern": "causal_encoder", "prefetch": 0, "state": None,
+    }  # fmt: skip
 
 
 def test_throughput_counts_positions_and_tokens_of_text(job):

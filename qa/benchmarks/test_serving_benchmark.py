@@ -184,12 +184,9 @@ def test_records_have_every_figure_and_the_fewest_clients_are_the_baseline():
 def test_an_agent_counts_calls_with_invalid_arguments():
     assert serving_runs.run_tool({"name": "multiply", "arguments": '{"a": 2, "b": 3}'}) == 6
     bad = [
-        ("add", "{"),
-        ("add", '{"a": 1}'),
-        ("add", '{"a": "x", "b": 1}'),
-        ("none", '{"a": 1, "b": 1}'),
+        ("add", "{"), ("add", '{"a": 1}'), ("add", '{"a": "x", "b": 1}'), ("none", '{"a": 1, "b": 1}'),
         ("add", "3"),
-    ]
+    ]  # fmt: skip
     assert [serving_runs.run_tool({"name": name, "arguments": text}) for name, text in bad] == [None] * len(
         bad
     )
@@ -254,19 +251,9 @@ def test_the_command_refuses_bad_input(argv, words, capsys):
 def test_the_command_prints_what_a_running_server_reaches(tmp_path, capsys):
     talker.count = 0
     argv = [
-        "--concurrency",
-        "1",
-        "2",
-        "--requests",
-        "2",
-        "--turns",
-        "1",
-        "--rate",
-        "50",
-        "--tasks",
-        "add3",
+        "--concurrency", "1", "2", "--requests", "2", "--turns", "1", "--rate", "50", "--tasks", "add3",
         "--out",
-    ]
+    ]  # fmt: skip
     with scripted_server.apart(talker) as url:
         assert execute(serving.run, ["--url", url, *argv, str(tmp_path / "rows.jsonl")]) == 0
     told = capsys.readouterr().out.splitlines()

@@ -43,13 +43,8 @@ def test_a_trace_of_markup_is_shown_as_text(page, scripted):
     open_page(page, served)
     frame = {"forwards": 1, "start": 0, "n": 1, "ms": 1, "step": EVIL, "cells": [[0, 7, EVIL, 5, 1]]}
     begin = {
-        "model": EVIL + "\u202e",
-        "block": 1,
-        "max_tokens": 1,
-        "thinking": 0,
-        "before": EVIL,
-        "after": EVIL,
-    }
+        "model": EVIL + "\u202e", "block": 1, "max_tokens": 1, "thinking": 0, "before": EVIL, "after": EVIL,
+    }  # fmt: skip
     asked = {"kind": EVIL, "messages": [{"role": EVIL, "content": EVIL}], "rule": EVIL}
     end = {"text": EVIL, "finish": EVIL, "tokens": EVIL}
     one = {"request": asked, "start": begin, "frames": [frame], "end": end}

@@ -66,12 +66,8 @@ def test_instant_does_not_think(client):
 
 def test_diffusing_shows_whole_texts_and_ends_in_the_answer(client):
     stream = client.chat.completions.create(
-        model=MODEL,
-        messages=user(SUDOKU),
-        temperature=0,
-        stream=True,
-        diffusing=True,
-    )
+        model=MODEL, messages=user(SUDOKU), temperature=0, stream=True, diffusing=True,
+    )  # fmt: skip
     shown = [
         c.choices[0].delta.content for c in stream if c.choices and c.choices[0].delta.content is not None
     ]

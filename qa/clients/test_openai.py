@@ -114,19 +114,13 @@ def test_parse_takes_ordinary_types(client, name):
 def test_a_tool_that_cannot_be_enforced_is_named_or_checked_afterwards(client):
     tags = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3, "uniqueItems": True}
     schema = {
-        "type": "object",
-        "properties": {"tags": tags},
-        "required": ["tags"],
-        "additionalProperties": False,
-    }
+        "type": "object", "properties": {"tags": tags}, "required": ["tags"], "additionalProperties": False,
+    }  # fmt: skip
     tool: Any = {"type": "function", "function": {"name": "tag", "parameters": schema}}
     ask = {
-        "model": MODEL,
-        "messages": user(SUM),
-        "tools": [PAINT, tool],
-        "max_tokens": 64,
+        "model": MODEL, "messages": user(SUM), "tools": [PAINT, tool], "max_tokens": 64,
         "reasoning_effort": "none",
-    }
+    }  # fmt: skip
     one = {"type": "function", "function": {"name": "tag"}}
     (call,) = client.chat.completions.create(**ask, tool_choice=one).choices[0].message.tool_calls
     assert set(json.loads(call.function.arguments)["tags"]) <= {"a", "b"}
@@ -155,13 +149,9 @@ def test_a_schema_that_cannot_be_guaranteed_is_refused_with_the_reason(client):
 def test_a_tool_is_called_and_its_result_is_read(client):
     messages = user(SUM)
     said = client.chat.completions.create(
-        model=MODEL,
-        messages=messages,
-        tools=[ADD],
-        tool_choice="required",
-        parallel_tool_calls=False,
+        model=MODEL, messages=messages, tools=[ADD], tool_choice="required", parallel_tool_calls=False,
         max_tokens=96,
-    )
+    )  # fmt: skip
     (call,) = said.choices[0].message.tool_calls
     assert said.choices[0].finish_reason == "tool_calls" and call.function.name == "add"
     numbers = json.loads(call.function.arguments)

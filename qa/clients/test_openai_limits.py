@@ -88,13 +88,9 @@ def test_from_warming_up_to_the_end_of_a_locked_server():
 
 def _ends_while_it_streams(client, server) -> None:
     stream = client.completions.create(
-        model=MODEL,
-        prompt="import os\n",
-        max_tokens=96,
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, prompt="import os\n", max_tokens=96, stream=True, stream_options={"include_usage": True},
         **ENDLESS,
-    )
+    )  # fmt: skip
     first = next(iter(stream))
     codes: list[int] = []
     ending = threading.Thread(target=lambda: codes.append(server.end()))

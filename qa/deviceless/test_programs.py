@@ -120,18 +120,9 @@ def test_the_command_prints_one_object(capsys):
 def test_a_plan_of_two_models_for_two_chips_compiles_or_says_why_not(tmp_path, capsys):
     file = tmp_path / "plan.jsonl"
     words = [
-        "bench",
-        "compile",
-        "plan",
-        "mercury-100m",
-        BIG,
-        "--for",
-        "l4,v5e-1",
-        "--context",
-        "1k",
-        "--out",
+        "bench", "compile", "plan", "mercury-100m", BIG, "--for", "l4,v5e-1", "--context", "1k", "--out",
         str(file),
-    ]
+    ]  # fmt: skip
     assert main([*words, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["model"], r["for"]) for r in rows] == [

@@ -90,17 +90,9 @@ def _replaced(draw, data):
 def _renamed(draw, data):
     """A value stands under another name, too."""
     names = (
-        "n",
-        "stop",
-        "tools",
-        "seed",
-        "messages",
-        "max_tokens",
-        "response_format",
-        "extra_body",
-        "x" * 300,
+        "n", "stop", "tools", "seed", "messages", "max_tokens", "response_format", "extra_body", "x" * 300,
         "",
-    )
+    )  # fmt: skip
     value, places = _read(data)
     places = [place for place in places if isinstance(place[0], dict)]
     if not places:

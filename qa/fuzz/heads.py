@@ -43,17 +43,9 @@ MORE = [
 ]  # fmt: skip
 VERSIONS = [b"HTTP/1.1"] * 6 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"http/1.1", b"", b"HTTP/1.1 x"]
 BODIES = [
-    BODY,
-    BODY,
-    BODY,
-    b"",
-    b"{}",
-    BODY[:20],
-    b"5\r\nhello\r\n0\r\n\r\n",
-    b"zz\r\n\r\n",
-    b"ffffffffffffffff\r\n",
-    BODY * 2,
-]
+    BODY, BODY, BODY, b"", b"{}", BODY[:20], b"5\r\nhello\r\n0\r\n\r\n", b"zz\r\n\r\n",
+    b"ffffffffffffffff\r\n", BODY * 2,
+]  # fmt: skip
 
 
 def odd(draw):

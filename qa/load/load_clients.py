@@ -13,18 +13,8 @@ from mercury_jax import tasks
 
 MODEL = "nano"
 NAMES = (
-    "read",
-    "close",
-    "parse",
-    "total",
-    "sorted_by",
-    "test_",
-    "match",
-    "encode",
-    "find",
-    "walk",
-    "is_open",
-)
+    "read", "close", "parse", "total", "sorted_by", "test_", "match", "encode", "find", "walk", "is_open",
+)  # fmt: skip
 
 
 def requests(count, max_tokens=40, frames=False, **more):

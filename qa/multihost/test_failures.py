@@ -66,14 +66,9 @@ def test_an_error_in_one_process_alone_ends_the_other(root):
     for place, index in ((root, 0), (other, 1)):
         job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
         argv = [
-            "train",
-            str(place / "recipe.py"),
-            "--out",
-            str(root / "apart"),
-            "--distributed",
-            "--mesh.data",
+            "train", str(place / "recipe.py"), "--out", str(root / "apart"), "--distributed", "--mesh.data",
             "2",
-        ]
+        ]  # fmt: skip
         workers.append(
             subprocess.Popen(
                 [sys.executable, "-m", "mercury_jax", *argv],

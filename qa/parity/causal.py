@@ -49,12 +49,9 @@ def qwen3_moe() -> tuple[Any, Any]:
 def llama3() -> tuple[Any, Any]:
     """Scaled as Llama 3.1 is, with an original context so short that every branch of the scaling is used."""
     scaling = dict(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=32,
-    )
+    )  # fmt: skip
     config = LlamaConfig(
         **(SIZES | dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)), **rope(1e4, **scaling)
     )

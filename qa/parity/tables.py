@@ -63,15 +63,8 @@ def rows() -> list[str]:
         ids = ", ".join(f"`{x}`" for x in family.checkpoints[:3])
         whole = "exact" if any((GOLDENS / n / "generation.safetensors").exists() for n in names) else ""
         cells = (
-            family.name,
-            ids,
-            noise,
-            alignment,
-            block,
-            f"{worst:.1e}",
-            f"{own:.1e}",
-            whole,
-        )
+            family.name, ids, noise, alignment, block, f"{worst:.1e}", f"{own:.1e}", whole,
+        )  # fmt: skip
         out.append(f"| {' | '.join(cells)} |")
     return out
 

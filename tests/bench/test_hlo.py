@@ -22,11 +22,8 @@ def test_a_program_compiled_for_a_cpu_is_counted():
     module = hlo.parse(jax.jit(program).lower(x, w).compile().as_text())
     assert hlo.products(module) == 5 * 2 * (2 * 16 * 32 * 64) / 4
     assert hlo.collectives(module)["all-reduce"] == {
-        "count": 5,
-        "bytes": 5 * 16 * 32 * 4,
-        "per_pass": 5,
-        "in_layers": 0,
-    }
+        "count": 5, "bytes": 5 * 16 * 32 * 4, "per_pass": 5, "in_layers": 0,
+    }  # fmt: skip
 
 
 def test_each_sum_of_a_shard_map_is_counted():
@@ -92,12 +89,8 @@ def test_counts_of_a_text_agree_with_those_made_by_hand():
     big = hlo.largest(module)
     assert big[0]["shape"] == "f32[64,1024]" and big[0]["op"] == "custom-call" and big[0]["count"] == 1
     assert {
-        "shape": "bf16[4,16]",
-        "bytes": 128,
-        "count": 1,
-        "op": "fusion",
-        "of": "jit(f)/block_*/dot",
-    } in big
+        "shape": "bf16[4,16]", "bytes": 128, "count": 1, "op": "fusion", "of": "jit(f)/block_*/dot",
+    } in big  # fmt: skip
 
 
 TPU = """HloModule jit_f, is_scheduled=true

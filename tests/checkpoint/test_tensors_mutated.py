@@ -64,17 +64,9 @@ VALUES = (  # what a field, or one number of a list, is replaced by
     *("[" + "1," * 70 + "1]", "[" + "0," * 9000 + "0]", " 3", "\t[2,\n3 ]", "\xa03", "\ufeff3", "é"),
 )
 NAMES = (
-    '"a"',
-    '"b"',
-    '"__metadata__"',
-    '""',
-    '"\\u0061"',
-    '"\\udc00"',
-    '"\x00"',
-    '"a',
-    "a",
+    '"a"', '"b"', '"__metadata__"', '""', '"\\u0061"', '"\\udc00"', '"\x00"', '"a', "a",
     '"' + "n" * 20_000 + '"',
-)
+)  # fmt: skip
 
 
 def original(path):

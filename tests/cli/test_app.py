@@ -27,12 +27,9 @@ def kept(when, **environ):
     clean = {k: v for k, v in os.environ.items() if k not in (app.CACHE, "JAX_COMPILATION_CACHE_DIR")}
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, when],
-        capture_output=True,
-        text=True,
-        env=clean | {"PYTHONPATH": root} | environ,
-        check=True,
-    )
+        [sys.executable, "-c", SCRIPT, when], capture_output=True, text=True,
+        env=clean | {"PYTHONPATH": root} | environ, check=True,
+    )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -40,24 +40,12 @@ def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
 @pytest.mark.long
 def test_several_answers_to_a_prompt_end_before_their_stop_text(at_hand, capsys):
     call = [
-        "sample",
-        "def f",
-        "x = 1",
-        "--model",
-        at_hand,
-        "--max-tokens",
-        "12",
-        "--json",
-        "--temperature",
-        "1",
-    ]
+        "sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--json", "--temperature", "1",
+    ]  # fmt: skip
     whole = objects(capsys, *call, "--n", "2")
     assert [(r["prompt"], r["seed"], r["batch"]) for r in whole] == [
-        (0, 0, 4),
-        (0, 1, 4),
-        (1, 2, 4),
-        (1, 3, 4),
-    ]
+        (0, 0, 4), (0, 1, 4), (1, 2, 4), (1, 3, 4),
+    ]  # fmt: skip
     stop = next(r["text"][3:5] for r in whole if len(r["text"]) > 4)
     cut = objects(capsys, *call, "--n", "2", "--stop", stop, "--stop", "never in it")
     assert [r["text"] for r in cut] == [r["text"].partition(stop)[0] for r in whole]

@@ -75,17 +75,8 @@ def test_info_lists_it_and_sample_decodes_with_it(mercury, folder):
 @pytest.mark.slow
 def test_serve_decodes_with_it(mercury, folder):
     words = (
-        "--rule",
-        "my_rules:every_second",
-        "--share",
-        "0.0",
-        "--slots",
-        "1",
-        "--context",
-        "64",
-        "--port",
-        "0",
-    )
+        "--rule", "my_rules:every_second", "--share", "0.0", "--slots", "1", "--context", "64", "--port", "0",
+    )  # fmt: skip
     process = mercury("serve", *words, "--model", folder)
     said = ""
     while "ready in" not in said:

@@ -85,11 +85,8 @@ def test_the_command_serves_every_model_by_its_name(served, folder, capsys):
     client = TestClient(server.config.app, base_url="http://localhost")
     listed = client.get("/v1/models").json()["data"]
     assert {one["id"]: one["context_length"] for one in listed} == {
-        "nano": 512,
-        "tiny": 128,
-        "mine": 128,
-        "best": 128,
-    }
+        "nano": 512, "tiny": 128, "mine": 128, "best": 128,
+    }  # fmt: skip
     said = capsys.readouterr().err
     assert "nano, tiny, mine at http://" in said and "mine: 8 slots of 128 tokens: " in said
     assert client.get("/ready").status_code == 503
@@ -97,19 +94,9 @@ def test_the_command_serves_every_model_by_its_name(served, folder, capsys):
 
 def test_options_hold_for_every_model(served, folder):
     words = [
-        "--slots",
-        "2",
-        "--queue",
-        "3",
-        "--context",
-        "64",
-        "--kv",
-        "int8",
-        "--rule",
-        "threshold",
-        "--p",
+        "--slots", "2", "--queue", "3", "--context", "64", "--kv", "int8", "--rule", "threshold", "--p",
         "0.8",
-    ]
+    ]  # fmt: skip
     for engine in served("--model", "nano", "--model", folder, *words).engines:
         assert (engine.config.slots, engine.config.queue, engine.context) == (2, 3, 64)
         cache = jax.eval_shape(lambda model=engine.lm.model: model.empty_cache(1, 64))

@@ -194,16 +194,9 @@ def bd3lm(folder: Path) -> dict[str, Any]:
 def duo(folder: Path) -> dict[str, Any]:
     """`generate_samples` of duo's trainer_base.py with the posterior of its algo.py: ancestral, greedy tail, psi."""
     stub(
-        "hydra",
-        "hydra.utils",
-        "lightning",
-        "torchmetrics",
-        "dataloader",
-        "metrics",
-        "models",
-        "utils",
+        "hydra", "hydra.utils", "lightning", "torchmetrics", "dataloader", "metrics", "models", "utils",
         "fsspec",
-    )
+    )  # fmt: skip
     sys.path.insert(0, str(folder / "duo"))
     base, algo = importlib.import_module("trainer_base"), importlib.import_module("algo")
     net, found = network(folder, "duo"), {}

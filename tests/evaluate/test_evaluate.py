@@ -175,12 +175,8 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
     with pytest.raises(ValueError, match="UTF-8"):
         evaluate.run(lm, "add3", file=tmp_path / "bytes.jsonl")
     wrong: list[dict[str, Any]] = [
-        dict(limit=0),
-        dict(batch=True),
-        dict(max_tokens=-1),
-        dict(limit=2.5),
-        dict(seed=-1),
-    ]
+        dict(limit=0), dict(batch=True), dict(max_tokens=-1), dict(limit=2.5), dict(seed=-1),
+    ]  # fmt: skip
     for bad in wrong:
         with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
             evaluate.run(lm, "add3", **bad)

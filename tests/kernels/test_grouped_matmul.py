@@ -251,16 +251,10 @@ def test_rows_of_8_bits_are_multiplied_as_what_they_stand_for(kind, gated):
     act = jax.nn.silu if gated else None
     run = jax.jit(
         lambda: grouped_matmul.grouped_matmul(
-            rows.values,
-            w,
-            offsets_of(sizes),
-            scale,
-            row_scale=rows.scale,
-            act=act,
-            dtype=jnp.float32,
+            rows.values, w, offsets_of(sizes), scale, row_scale=rows.scale, act=act, dtype=jnp.float32,
             device=interpreted(),
         )
-    )
+    )  # fmt: skip
     y = plain(wide(rows.values) * wide(rows.scale)[:, None], w, sizes, scale)[0]
     want = jax.nn.silu(y[:, :64]) * y[:, 64:] if gated else y
     close(run(), want, 1e-5)

@@ -101,16 +101,9 @@ def test_slurm_trains_on_two_nodes(root):
     # Options of sbatch, in its documentation.
     options = re.findall(r"^#SBATCH --([a-z-]+)", SCRIPTS[0].read_text(), re.MULTILINE)
     known = {
-        "job-name",
-        "nodes",
-        "ntasks-per-node",
-        "gpus-per-node",
-        "exclusive",
-        "mem",
-        "time",
-        "requeue",
+        "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time", "requeue",
         "signal",
-    }
+    }  # fmt: skip
     assert set(options) == known | {"output"}
 
 
@@ -254,18 +247,11 @@ def test_a_tpu_slice_is_made_used_by_all_hosts_and_deleted(root):
 # Of `xpk workload create --help`.
 XPK_FLAGS = {
     *(
-        "workload",
-        "cluster",
-        "zone",
-        "project",
-        "tpu-type",
-        "num-slices",
-        "docker-image",
-        "storage",
+        "workload", "cluster", "zone", "project", "tpu-type", "num-slices", "docker-image", "storage",
         "max-restarts",
     ),
     *("restart-on-exit-codes", "termination-grace-period-seconds", "command"),
-}
+}  # fmt: skip
 
 
 def test_xpk_gets_the_command_as_it_was_typed(root):

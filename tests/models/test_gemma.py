@@ -246,12 +246,8 @@ def test_logits_stay_under_the_cap(full):
 def test_layers_with_shared_keys_have_none_of_their_own(full):
     has = lambda i: sorted(full.params[f"block_{i}"]["attention"])
     assert has(0) == ["k", "k_norm", "o", "q", "q_norm", "v"] and has(1) == [
-        "k",
-        "k_norm",
-        "o",
-        "q",
-        "q_norm",
-    ]
+        "k", "k_norm", "o", "q", "q_norm",
+    ]  # fmt: skip
     assert has(2) == ["o", "q", "q_norm"] and [FULL.source(i) for i in range(3)] == [0, 1, 0]
     assert [full.params[f"block_{i}"]["mlp"]["gate"]["w"].shape[1] for i in range(3)] == [24, 24, 40]
     assert [kv.k.shape for kv in full.model.empty_cache(2, 9)] == [(2, 9, 2, 8), (2, 9, 1, 12)]

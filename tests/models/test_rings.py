@@ -98,14 +98,11 @@ def test_answers_are_those_of_a_cache_with_a_slot_for_every_position(name, tempe
 @pytest.mark.parametrize(
     "options",
     [
-        dict(kv="int8"),
-        dict(sampler=mj.rules.wino()),
-        dict(sampler=mj.rules.blind_editing()),
-        dict(plan=mj.Plan(block=64)),
-        dict(guidance=1.5, negative=["x", "y"]),
+        dict(kv="int8"), dict(sampler=mj.rules.wino()), dict(sampler=mj.rules.blind_editing()),
+        dict(plan=mj.Plan(block=64)), dict(guidance=1.5, negative=["x", "y"]),
     ],
     ids=["int8", "wino", "blind_editing", "block 64", "guidance"],
-)
+)  # fmt: skip
 def test_rings_suit_quantised_keys_leave_one_out_masks_other_blocks_and_guidance(fp64, options):
     options = dict(options)
     kind = options.pop("kv", None)

@@ -10,14 +10,9 @@ from mercury_jax.types import RowLayout, RowPieces
 
 EOS, PAD = 3, 0
 CASES = [
-    ("bidirectional", 8),
-    ("causal_encoder", 8),
-    ("block_causal", 8),
-    ("causal_encoder", 1),
-    ("causal", 8),
-    ("causal, filled", 8),
-    ("autoregressive", 1),
-]
+    ("bidirectional", 8), ("causal_encoder", 8), ("block_causal", 8), ("causal_encoder", 1), ("causal", 8),
+    ("causal, filled", 8), ("autoregressive", 1),
+]  # fmt: skip
 
 
 def document_layout(pattern: str, block: int) -> DocumentLayout:

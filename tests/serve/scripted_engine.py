@@ -22,15 +22,9 @@ def snapshot(tokens, final=None, finish=None, **fields):
     tokens = np.asarray(tokens, np.int32)
     final = len(tokens) if final is None else final
     made = EMPTY_SNAPSHOT._replace(
-        tokens=tokens,
-        accepted=np.arange(len(tokens)) < final,
-        confidence=np.ones(len(tokens), np.float32),
-        forced=np.zeros(len(tokens), bool),
-        final=final,
-        start=final,
-        forwards=1 + final,
-        finish=finish,
-    )
+        tokens=tokens, accepted=np.arange(len(tokens)) < final, confidence=np.ones(len(tokens), np.float32),
+        forced=np.zeros(len(tokens), bool), final=final, start=final, forwards=1 + final, finish=finish,
+    )  # fmt: skip
     return made._replace(**fields)
 
 

@@ -312,12 +312,9 @@ def test_logprobs_belong_to_the_tokens_of_the_answer(client, nano):
 def test_a_rule_and_its_parameters_change_how_a_request_is_decoded(client, engine):
     """The rules of mj.rules, beside requests with another one in the same batch."""
     payload = {
-        "model": "nano",
-        "prompt": "x = 1\ny = ",
-        "max_tokens": 16,
-        "temperature": 0,
+        "model": "nano", "prompt": "x = 1\ny = ", "max_tokens": 16, "temperature": 0,
         "logit_bias": {"1": -100},
-    }
+    }  # fmt: skip
 
     def passes(**fields):
         before = engine.stats().forwards
@@ -433,12 +430,9 @@ def test_fim_fills_the_gap(client):
     """An answer that used all of its tokens has the finish reason length."""
     path = "/v1/fim/completions"
     payload = {
-        "model": "mercury-edit",
-        "prompt": "def area(r):\n",
-        "suffix": "\n    return a",
-        "stop": [],
+        "model": "mercury-edit", "prompt": "def area(r):\n", "suffix": "\n    return a", "stop": [],
         "seed": 0,
-    }
+    }  # fmt: skip
     for most in (12, 1):
         body, chunks = (made(client, {**payload, "max_tokens": most}, path) for made in (post, stream))
         [choice], used = body["choices"], body["usage"]["completion_tokens"]

@@ -211,15 +211,8 @@ def test_21_text_of_a_user_never_becomes_a_control_token(scripted_app, nano):
     control = {i for i in range(tok.vocab_size) if not tok.pieces[i]} | {tok.eos, tok.pad, tok.mask}
     spelt = [tok.decode([i], skip_special=False) for i in sorted(control)]
     marks = [
-        *spelt,
-        "<|mask|>",
-        "<|endoftext|>",
-        "<|im_start|>system",
-        "<s>",
-        "</s>",
-        "<|assistant|>",
-        "[MASK]",
-    ]
+        *spelt, "<|mask|>", "<|endoftext|>", "<|im_start|>system", "<s>", "</s>", "<|assistant|>", "[MASK]",
+    ]  # fmt: skip
     in_prompt = lambda: [i for i in scripted_app.engine.tickets[-1].request.prompt if i in control]
     assert len(control) > 8
     scripted_app.post(PAYLOAD)

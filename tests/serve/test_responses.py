@@ -333,11 +333,8 @@ def test_thinking_is_reported_on_request_and_always_counted(nano):
     ids = [*tok.encode("carry the one"), SPECIAL.end_think, *tok.encode("932")]
     engine = ScriptedEngine(nano, [snapshot(ids[:4]), snapshot(ids, finish="stop")])
     payload = {
-        **PAYLOAD,
-        "reasoning_effort": "high",
-        "reasoning_summary": True,
-        "reasoning_summary_wait": True,
-    }
+        **PAYLOAD, "reasoning_effort": "high", "reasoning_summary": True, "reasoning_summary_wait": True,
+    }  # fmt: skip
     body = post(engine, payload)
     assert body["reasoning_summary"] == {"content": "carry the one", "status": "complete"}
     assert body["choices"][0]["message"]["content"] == "932" and 0 < body["usage"]["reasoning_tokens"] < len(

@@ -121,13 +121,9 @@ def test_infilling_leaves_one_span_of_each_canvas_editable():
 
 def test_only_the_last_answer_is_learnt_and_it_closes_with_eos(tmp_path):
     said = [
-        ("system", "s"),
-        ("user", "q"),
-        ("assistant", "old"),
-        ("user", "r"),
-        ("assistant", "new"),
+        ("system", "s"), ("user", "q"), ("assistant", "old"), ("user", "r"), ("assistant", "new"),
         ("user", "z"),
-    ]
+    ]  # fmt: skip
     messages = [{"role": role, "content": content} for role, content in said]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}))
     row = next(build(data.mixture((data.chat(f"{tmp_path}/c.jsonl"), 1)), rows=1, row=64, prefetch=0))
@@ -179,14 +175,9 @@ def test_no_folder_is_read_twice_through_links(tmp_path, monkeypatch):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name)
     links = {
-        "a/b/up": "..",
-        "a/b/self": ".",
-        "a/c": "b",
-        "a/out": "../other",
-        "link": "a",
-        "a/loop": "loop",
+        "a/b/up": "..", "a/b/self": ".", "a/c": "b", "a/out": "../other", "link": "a", "a/loop": "loop",
         "a/b/l.txt": "l.txt",
-    }
+    }  # fmt: skip
     for link, target in links.items():
         os.symlink(target, link)
     texts = lambda pattern: sorted(text for _, text in data.text(pattern).documents("train"))

@@ -95,28 +95,12 @@ def test_forty_steps_on_chats_lower_the_loss_and_leave_the_base_as_it_is(base, t
 def test_a_packaged_recipe_runs_on_a_folder_and_a_file(base, tmp_path, family, capsys):
     folder, lines = base(family)
     argv = [
-        "train",
-        RECIPES[family],
-        "--init",
-        str(folder),
-        "--chats",
-        str(lines),
-        "--out",
+        "train", RECIPES[family], "--init", str(folder), "--chats", str(lines), "--out",
         str(tmp_path / "run"),
-    ]
+    ]  # fmt: skip
     argv += [
-        "--steps",
-        "2",
-        "--batch",
-        "4",
-        "--row",
-        "128",
-        "--mesh.fsdp",
-        "1",
-        "--mesh.data",
-        "-1",
-        "--json",
-    ]
+        "--steps", "2", "--batch", "4", "--row", "128", "--mesh.fsdp", "1", "--mesh.data", "-1", "--json",
+    ]  # fmt: skip
     assert cli.main(argv) == 0, capsys.readouterr().err
     said = json.loads(capsys.readouterr().out)
     lm, first = mj.load(said["model"]), hub.config_of(folder)

@@ -47,14 +47,8 @@ def train(tmp_path_factory):
 
     def start(out, *options):
         words = [
-            "train",
-            folder / "recipe.py",
-            "--out",
-            out,
-            "--tokenizer",
-            folder / "tokenizer.model",
-            *options,
-        ]
+            "train", folder / "recipe.py", "--out", out, "--tokenizer", folder / "tokenizer.model", *options,
+        ]  # fmt: skip
         call = [
             sys.executable,
             "-c",

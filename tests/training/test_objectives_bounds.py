@@ -44,13 +44,8 @@ BOUNDS = {
     "hybrid, posterior": (gidd_elbo(posterior=True), "hybrid", POSTERIOR),
 }
 SLOW = {name for name in BOUNDS if "cosine" in name or "posterior" in name} | {
-    "llada",
-    "complementary",
-    "hybrid",
-    "hybrid, half uniform",
-    "hybrid, no uniform",
-    "score entropy",
-}
+    "llada", "complementary", "hybrid", "hybrid, half uniform", "hybrid, no uniform", "score entropy",
+}  # fmt: skip
 
 
 @pytest.mark.long
@@ -126,13 +121,10 @@ def test_gradients_equal_finite_differences(name):
 @pytest.mark.parametrize(
     ("kind", "posterior"),
     [
-        ("absorbing", False),
-        ("uniform", False),
-        ("uniform", True),
-        ("hybrid", False),
+        ("absorbing", False), ("uniform", False), ("uniform", True), ("hybrid", False),
         ("hybrid, no uniform", False),
     ],
-)
+)  # fmt: skip
 def test_score_is_the_likelihood_under_every_kind_of_noise(kind, posterior):
     model, corruption = markov.exact(kind, posterior)
     lm = dataclasses.replace(
@@ -354,13 +346,10 @@ def test_several_canvases_score_as_each_of_them_alone():
     key, objective = jax.random.key(3), diffusion_gemma(encoder=0.0, self_condition=0.0, least=0.499999)
     noised = lambda data: (
         noise.corrupt(
-            jax.random.split(key, 3)[1],
-            corruption,
-            data.tokens,
-            jnp.full(data.tokens.shape, 0.5),
+            jax.random.split(key, 3)[1], corruption, data.tokens, jnp.full(data.tokens.shape, 0.5),
             data.editable,
         ).xt
-    )
+    )  # fmt: skip
     xt = noised(whole)
     hidden = parts.denoise(model, params, whole, xt)
     logits = model.head(params, hidden)

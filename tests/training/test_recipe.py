@@ -137,14 +137,9 @@ def test_a_value_that_is_wrong_exits_with_2_and_words(argv, capsys):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("steps", 0),
-        ("accumulate", 3),
-        ("ema", 1.0),
-        ("name", "a/b"),
-        ("seed", -1),
-        ("keep", 0),
+        ("steps", 0), ("accumulate", 3), ("ema", 1.0), ("name", "a/b"), ("seed", -1), ("keep", 0),
     ],
-)
+)  # fmt: skip
 def test_fields_that_make_no_sense_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value!r}; allowed"):
         tiny.config("x", **{field: value})

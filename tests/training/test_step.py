@@ -176,11 +176,8 @@ def test_weight_decay_spares_norms(kind):
 def test_weight_decay_is_for_matrices():
     layers = {"scale": jnp.ones((3, 4)), "w": jnp.ones((3, 4)), "tau": jnp.ones(4), "bias": jnp.ones((3, 4))}
     assert optim.decayed({"layers": layers})["layers"] == {
-        "scale": False,
-        "w": True,
-        "tau": False,
-        "bias": False,
-    }
+        "scale": False, "w": True, "tau": False, "bias": False,
+    }  # fmt: skip
     assert optim.decayed({"ln1_scale": jnp.ones((3, 4)), "mlp_bias": jnp.ones((3, 4))}) == {
         "ln1_scale": False,
         "mlp_bias": False,

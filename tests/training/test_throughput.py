@@ -37,18 +37,10 @@ def test_of_experts_only_the_active_ones_count():
 
 def test_peaks_are_those_of_the_chips_that_are_compiled_for():
     kinds = {
-        "t4": "Tesla T4",
-        "l4": "NVIDIA L4",
-        "a100": "NVIDIA A100-SXM4-80GB",
-        "rtx5090": "NVIDIA GeForce RTX 5090",
-        "h100": "NVIDIA H100 80GB HBM3",
-        "h200": "NVIDIA H200",
-        "b200": "NVIDIA B200",
-        "v4": "TPU v4",
-        "v5e": "TPU v5 lite",
-        "v5p": "TPU v5",
-        "v6e": "TPU v6 lite",
-    }
+        "t4": "Tesla T4", "l4": "NVIDIA L4", "a100": "NVIDIA A100-SXM4-80GB",
+        "rtx5090": "NVIDIA GeForce RTX 5090", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200",
+        "b200": "NVIDIA B200", "v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite",
+    }  # fmt: skip
     assert {name: peak_flops(kind) for name, kind in kinds.items()} == {
         n: c.flops for n, c in chips.ALL.items()
     }

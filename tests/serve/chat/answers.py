@@ -85,16 +85,9 @@ def snapshot(
     sure = np.arange(len(ids)) < final if accepted is None else np.asarray(accepted, bool)
     nothing = np.zeros(len(ids))
     return Snapshot(
-        np.asarray(ids, np.int32),
-        sure,
-        nothing.astype(np.float32),
-        nothing.astype(bool),
-        final,
-        final,
-        1,
-        0,
+        np.asarray(ids, np.int32), sure, nothing.astype(np.float32), nothing.astype(bool), final, final, 1, 0,
         finish,
-    )
+    )  # fmt: skip
 
 
 def snapshots(ids: list[int], rng: random.Random, vocab: int) -> list[Snapshot]:

@@ -255,19 +255,9 @@ def _mutate(rng: random.Random, value) -> None:
         del value[key]
     else:
         odd = [
-            None,
-            True,
-            3,
-            -1.5,
-            "",
-            "x",
-            "http://localhost/x.png",
-            "<|system|>",
-            [],
-            {},
-            [{}],
+            None, True, 3, -1.5, "", "x", "http://localhost/x.png", "<|system|>", [], {}, [{}],
             {"type": "text"},
-        ]
+        ]  # fmt: skip
         value[key] = rng.choice(odd)
 
 

@@ -174,12 +174,9 @@ def test_calls_are_understood_in_all_their_forms(written: str, arguments: str):
 def test_a_malformed_call_is_content(written: str):
     made = parser(tools=True)
     ids = [
-        *TOK.encode("so: "),
-        SPECIAL.tool_call,
-        *TOK.encode(written),
-        SPECIAL.end_tool_call,
+        *TOK.encode("so: "), SPECIAL.tool_call, *TOK.encode(written), SPECIAL.end_tool_call,
         *TOK.encode(" x"),
-    ]
+    ]  # fmt: skip
     sent = answers.joined(
         [made.feed(answers.snapshot(ids, n)) for n in range(0, len(ids) + 1, 1 + len(ids) // 90)]
     )

@@ -103,11 +103,8 @@ def test_a_users_rule_is_offered_beside_the_default_ones_if_it_can_share_the_pro
     assert set(offered[1:]) == {"cheap", *DEFAULT_RULES["absorbing"]} - {offered[0]}
     # A rule that reads the logits of every position, and any other of the package, is offered where it is named.
     assert rule_set(lm, ("costly", "slow_fast", "cheap")).names == (
-        offered[0],
-        "slow_fast",
-        "cheap",
-        "costly",
-    )
+        offered[0], "slow_fast", "cheap", "costly",
+    )  # fmt: skip
     assert rule_set(lm, ()).names == offered[:1]
     for name in ("expand", "wino", "predictor_corrector", "autoregressive", "nothing"):
         with pytest.raises(ValueError, match="rules"):

@@ -237,12 +237,9 @@ def test_each_model_has_its_own_info_stream_and_tokens(lm):
         infos = {
             name: json.loads(ask(f"{url}info{query}")[2])
             for name, query in (
-                ("", ""),
-                ("nano", "?model=nano"),
-                ("mine", "?model=mine"),
-                ("mercury", "?model=mercury"),
+                ("", ""), ("nano", "?model=nano"), ("mine", "?model=mine"), ("mercury", "?model=mercury"),
             )
-        }
+        }  # fmt: skip
         assert infos[""] == infos["nano"] == infos["mercury"] != infos["mine"]
         assert infos["mine"]["models"] == infos["nano"]["models"] == ["nano", "mine"]
         assert (infos["mine"]["context"], infos["mine"]["block"], infos["mine"]["turns"]) == (128, 8, True)
