@@ -212,21 +212,17 @@ def test_greedy_answers_are_told_apart():
 
 @pytest.mark.parametrize(
     "arguments, told",
-    [
-        ({"rule": "treshold"}, "threshold is the nearest"),
-        ({"rule": "threshold", "q": 1}, "argument of threshold is 'q'"),
-        ({"stepz": 3}, "no further arguments without rule="),
-        ({"preset": "dreem"}, "dream is the nearest"),
-        ({"preset": "dream", "gen_length": 8}, "argument of dream is 'gen_length'"),
-        ({"preset": "dream", "block": 8}, "block is 8; allowed: nothing beside preset=dream"),
-        ({"preset": "dream", "alg": "entropi"}, "alg is 'entropi'"),
-        ({"preset": "dream", "max_gen_toks": 64}, "max_gen_toks is 64; allowed: nothing beside preset=dream"),
-        ({"preset": "llada", "cfg_scale": 0.5, "guidance": 1.0}, "guidance is 1.0; allowed: 0 beside"),
-        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
-        ({"guidance": "much"}, "guidance is 'much'"),
-        ({"batch_size": "auto"}, "batch_size is 'auto'"),
-    ],
-)
+    [({"rule": "treshold"}, "threshold is the nearest"),
+     ({"rule": "threshold", "q": 1}, "argument of threshold is 'q'"),
+     ({"stepz": 3}, "no further arguments without rule="), ({"preset": "dreem"}, "dream is the nearest"),
+     ({"preset": "dream", "gen_length": 8}, "argument of dream is 'gen_length'"),
+     ({"preset": "dream", "block": 8}, "block is 8; allowed: nothing beside preset=dream"),
+     ({"preset": "dream", "alg": "entropi"}, "alg is 'entropi'"),
+     ({"preset": "dream", "max_gen_toks": 64}, "max_gen_toks is 64; allowed: nothing beside preset=dream"),
+     ({"preset": "llada", "cfg_scale": 0.5, "guidance": 1.0}, "guidance is 1.0; allowed: 0 beside"),
+     ({"max_gen_toks": 0}, "max_gen_toks is 0"), ({"guidance": "much"}, "guidance is 'much'"),
+     ({"batch_size": "auto"}, "batch_size is 'auto'")],
+)  # fmt: skip
 def test_arguments_are_refused_before_the_model_loads(arguments, told):
     with pytest.raises(ValueError, match=told):
         MercuryModel("no/such/model", **arguments)

@@ -29,13 +29,9 @@ def test_every_public_name_is_there_and_no_other():
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "first",
-    [
-        "",
-        "from mercury_jax.training import data; ",
-        "import mercury_jax.api; ",
-        "import mercury_jax.hub.load; ",
-    ],
-)
+    ["", "from mercury_jax.training import data; ", "import mercury_jax.api; ",
+     "import mercury_jax.hub.load; "],
+)  # fmt: skip
 def test_load_and_train_are_functions_whatever_was_imported_before(first):
     code = "import mercury_jax as mj; from mercury_jax.training import loop; print(mj.load.__name__, mj.train.__name__)"
     said = subprocess.run(

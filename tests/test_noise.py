@@ -93,14 +93,10 @@ def test_times_are_uniform_and_every_run_of_them_is_spread_evenly():
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [
-        (lambda: NoiseConfig(kind="gaussian"), "kind"),
-        (lambda: NoiseConfig(schedule="sine"), "schedule"),
-        (lambda: noise.polynomial(0.0), "power"),
-        (lambda: noise.hybrid(VOCAB, MASK, 1.0), "share"),
-        (lambda: noise.uniform(3, forbidden=(0, 1, 2)), "forbidden"),
-    ],
-)
+    [(lambda: NoiseConfig(kind="gaussian"), "kind"), (lambda: NoiseConfig(schedule="sine"), "schedule"),
+     (lambda: noise.polynomial(0.0), "power"), (lambda: noise.hybrid(VOCAB, MASK, 1.0), "share"),
+     (lambda: noise.uniform(3, forbidden=(0, 1, 2)), "forbidden")],
+)  # fmt: skip
 def test_bad_noise_is_refused_by_name(make, named):
     with pytest.raises(ValueError, match=named):
         make()
@@ -115,21 +111,14 @@ def test_configs_build_the_noise_that_they_name():
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
-    [
-        (lambda t: t, r"alpha\(0\) is 0 and must be 1"),
-        (lambda t: 1.0 - 0.5 * t, r"alpha\(1\) is 0.5 and must be 0"),
-        (lambda t: (1.0 - t) * (1.0 + 2.0 * t), "alpha rises from 1 to .* after t = 0;"),
-        (lambda t: 1.0 - float(t), "Write it with operators and jax.numpy"),
-        (lambda t: jnp.sum(1.0 - t), "schedule is not elementwise"),
-        (lambda: 1.0, "schedule is no function"),
-        ((1.0, 0.2, 0.3, 0.0), "alpha rises from 0.2"),
-        (3, "linear, cosine, polynomial, a function"),
-        (
-            dataclasses.make_dataclass("Mutable", [], namespace={"__call__": lambda self, t: 1 - t})(),
-            "frozen=True",
-        ),
-    ],
-)
+    [(lambda t: t, r"alpha\(0\) is 0 and must be 1"),
+     (lambda t: 1.0 - 0.5 * t, r"alpha\(1\) is 0.5 and must be 0"),
+     (lambda t: (1.0 - t) * (1.0 + 2.0 * t), "alpha rises from 1 to .* after t = 0;"),
+     (lambda t: 1.0 - float(t), "Write it with operators and jax.numpy"),
+     (lambda t: jnp.sum(1.0 - t), "schedule is not elementwise"), (lambda: 1.0, "schedule is no function"),
+     ((1.0, 0.2, 0.3, 0.0), "alpha rises from 0.2"), (3, "linear, cosine, polynomial, a function"),
+     (dataclasses.make_dataclass("Mutable", [], namespace={"__call__": lambda self, t: 1 - t})(), "frozen=True")],
+)  # fmt: skip
 def test_a_function_that_is_no_schedule_is_refused(schedule, words):
     with pytest.raises(ValueError, match=words):
         noise.build(NoiseConfig(schedule=schedule), VOCAB, MASK, (0,))

@@ -88,16 +88,13 @@ WHEEL = {"url": "https://files.example/mercury_jax-0.1.0-py3-none-any.whl", "arc
 @pytest.mark.long
 @pytest.mark.parametrize(
     "direct, command",
-    [
-        ("clone", f"pip install -e '{ROOT}[serve]'"),
-        (FOLDER, "pip install 'FOLDER[serve]'"),
-        (GIT, "pip install 'mercury-jax[serve] @ git+https://git.example/a/mercury_jax.git'"),
-        (TAG, "pip install 'mercury-jax[serve] @ git+https://git.example/a/mercury_jax.git@v1'"),
-        (WHEEL, f"pip install 'mercury-jax[serve] @ {WHEEL['url']}'"),
-        (None, "pip install '.[serve]' in the folder that holds mercury_jax's pyproject.toml"),
-    ],
+    [("clone", f"pip install -e '{ROOT}[serve]'"), (FOLDER, "pip install 'FOLDER[serve]'"),
+     (GIT, "pip install 'mercury-jax[serve] @ git+https://git.example/a/mercury_jax.git'"),
+     (TAG, "pip install 'mercury-jax[serve] @ git+https://git.example/a/mercury_jax.git@v1'"),
+     (WHEEL, f"pip install 'mercury-jax[serve] @ {WHEEL['url']}'"),
+     (None, "pip install '.[serve]' in the folder that holds mercury_jax's pyproject.toml")],
     ids=["clone", "folder", "git", "git tag", "wheel", "unknown"],
-)
+)  # fmt: skip
 def test_a_message_about_a_missing_extra_names_how_this_installation_was_made(direct, command, tmp_path):
     folder, site = tmp_path / "a folder", tmp_path / "site"
     (site / "mercury_jax-0.1.0.dist-info").mkdir(parents=True)

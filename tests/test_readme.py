@@ -290,14 +290,10 @@ def test_links_lead_to_files_and_headings(page):
 
 @pytest.mark.parametrize(
     "text, words",
-    [
-        ("```\nmercury info\n```\n", "run it, or say why not"),
-        ("```yaml\na: 1\n```\n", "run it, or say why not"),
-        ("text\n\n    mercury info\n", "fence this block"),
-        ("<!-- not run -->\n```bash\nmercury info\n```\n", "not run: REASON"),
-        ("```python\n1\n", "open"),
-    ],
-)
+    [("```\nmercury info\n```\n", "run it, or say why not"),
+     ("```yaml\na: 1\n```\n", "run it, or say why not"), ("text\n\n    mercury info\n", "fence this block"),
+     ("<!-- not run -->\n```bash\nmercury info\n```\n", "not run: REASON"), ("```python\n1\n", "open")],
+)  # fmt: skip
 def test_a_block_that_is_neither_run_nor_marked_is_found(text, words):
     with pytest.raises(AssertionError, match=words):
         blocks_of(text)

@@ -151,13 +151,10 @@ def test_an_example_splits_into_thinking_and_answer(tok: Tokenizer, thinking: st
 
 @pytest.mark.parametrize(
     ("messages", "words"),
-    [
-        ([], "messages: "),
-        ([{"role": "user", "content": ""}, {"role": "boss", "content": ""}], r"messages\[1\].role: 'boss'"),
-        ([{"role": "user"}], r"messages\[0\].content: None"),
-        (["hello"], r"messages\[0\]: 'hello'"),
-    ],
-)
+    [([], "messages: "),
+     ([{"role": "user", "content": ""}, {"role": "boss", "content": ""}], r"messages\[1\].role: 'boss'"),
+     ([{"role": "user"}], r"messages\[0\].content: None"), (["hello"], r"messages\[0\]: 'hello'")],
+)  # fmt: skip
 def test_malformed_messages_are_refused_by_name(tok: Tokenizer, messages, words: str):
     with pytest.raises(ValueError, match=words):
         tok.render(messages)

@@ -79,16 +79,11 @@ def test_a_stream_is_read_the_same_however_it_is_split(size):
 
 @pytest.mark.parametrize(
     "events",
-    [
-        chunks("a", done=0),
-        chunks("a", done=2),
-        chunks("a", finish=None),
-        chunks("a") + b'data: {"choices": []}\n\n',
-        b'data: {"error": {"message": "no"}}\n\n' + chunks("a"),
-        chunks("a", "b")[:-3],
-    ],
+    [chunks("a", done=0), chunks("a", done=2), chunks("a", finish=None),
+     chunks("a") + b'data: {"choices": []}\n\n', b'data: {"error": {"message": "no"}}\n\n' + chunks("a"),
+     chunks("a", "b")[:-3]],
     ids=["no done", "two dones", "no finish", "an event behind", "an error", "cut"],
-)
+)  # fmt: skip
 def test_only_an_answer_with_exactly_one_end_counts(events):
     assert fetched(chunks("a")).good and not fetched(events).good
 
@@ -231,16 +226,12 @@ def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
 
 @pytest.mark.parametrize(
     "argv, words",
-    [
-        (["--url", "ftp://x"], ["url", "'ftp://x'", "http://HOST:PORT"]),
-        (["--requests", "0"], ["requests", "0"]),
-        (["--concurrency", "0"], ["concurrency", "0"]),
-        (["--rate", "-1"], ["rate", "-1"]),
-        (["--tasks", "ad3"], ["'ad3'", "add3"]),
-        (["--tasks", "code-bpb"], ["'code-bpb'"]),
-    ],
+    [(["--url", "ftp://x"], ["url", "'ftp://x'", "http://HOST:PORT"]),
+     (["--requests", "0"], ["requests", "0"]), (["--concurrency", "0"], ["concurrency", "0"]),
+     (["--rate", "-1"], ["rate", "-1"]), (["--tasks", "ad3"], ["'ad3'", "add3"]),
+     (["--tasks", "code-bpb"], ["'code-bpb'"])],
     ids=lambda value: " ".join(value),
-)
+)  # fmt: skip
 def test_the_command_refuses_bad_input(argv, words, capsys):
     assert execute(serving.run, argv) == 2
     out, err = capsys.readouterr()

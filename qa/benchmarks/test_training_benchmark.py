@@ -80,12 +80,9 @@ def test_attention_counts_the_pairs_that_attend():
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [
-        ({"accumulate": 2}, "accumulate"),
-        ({"lora": LoraConfig(rank=1)}, "lora.rank"),
-        ({"freeze": "embed"}, "freeze"),
-    ],
-)
+    [({"accumulate": 2}, "accumulate"), ({"lora": LoraConfig(rank=1)}, "lora.rank"),
+     ({"freeze": "embed"}, "freeze")],
+)  # fmt: skip
 def test_what_the_hand_written_loop_has_not_is_refused(path, changes, name):
     config = dataclasses.replace(recipe(path), **changes)
     with pytest.raises(ValueError, match=name):

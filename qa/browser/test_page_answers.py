@@ -142,13 +142,9 @@ def test_a_tool_is_called_and_its_result_goes_back(wide, nano):
 
 @pytest.mark.parametrize(
     ("tools", "says"),
-    [
-        ("[{", "The list of tools is not JSON"),
-        ("{}", "The tools must be a JSON list."),
-        ('[{"name": "a"}, {"name": "a"}]', "tools[1].function.name"),
-        ('[{"parameters": {}}]', "tools"),
-    ],
-)
+    [("[{", "The list of tools is not JSON"), ("{}", "The tools must be a JSON list."),
+     ('[{"name": "a"}, {"name": "a"}]', "tools[1].function.name"), ('[{"parameters": {}}]', "tools")],
+)  # fmt: skip
 def test_tools_that_cannot_be_used_are_refused_in_words(page, nano, tools, says):
     open_page(page, nano)
     page.uncheck("#compare")

@@ -44,12 +44,9 @@ def test_figures_are_those_of_the_step(page, ran):
     for k in (1, 3, 6):
         seek(page, k)
         shown = dict(
-            zip(
-                ["perSecond", "perStep", "forwards"],
-                page.locator(".main dd").all_text_contents(),
-                strict=True,
-            )
-        )
+            zip(["perSecond", "perStep", "forwards"], page.locator(".main dd").all_text_contents(),
+                strict=True)
+        )  # fmt: skip
         settled = int(ran.script[k - 1].accepted.sum())
         assert int(shown["forwards"]) == k
         assert float(shown["perStep"]) == pytest.approx(settled / k, abs=0.006)

@@ -21,25 +21,17 @@ ADD: dict[str, Any] = {
     "function": {
         "name": "add",
         "description": "Add two digits",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": DIGIT, "b": DIGIT},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
+        "parameters": {"type": "object", "properties": {"a": DIGIT, "b": DIGIT}, "required": ["a", "b"],
+                       "additionalProperties": False},
     },
-}
+}  # fmt: skip
 PAINT: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "paint",
-        "parameters": {
-            "type": "object",
-            "properties": {"colour": {"enum": ["red", "green"]}},
-            "required": ["colour"],
-            "additionalProperties": False,
-        },
+        "parameters": {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}},
+                       "required": ["colour"], "additionalProperties": False},
     },
-}
+}  # fmt: skip
 # Text of any length: the end of text is banned by its id, so that exactly max_tokens are written.
 ENDLESS: dict[str, Any] = {"logit_bias": {"3": -100}}

@@ -66,12 +66,9 @@ def drawn(seed: int) -> tuple[Any, Any]:
     experts = between(3, 7)
     rope = {
         SLIDING: {"rope_type": "default", "rope_theta": float(between(100, 20_000))},
-        FULL: {
-            "rope_type": "proportional",
-            "rope_theta": float(between(10_000, 2_000_000)),
-            "partial_rotary_factor": pick(0.25, 0.5, 0.75),
-        },
-    }
+        FULL: {"rope_type": "proportional", "rope_theta": float(between(10_000, 2_000_000)),
+               "partial_rotary_factor": pick(0.25, 0.5, 0.75)},
+    }  # fmt: skip
     text = dict(
         vocab_size=between(70, 120), hidden_size=2 * between(8, 12), intermediate_size=between(17, 33),
         num_attention_heads=heads, num_key_value_heads=kv, head_dim=2 * between(2, 6),

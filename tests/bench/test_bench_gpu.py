@@ -360,14 +360,11 @@ assert not jax._src.xla_bridge._backends
 
 @pytest.mark.parametrize(
     "words, told",
-    [
-        (["check", "--budget", "0"], "--budget"),
-        (["check", "--small", "--out", "/no/such/folder/rows.jsonl"], "--out"),
-        (["chek"], "check is the nearest"),
-        (["profile", "--seed", "1"], "--seed"),
-        (["check", "--plot", "x.png"], "--plot"),
-    ],
-)
+    [(["check", "--budget", "0"], "--budget"),
+     (["check", "--small", "--out", "/no/such/folder/rows.jsonl"], "--out"),
+     (["chek"], "check is the nearest"), (["profile", "--seed", "1"], "--seed"),
+     (["check", "--plot", "x.png"], "--plot")],
+)  # fmt: skip
 def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
     assert main(["bench", "gpu", *words]) == 2
     assert told in capsys.readouterr().err

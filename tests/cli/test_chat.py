@@ -206,12 +206,9 @@ def test_readline_returns_a_paste_as_one_text():
 
 @pytest.mark.parametrize(
     "argv, told",
-    [
-        (["--max-tokens", "0"], "--max-tokens is 0"),
-        (["--effort", "huge"], "effort is 'huge'"),
-        (["--rule", "treshold"], "threshold is the nearest"),
-    ],
-)
+    [(["--max-tokens", "0"], "--max-tokens is 0"), (["--effort", "huge"], "effort is 'huge'"),
+     (["--rule", "treshold"], "threshold is the nearest")],
+)  # fmt: skip
 def test_values_are_refused_before_the_model_loads(capsys, argv, told):
     assert told in refused(capsys, "chat", "--model", "no/such/model", *argv)
 

@@ -76,19 +76,14 @@ def test_equal_answers_without_a_temperature_are_explained(at_hand, capsys):
 
 @pytest.mark.parametrize(
     "words, name",
-    [
-        (["sample", r"0000\n0301", "--chat"], "PROMPT"),
-        (["sample", r"a\tb"], "PROMPT"),
-        (["sample", "a", "--stop", r"\n\n"], "--stop"),
-        (["sample", "a", "--guidance", "2", "--negative", r"b\nc"], "--negative"),
-        (["infill", r"a\n[[2]]"], "TEMPLATE"),
-        (["edit", r"a\nb"], "TEXT"),
-        (["edit", "ab", "--chat", r"a\nb"], "--chat"),
-        (["edit", "ab", "--span", r"\n"], "--span"),
-        (["chat", "--system", r"a\nb"], "--system"),
-        (["eval", "exact", "--template", r"{input}\n"], "--template"),
-    ],
-)
+    [(["sample", r"0000\n0301", "--chat"], "PROMPT"), (["sample", r"a\tb"], "PROMPT"),
+     (["sample", "a", "--stop", r"\n\n"], "--stop"),
+     (["sample", "a", "--guidance", "2", "--negative", r"b\nc"], "--negative"),
+     (["infill", r"a\n[[2]]"], "TEMPLATE"), (["edit", r"a\nb"], "TEXT"),
+     (["edit", "ab", "--chat", r"a\nb"], "--chat"), (["edit", "ab", "--span", r"\n"], "--span"),
+     (["chat", "--system", r"a\nb"], "--system"),
+     (["eval", "exact", "--template", r"{input}\n"], "--template")],
+)  # fmt: skip
 def test_a_typed_line_break_without_escapes_stops_the_command(words, name, capsys):
     assert "-e (--escapes) reads" in (told := refused(capsys, *words))
     assert told.startswith(f"mercury: {name} has \\")
@@ -149,13 +144,9 @@ def test_infill_keeps_the_known_text(at_hand, capsys):
 
 @pytest.mark.parametrize(
     "template, mark, pieces",
-    [
-        ("a[[2]]b", "[[N]]", ["a", 2, "b"]),
-        ("[[2]][[3]]", "[[N]]", [2, 3]),
-        ("if {4}: [[1]]", "{N}", ["if ", 4, ": [[1]]"]),
-        ("[[x]] [[5]]", "[[N]]", ["[[x]] ", 5]),
-    ],
-)
+    [("a[[2]]b", "[[N]]", ["a", 2, "b"]), ("[[2]][[3]]", "[[N]]", [2, 3]),
+     ("if {4}: [[1]]", "{N}", ["if ", 4, ": [[1]]"]), ("[[x]] [[5]]", "[[N]]", ["[[x]] ", 5])],
+)  # fmt: skip
 def test_a_template_is_split_at_its_marks(template, mark, pieces):
     assert infill.split(template, mark) == pieces
 

@@ -147,14 +147,11 @@ def test_comparing_counts_the_forwards_of_both_rules():
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ('{"input": "1+2="', "f.jsonl:2: not JSON"),
-        ("[1]", "f.jsonl:2: a list"),
-        ('{"input": "1+2="}', "f.jsonl:2: output is None"),
-        ('{"input": 3, "output": "3"}', "f.jsonl:2: input is 3"),
-        ('{"input": "1-2=", "output": "3"}', "f.jsonl:2: input: '1-2='.*add3"),
-    ],
-)
+    [('{"input": "1+2="', "f.jsonl:2: not JSON"), ("[1]", "f.jsonl:2: a list"),
+     ('{"input": "1+2="}', "f.jsonl:2: output is None"),
+     ('{"input": 3, "output": "3"}', "f.jsonl:2: input is 3"),
+     ('{"input": "1-2=", "output": "3"}', "f.jsonl:2: input: '1-2='.*add3")],
+)  # fmt: skip
 def test_a_broken_line_is_refused_by_its_number(tmp_path, line, message):
     path = tmp_path / "f.jsonl"
     path.write_text('{"input": "1+2=", "output": "3"}\n' + line + "\n")

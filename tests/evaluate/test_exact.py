@@ -80,21 +80,18 @@ def test_examples_and_templates_make_the_prompts(tmp_path):
 
 @pytest.mark.parametrize(
     "task, settings, message",
-    [
-        ("exact", {"file": None}, "file is None; allowed: a JSON Lines file.*input.*output"),
-        ("exact", {"file": "other.jsonl"}, r"other.jsonl:1: input is None; allowed: a string"),
-        ("exact", {"split": "validation"}, "split is 'validation'; allowed: test"),
-        ("exact", {"shots": 2}, "shots is 2"),
-        ("exact", {"template": "{inptu}"}, "template is '{inptu}'.*input"),
-        ("exact", {"samples": 0}, "samples is 0"),
-        ("exact", {"prompts": "base"}, "prompts is 'base'"),
-        ("exact", {"examples": "questions.jsonl", "shots": 9}, "examples is.*9 questions.*it has 1"),
-        ("add3", {}, r"questions.jsonl:1: input: 'shout iab'.*the task exact"),
-        ("add3", {"file": None, "samples": 2}, "samples is 2: add3 has no use for it"),
-        ("code-bpb", {"file": None, "template": "x"}, "template is x: code-bpb has no use for it"),
-        ("gsm8k", {}, "task is 'gsm8k'.*python -m mercury_jax.evaluate.harness"),
-    ],
-)
+    [("exact", {"file": None}, "file is None; allowed: a JSON Lines file.*input.*output"),
+     ("exact", {"file": "other.jsonl"}, r"other.jsonl:1: input is None; allowed: a string"),
+     ("exact", {"split": "validation"}, "split is 'validation'; allowed: test"),
+     ("exact", {"shots": 2}, "shots is 2"),
+     ("exact", {"template": "{inptu}"}, "template is '{inptu}'.*input"),
+     ("exact", {"samples": 0}, "samples is 0"), ("exact", {"prompts": "base"}, "prompts is 'base'"),
+     ("exact", {"examples": "questions.jsonl", "shots": 9}, "examples is.*9 questions.*it has 1"),
+     ("add3", {}, r"questions.jsonl:1: input: 'shout iab'.*the task exact"),
+     ("add3", {"file": None, "samples": 2}, "samples is 2: add3 has no use for it"),
+     ("code-bpb", {"file": None, "template": "x"}, "template is x: code-bpb has no use for it"),
+     ("gsm8k", {}, "task is 'gsm8k'.*python -m mercury_jax.evaluate.harness")],
+)  # fmt: skip
 def test_bad_settings_are_refused_before_a_model_is_asked_for(tmp_path, monkeypatch, task, settings, message):
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "other.jsonl", [{"question": "1+1?", "answer": "#### 2"}])

@@ -201,12 +201,9 @@ def test_gradients_of_a_gated_product_equal_those_of_the_plain_one(small):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "rows, gated, kind",
-    slow_except(
-        itertools.product([5, 200], [False, True], [jnp.int8, None]),
-        (200, False, jnp.int8),
-        (200, True, None),
-    ),
-)
+    slow_except(itertools.product([5, 200], [False, True], [jnp.int8, None]), (200, False, jnp.int8),
+                (200, True, None)),
+)  # fmt: skip
 def test_a_dense_product_of_few_rows_is_one_of_one_expert(rows, gated, kind):
     x, w, scale = drawn((rows,), 128, 128, kind)
     y = plain(x, w, (rows,), scale)[0]

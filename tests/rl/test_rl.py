@@ -182,31 +182,20 @@ def test_distillation_trains_from_a_teacher_and_keeps_it(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (lambda: rl.GRPO(estimator="exact"), "estimator is 'exact'; allowed: diffu_grpo"),
-        (
-            lambda: rl.GRPO(estimator="trajectory", samples=2),
-            "samples is 2; allowed: None: trajectory takes passes",
-        ),
-        (
-            lambda: rl.GRPO(mask_prompt=0.0),
-            "mask_prompt is 0.0; allowed: None: coupled_grpo takes samples, ratios",
-        ),
-        (lambda: rl.GRPO(estimator="elbo", passes=9), "passes is 9; allowed: None: elbo takes samples"),
-        (
-            lambda: rl.GRPO(estimator="elbo", ratios=(0.1, 0.9)),
-            r"ratios is \(0.1, 0.9\); allowed: None: elbo takes",
-        ),
-        (lambda: rl.GRPO(samples=0), "samples is 0; allowed: 1 or more"),
-        (lambda: rl.GRPO(clip=-0.1), "clip is -0.1"),
-        (lambda: rl.FewSteps(temperature=0.0), "temperature is 0.0; allowed: more than 0"),
-        (lambda: rl.FewSteps(early=2.0), "early is 2.0"),
-        (lambda: rl.Rollouts(tasks=("chess",)), "task is 'chess'; allowed: sudoku4"),
-        (lambda: rl.Rollouts(tasks=("add2",), n=1), "n is 1"),
-        (lambda: rl.Rollouts(tasks=("add2",), temperature=0.0), "temperature is 0.0"),
-        (lambda: rl.Trajectories(tasks=()), "tasks is .*at least one"),
-    ],
-)
+    [(lambda: rl.GRPO(estimator="exact"), "estimator is 'exact'; allowed: diffu_grpo"),
+     (lambda: rl.GRPO(estimator="trajectory", samples=2), "samples is 2; allowed: None: trajectory takes passes"),
+     (lambda: rl.GRPO(mask_prompt=0.0), "mask_prompt is 0.0; allowed: None: coupled_grpo takes samples, ratios"),
+     (lambda: rl.GRPO(estimator="elbo", passes=9), "passes is 9; allowed: None: elbo takes samples"),
+     (lambda: rl.GRPO(estimator="elbo", ratios=(0.1, 0.9)), r"ratios is \(0.1, 0.9\); allowed: None: elbo takes"),
+     (lambda: rl.GRPO(samples=0), "samples is 0; allowed: 1 or more"),
+     (lambda: rl.GRPO(clip=-0.1), "clip is -0.1"),
+     (lambda: rl.FewSteps(temperature=0.0), "temperature is 0.0; allowed: more than 0"),
+     (lambda: rl.FewSteps(early=2.0), "early is 2.0"),
+     (lambda: rl.Rollouts(tasks=("chess",)), "task is 'chess'; allowed: sudoku4"),
+     (lambda: rl.Rollouts(tasks=("add2",), n=1), "n is 1"),
+     (lambda: rl.Rollouts(tasks=("add2",), temperature=0.0), "temperature is 0.0"),
+     (lambda: rl.Trajectories(tasks=()), "tasks is .*at least one")],
+)  # fmt: skip
 def test_fields_that_are_out_of_range_are_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
@@ -218,17 +207,13 @@ def test_fields_that_are_out_of_range_are_named(make, words):
         (dict(objective=rl.FewSteps()), "objective is 'FewSteps'; allowed: rl.GRPO"),
         (dict(data=rl.Trajectories(tasks=("add2",))), "objective is 'GRPO'; allowed: rl.FewSteps"),
         (dict(batch=12, data=rl.Rollouts(tasks=("add2",), n=8)), "batch is 12; allowed: a multiple of n = 8"),
-        (
-            dict(data=rl.Rollouts(tasks=("add2",), n=4, updates=3)),
-            "save_every is 2; allowed: a multiple of updates = 3",
-        ),
-        (
-            dict(accumulate=2, objective=rl.GRPO(kl=0.1)),
-            "accumulate is 2; allowed: 1 with several updates or a penalty",
-        ),
+        (dict(data=rl.Rollouts(tasks=("add2",), n=4, updates=3)),
+         "save_every is 2; allowed: a multiple of updates = 3"),
+        (dict(accumulate=2, objective=rl.GRPO(kl=0.1)),
+         "accumulate is 2; allowed: 1 with several updates or a penalty"),
         (dict(init="", objective=rl.GRPO(kl=0.1)), "kl is 0.1; allowed: 0 without `init`"),
     ],
-)
+)  # fmt: skip
 def test_recipes_that_do_not_fit_are_refused_before_any_step(start, tmp_path, more, words):
     given = dict(tokenizer=f"{start}/tokenizer.model") | more
     with pytest.raises(ValueError, match=words):

@@ -105,19 +105,14 @@ def test_the_margin_of_held_out_pairs_rises_in_thirty_steps(tmp_path, start):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ({"chosen": "a", "rejected": "b"}, r"p\.jsonl:1: keys .*either prompt or messages"),
-        ({"prompt": "q", "messages": [], "chosen": "a", "rejected": "b"}, "either prompt or messages"),
-        (
-            {"prompt": "q", "chosen": "a", "rejected": "a"},
-            r"p\.jsonl:1: rejected is 'a'; allowed: another text",
-        ),
-        ({"prompt": "q", "chosen": "a"}, r"p\.jsonl:1: rejected is None; allowed: a string"),
-        ({"prompt": 3, "chosen": "a", "rejected": "b"}, r"p\.jsonl:1: prompt is 3"),
-        ({"messages": [{"role": "king"}], "chosen": "a", "rejected": "b"}, r"p\.jsonl:1: "),
-        ({"prompt": "q", "chosen": "x" * 90, "rejected": "b"}, r"row is 64; .* or more, for .*p\.jsonl:1"),
-    ],
-)
+    [({"chosen": "a", "rejected": "b"}, r"p\.jsonl:1: keys .*either prompt or messages"),
+     ({"prompt": "q", "messages": [], "chosen": "a", "rejected": "b"}, "either prompt or messages"),
+     ({"prompt": "q", "chosen": "a", "rejected": "a"}, r"p\.jsonl:1: rejected is 'a'; allowed: another text"),
+     ({"prompt": "q", "chosen": "a"}, r"p\.jsonl:1: rejected is None; allowed: a string"),
+     ({"prompt": 3, "chosen": "a", "rejected": "b"}, r"p\.jsonl:1: prompt is 3"),
+     ({"messages": [{"role": "king"}], "chosen": "a", "rejected": "b"}, r"p\.jsonl:1: "),
+     ({"prompt": "q", "chosen": "x" * 90, "rejected": "b"}, r"row is 64; .* or more, for .*p\.jsonl:1")],
+)  # fmt: skip
 def test_a_line_that_is_no_pair_is_refused_by_file_and_line(tmp_path, line, words):
     (tmp_path / "p.jsonl").write_text(json.dumps(line))
     with pytest.raises(ValueError, match=words):

@@ -186,13 +186,9 @@ def test_text_offsets_are_positions_in_the_text(nano):
 
 @pytest.mark.parametrize(
     "fields, last",
-    [
-        ({"continue_final_message": True, "add_generation_prompt": False}, {}),
-        ({"continue_final_message": True}, {}),
-        ({"add_generation_prompt": False}, {}),
-        ({}, {"prefix": True}),
-    ],
-)
+    [({"continue_final_message": True, "add_generation_prompt": False}, {}),
+     ({"continue_final_message": True}, {}), ({"add_generation_prompt": False}, {}), ({}, {"prefix": True})],
+)  # fmt: skip
 def test_the_last_message_is_continued(nano, fields, last):
     """As vLLM, Mistral and DeepSeek do; the answer is the new text alone, with its first space, or nothing."""
     asked, tok = PAYLOAD["messages"], nano.tokenizer
@@ -491,30 +487,16 @@ def test_efforts_set_rule_steps_and_thinking(nano):
 
 @pytest.mark.parametrize(
     "method, path, message",
-    [
-        (
-            "POST",
-            "/chat/completions",
-            "path is '/chat/completions'; allowed: /v1/chat/completions is the nearest",
-        ),
-        (
-            "POST",
-            "/v1/v1/completions",
-            "allowed: /v1/completions is the nearest; all: /v1/chat/completions, ",
-        ),
-        ("POST", "/v1/fim/completions/", "allowed: /v1/fim/completions is the nearest"),
-        ("GET", "/models", "allowed: /v1/models is the nearest"),
-        (
-            "POST",
-            "/v1/responses",
-            "path is '/v1/responses'; allowed: /v1/chat/completions, /v1/completions, ",
-        ),
-        ("POST", "/v1/embeddings", "allowed: /v1/chat/completions, .*/openapi.json describes them"),
-        ("GET", "/v1/chat/completions", "method is 'GET'; allowed for /v1/chat/completions: POST$"),
-        ("POST", "/v1/models", "method is 'POST'; allowed for /v1/models: GET, HEAD$"),
-        ("DELETE", "/health", "method is 'DELETE'; allowed for /health: GET, HEAD$"),
-    ],
-)
+    [("POST", "/chat/completions", "path is '/chat/completions'; allowed: /v1/chat/completions is the nearest"),
+     ("POST", "/v1/v1/completions", "allowed: /v1/completions is the nearest; all: /v1/chat/completions, "),
+     ("POST", "/v1/fim/completions/", "allowed: /v1/fim/completions is the nearest"),
+     ("GET", "/models", "allowed: /v1/models is the nearest"),
+     ("POST", "/v1/responses", "path is '/v1/responses'; allowed: /v1/chat/completions, /v1/completions, "),
+     ("POST", "/v1/embeddings", "allowed: /v1/chat/completions, .*/openapi.json describes them"),
+     ("GET", "/v1/chat/completions", "method is 'GET'; allowed for /v1/chat/completions: POST$"),
+     ("POST", "/v1/models", "method is 'POST'; allowed for /v1/models: GET, HEAD$"),
+     ("DELETE", "/health", "method is 'DELETE'; allowed for /health: GET, HEAD$")],
+)  # fmt: skip
 def test_an_unknown_path_or_method_is_refused_with_those_that_exist(nano, method, path, message):
     answer = client_of(ScriptedEngine(nano)).request(method, path)
     wrong_method = message.partition("method is")[1]

@@ -211,13 +211,9 @@ def test_with_an_exact_next_token_model_the_causal_loss_is_the_entropy_of_a_step
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "objective",
-    [
-        masked_elbo(clip=4.0),
-        llada(clip=4.0),
-        masked_and_edited(clip=4.0, causal=0),
-        masked_and_edited(causal=0),
-    ],
-)
+    [masked_elbo(clip=4.0), llada(clip=4.0), masked_and_edited(clip=4.0, causal=0),
+     masked_and_edited(causal=0)],
+)  # fmt: skip
 def test_what_is_no_bound_is_not_logged_as_nats_per_token(objective):
     model = exact(models.build(config("bidirectional", LENGTH)))
     assert measured(objective, model, noise.absorbing(MASK), "nats_per_token", 2)[0] is np.nan

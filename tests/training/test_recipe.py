@@ -113,13 +113,9 @@ def test_help_lists_plain_fields_with_their_comments_and_offers_no_value_that_on
 
 @pytest.mark.parametrize(
     "option, nearest",
-    [
-        ("--optim.lrr", "--optim.lr"),
-        ("--lr", "--optim.lr"),
-        ("--step", "--steps"),
-        ("--widht=3", "--model.width"),
-    ],
-)
+    [("--optim.lrr", "--optim.lr"), ("--lr", "--optim.lr"), ("--step", "--steps"),
+     ("--widht=3", "--model.width")],
+)  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_nearest(option, nearest):
     with pytest.raises(
         ValueError, match=f"option is '{option.split('=')[0]}'; allowed: {nearest} is the nearest"
@@ -147,15 +143,10 @@ def test_fields_that_make_no_sense_are_refused(field, value):
 
 @pytest.mark.parametrize(
     "noise, words",
-    [
-        (dict(uniform=0.9), "noise.uniform is 0.9; allowed: its default: noise.kind = 'absorbing'"),
-        (
-            dict(power=3.0),
-            "noise.power is 3.0; allowed: its default: .* noise.schedule = 'linear' does not read it",
-        ),
-        (dict(kind="hybrid", schedule="cosine"), "noise.schedule is 'cosine'; allowed: its default"),
-    ],
-)
+    [(dict(uniform=0.9), "noise.uniform is 0.9; allowed: its default: noise.kind = 'absorbing'"),
+     (dict(power=3.0), "noise.power is 3.0; allowed: its default: .* noise.schedule = 'linear' does not read it"),
+     (dict(kind="hybrid", schedule="cosine"), "noise.schedule is 'cosine'; allowed: its default")],
+)  # fmt: skip
 def test_a_field_of_the_noise_that_is_not_read_is_refused(noise, words):
     with pytest.raises(ValueError, match=words):
         tiny.config("x", noise=mj.NoiseConfig(**noise))

@@ -484,14 +484,11 @@ def test_a_pack_that_lost_a_file_is_not_taken_for_complete(tmp_path):
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ('{"text": "1', r"x\.jsonl:2: not JSON"),
-        ("[1]", r"x\.jsonl:2: a list"),
-        ('{"body": "1"}', r"x\.jsonl:2: text is None"),
-        ('{"text": "\\ud800"}', r"x\.jsonl:2: text .* surrogates"),
-        (b'{"text": "\xff"}', r"x\.jsonl:2: not JSON"),
-    ],
-)
+    [('{"text": "1', r"x\.jsonl:2: not JSON"), ("[1]", r"x\.jsonl:2: a list"),
+     ('{"body": "1"}', r"x\.jsonl:2: text is None"),
+     ('{"text": "\\ud800"}', r"x\.jsonl:2: text .* surrogates"),
+     (b'{"text": "\xff"}', r"x\.jsonl:2: not JSON")],
+)  # fmt: skip
 def test_a_broken_line_is_refused_by_file_and_line(tmp_path, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "21"}\n' + line + b"\n")
@@ -569,14 +566,10 @@ def test_folders_that_are_no_corpus_are_refused(texts, tmp_path):
 
 @pytest.mark.parametrize(
     "setting, message",
-    [
-        ({"chunk": 1}, "chunk is 1; allowed: 2 or more"),
-        ({"chunk": 15}, r"chunk is 15; allowed: 16\.\.\d+"),
-        ({"chunk": 99}, r"chunk is 99; allowed: 16\.\.\d+"),
-        ({"infill": 2.0}, "infill is 2"),
-        ({"row": 14}, "row is 14; allowed: 15 or more"),
-    ],
-)
+    [({"chunk": 1}, "chunk is 1; allowed: 2 or more"), ({"chunk": 15}, r"chunk is 15; allowed: 16\.\.\d+"),
+     ({"chunk": 99}, r"chunk is 99; allowed: 16\.\.\d+"), ({"infill": 2.0}, "infill is 2"),
+     ({"row": 14}, "row is 14; allowed: 15 or more")],
+)  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(texts, setting, message):
     with pytest.raises(ValueError, match=message):
         rows_of(texts, **setting)

@@ -118,19 +118,12 @@ NEW = "def f(x):\n    return x + 1"
 
 @pytest.mark.parametrize(
     "written",
-    [
-        f"```\n{NEW}\n```",
-        f"```python\n{NEW}\n```\n",
-        f"Here it is:\n\n```py\n{NEW}\n```\nI added x.",
-        NEW,
-        f"\n{NEW}\n",
-        f"<|code_to_edit|>\n{NEW}\n<|/code_to_edit|>",
-        f"```\n<|code_to_edit|>\n{NEW}\n<|/code_to_edit|>\n```",
-        f"<|code_to_edit|>\n```\n{NEW}\n```\n<|/code_to_edit|>",
-        f"```\n{NEW.replace('x +', '<|cursor|>x +')}\n```",
-        f"```\n{NEW}",
-    ],
-)
+    [f"```\n{NEW}\n```", f"```python\n{NEW}\n```\n", f"Here it is:\n\n```py\n{NEW}\n```\nI added x.", NEW,
+     f"\n{NEW}\n", f"<|code_to_edit|>\n{NEW}\n<|/code_to_edit|>",
+     f"```\n<|code_to_edit|>\n{NEW}\n<|/code_to_edit|>\n```",
+     f"<|code_to_edit|>\n```\n{NEW}\n```\n<|/code_to_edit|>",
+     f"```\n{NEW.replace('x +', '<|cursor|>x +')}\n```", f"```\n{NEW}"],
+)  # fmt: skip
 def test_editors_get_the_region_whatever_the_model_puts_around_it(written: str):
     reply = code.edit_reply(code.parse_edit(DOCS), written, instruct=True)
     assert reply == f"```\n{NEW}\n```"

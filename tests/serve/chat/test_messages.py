@@ -25,20 +25,16 @@ USER = {"role": "user", "content": "hi"}
 def test_messages_become_plain():
     given = [
         {"role": "developer", "content": "be kind", "name": "me", "unknown": {}},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache": 1}],
-        },
+        {"role": "user",
+         "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache": 1}]},
         {"role": "user", "content": None},
         {"role": "user"},
         {"role": "assistant", "content": "\0 ok", "tool_calls": None, "refusal": None},
         {"role": "assistant", "content": "", "tool_calls": []},
-        {
-            **ASKED,
-            "tool_calls": [{**CALL, "index": 0}, {"id": "b", "function": {"name": "go", "arguments": ""}}],
-        },
+        {**ASKED,
+         "tool_calls": [{**CALL, "index": 0}, {"id": "b", "function": {"name": "go", "arguments": ""}}]},
         {"role": "tool", "content": "1", "tool_call_id": "a"},
-    ]
+    ]  # fmt: skip
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
     go = {"id": "b", "type": "function", "function": {"name": "go", "arguments": {}}}
     assert check_messages(given) == [
@@ -197,23 +193,15 @@ def tool(**function):
 
 @pytest.mark.parametrize(
     ("tools", "param"),
-    [
-        ({}, "tools"),
-        (tool() * 300, "tools"),
-        ([3], "tools[0]"),
-        ([{"type": "web_search"}], "tools[0].type"),
-        ([{"type": "function"}], "tools[0].function"),
-        (tool(name="x" * 65), "tools[0].function.name"),
-        (tool(name="a b"), "tools[0].function.name"),
-        (tool(name="f\n"), "tools[0].function.name"),
-        (tool() * 2, "tools[1].function.name"),
-        (tool(description=3), "tools[0].function.description"),
-        (tool(parameters=[]), "tools[0].function.parameters"),
-        (tool(parameters={"type": "string"}), "tools[0].function.parameters.type"),
-        (tool(parameters={"type": "object", "x": {"\ud800": 1}}), "tools[0].function.parameters"),
-        (tool(parameters=json.loads('{"a":' * 60 + "1" + "}" * 60)), "tools[0].function.parameters"),
-    ],
-)
+    [({}, "tools"), (tool() * 300, "tools"), ([3], "tools[0]"), ([{"type": "web_search"}], "tools[0].type"),
+     ([{"type": "function"}], "tools[0].function"), (tool(name="x" * 65), "tools[0].function.name"),
+     (tool(name="a b"), "tools[0].function.name"), (tool(name="f\n"), "tools[0].function.name"),
+     (tool() * 2, "tools[1].function.name"), (tool(description=3), "tools[0].function.description"),
+     (tool(parameters=[]), "tools[0].function.parameters"),
+     (tool(parameters={"type": "string"}), "tools[0].function.parameters.type"),
+     (tool(parameters={"type": "object", "x": {"\ud800": 1}}), "tools[0].function.parameters"),
+     (tool(parameters=json.loads('{"a":' * 60 + "1" + "}" * 60)), "tools[0].function.parameters")],
+)  # fmt: skip
 def test_an_invalid_tool_is_refused_by_field(tools, param: str):
     with pytest.raises(ApiError) as raised:
         check_tools(tools)

@@ -51,13 +51,9 @@ def test_a_template_with_tools_renders_them(marks: str):
 
 @pytest.mark.parametrize(
     "tok",
-    [
-        tokenizers.hermes("special"),
-        tokenizers.hermes("shown"),
-        tokenizers.gemma(),
-        tokenizers.without_tools(),
-    ],
-)
+    [tokenizers.hermes("special"), tokenizers.hermes("shown"), tokenizers.gemma(),
+     tokenizers.without_tools()],
+)  # fmt: skip
 def test_user_text_never_becomes_a_control_token(tok):
     control = set(tok.tokens.control.values())
     kept = lambda ids: [i for i in ids if i in control]

@@ -130,16 +130,12 @@ def test_a_call_streams_its_name_and_then_its_arguments():
 
 @pytest.mark.parametrize(
     ("written", "arguments"),
-    [
-        ('{"name": "f"}', "{}"),
-        ('{"arguments": {"a": 1}, "name": "f"}', '{"a": 1}'),
-        ('{"name": "f", "parameters": {}}', "{}"),
-        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
-        ('{"name": "f", "arguments": {"a": "two\nlines"}}', '{"a": "two\\nlines"}'),
-        ('{"name": "f", "arguments": {"a": 1}, "name": "g", "arguments": {}}', '{"a": 1}'),
-        ('\n {"other": {"name": "g"}, "name": "f", "arguments":{ "a" :[1e5,-0.5]}} ', '{ "a" :[1e5,-0.5]}'),
-    ],
-)
+    [('{"name": "f"}', "{}"), ('{"arguments": {"a": 1}, "name": "f"}', '{"a": 1}'),
+     ('{"name": "f", "parameters": {}}', "{}"), ('{"name": "f", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+     ('{"name": "f", "arguments": {"a": "two\nlines"}}', '{"a": "two\\nlines"}'),
+     ('{"name": "f", "arguments": {"a": 1}, "name": "g", "arguments": {}}', '{"a": 1}'),
+     ('\n {"other": {"name": "g"}, "name": "f", "arguments":{ "a" :[1e5,-0.5]}} ', '{ "a" :[1e5,-0.5]}')],
+)  # fmt: skip
 def test_calls_are_understood_in_all_their_forms(written: str, arguments: str):
     made = parser(tools=True)
     made.feed(
@@ -151,26 +147,15 @@ def test_calls_are_understood_in_all_their_forms(written: str, arguments: str):
 
 @pytest.mark.parametrize(
     "written",
-    [
-        "",
-        "hello",
-        "[1]",
-        '{"name": "f", "arguments": [1]}',
-        '{"name": "f", "arguments": {"a": 01}}',
-        '{"name": "f", "arguments": {"a": tru}}',
-        '{"name": "f", "arguments": {"a" 1}}',
-        '{"name": "f", "arguments": {"a": "\\x"}}',
-        '{"name": "f", "arguments": "[1]"}',
-        '{"name": 3, "arguments": {}}',
-        '{"name": "no spaces", "arguments": {}}',
-        '{"name": "f", "x": tru, "arguments": {}}',
-        '{"name": "f", "arguments": ' + '{"a": ' * 120 + "1" + "}" * 121,
-        '{"arguments": {}}',
-        '{"name": "f", "arguments": {"a": 1',
-        '{"name": "f", "arguments": ' + '{"a": ' * 200,
-        '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
-    ],
-)
+    ["", "hello", "[1]", '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": 01}}',
+     '{"name": "f", "arguments": {"a": tru}}', '{"name": "f", "arguments": {"a" 1}}',
+     '{"name": "f", "arguments": {"a": "\\x"}}', '{"name": "f", "arguments": "[1]"}',
+     '{"name": 3, "arguments": {}}', '{"name": "no spaces", "arguments": {}}',
+     '{"name": "f", "x": tru, "arguments": {}}',
+     '{"name": "f", "arguments": ' + '{"a": ' * 120 + "1" + "}" * 121, '{"arguments": {}}',
+     '{"name": "f", "arguments": {"a": 1', '{"name": "f", "arguments": ' + '{"a": ' * 200,
+     '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}"],
+)  # fmt: skip
 def test_a_malformed_call_is_content(written: str):
     made = parser(tools=True)
     ids = [

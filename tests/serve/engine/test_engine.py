@@ -195,13 +195,9 @@ def test_the_queue_is_bounded_and_every_accepted_request_finishes(engine):
 
 @pytest.mark.parametrize(
     "fields, word",
-    [
-        (dict(prompt=()), "prompt"),
-        (dict(rule="nothing"), "rule"),
-        (dict(logprobs=99), "logprobs"),
-        (dict(logit_bias=dict.fromkeys(range(999), 1.0)), "logit_bias"),
-    ],
-)
+    [(dict(prompt=()), "prompt"), (dict(rule="nothing"), "rule"), (dict(logprobs=99), "logprobs"),
+     (dict(logit_bias=dict.fromkeys(range(999), 1.0)), "logit_bias")],
+)  # fmt: skip
 def test_invalid_requests_are_refused_by_parameter(engine, fields, word):
     with pytest.raises(ValueError, match=word):
         engine.submit(EngineRequest(**{"prompt": ids(1), "max_tokens": 4} | fields))
@@ -384,12 +380,9 @@ def test_a_model_on_a_mesh_answers_as_on_one_device():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kv, size, error",
-    [
-        ("int8", 0.4, 0.1),
-        pytest.param("fp8", 0.4, 0.3, marks=pytest.mark.slow),
-        pytest.param("4bit", 0.2, 0.5, marks=pytest.mark.slow),
-    ],
-)
+    [("int8", 0.4, 0.1), pytest.param("fp8", 0.4, 0.3, marks=pytest.mark.slow),
+     pytest.param("4bit", 0.2, 0.5, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_quantised_kv_cache_is_smaller_and_nearly_exact(engine, kv, size, error):
     small = Engine(tiny(), dataclasses.replace(SMALL, rules=RULES, kv=kv))
     small.start()
