@@ -1,8 +1,9 @@
 """`mj.sample` with `mj.presets` draws as the authors' samplers of MDLM, BD3-LM, DUO and GIDD do.
 
 goldens/*.safetensors hold histograms of thousands of draws that the public code made on our tiny random checkpoints
-(`reference_dit.py`): ids by position, pairs of neighbouring ids in coarse bins, and passes. Both samples are compared
-by chi-square, with fixed seeds. What follows an end of text counts as further ends, because answers end there here.
+(`qa/parity/reference_dit.py`): ids by position, pairs of neighbouring ids in coarse bins, and passes. Both samples are
+compared by chi-square, with fixed seeds. What follows an end of text counts as further ends, because answers end there
+here.
 """
 
 import functools

@@ -1,10 +1,11 @@
 """Goldens of the block-causal families: what the references' own samplers return on our random checkpoints.
 
-    python tests/conformance/reference_blocks.py FOLDER [sdar llada2 llada21 fast_dllm_v2]
+    python qa/parity/reference_blocks.py FOLDER [sdar llada2 llada21 fast_dllm_v2]
 
 FOLDER holds the public code, which this script imports and never copies: `SDAR` (JetAstra/SDAR), `dllm` (ZHZisZZ/dllm)
 and `fast_dllm_v2` (modeling.py and configuration.py of the checkpoint Efficient-Large-Model/Fast_dLLM_v2_7B). It needs
-torch, transformers 4.57 and einops. Each family becomes goldens/<family>.json, which `test_conformance.py` reads.
+torch, transformers 4.57 and einops. Each family becomes tests/conformance/goldens/<family>.json, which
+`test_conformance.py` reads.
 
 What is changed for the run: the logit of the mask is -inf (these samplers can write the mask token, which a trained
 model never predicts, and ours forbids it); SDAR's draw is the argmax where a case says `greedy` (its script divides by
@@ -28,8 +29,8 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
-HERE = Path(__file__).parent
-CHECKPOINTS = HERE.parent / "hub" / "goldens"
+TESTS = Path(__file__).parents[2] / "tests"
+CHECKPOINTS = TESTS / "hub" / "goldens"
 
 
 class Counted:
@@ -84,7 +85,7 @@ def save(family: str, checkpoint: str, mask: int, reference: str, cases: list[di
         case["name"] = f"{number} prompt of {len(case['prompt'])}"
         print(family, case["name"], case["arguments"], case["forwards"], case["tokens"][:12])
     lines = ",\n".join(json.dumps(case) for case in cases)
-    (HERE / "goldens" / f"{family}.json").write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
+    (TESTS / "conformance" / "goldens" / f"{family}.json").write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
 
 
 # --- SDAR

@@ -1,6 +1,6 @@
 """Runs the published samplers of LLaDA, Dream and Fast-dLLM on our tiny random checkpoints and keeps what they emit.
 
-    python -m tests.conformance.reference_masked --references FOLDER [llada dream fast_dllm ...]
+    python -m qa.parity.reference_masked --references FOLDER [llada dream fast_dllm ...]
 
 FOLDER holds the authors' public code as they publish it: LLaDA/ (ML-GSAI/LLaDA), Fast-dLLM/ (NVlabs/Fast-dLLM) and
 Fast-dLLM-v1/, a later version with `factor` (ours was the copy in Q-qiuqiu/Fast-dLLM @ aadcf06). It needs torch and
@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
-HERE = Path(__file__).parent
-CHECKPOINTS = HERE.parent / "hub" / "goldens"
+TESTS = Path(__file__).parents[2] / "tests"
+CHECKPOINTS = TESTS / "hub" / "goldens"
 SHORT, LONG = 5, 60
 DRAWS = 4000  # rows
 SEEDS = 6  # prompts, of which the one whose answer has the most different tokens is taken
@@ -345,7 +345,7 @@ def main() -> None:
         head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n " for key, value in found.items())
         text = f'{{{head}"cases": [\n  {lines}\n ],\n "draws": [\n  {draws}\n ]}}\n'
         json.loads(text)
-        (HERE / "goldens" / f"{name}.json").write_text(text)
+        (TESTS / "conformance" / "goldens" / f"{name}.json").write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Goldens of the timed and uniform families: histograms of what the references' own samplers draw on our checkpoints.
 
-    python tests/conformance/reference_dit.py FOLDER [mdlm bd3lm duo gidd]
+    python qa/parity/reference_dit.py FOLDER [mdlm bd3lm duo gidd]
 
 FOLDER holds the public code, which this script imports and never copies: `mdlm`, `bd3lms` (kuleshov-group), `duo`
 (s-sahoo/duo) and `gidd` (dvruette/gidd). It needs torch, transformers 4.57, einops and safetensors. Each family becomes
-goldens/<family>.safetensors, which `test_dit.py` reads.
+tests/conformance/goldens/<family>.safetensors, which `test_dit.py` reads.
 
 A golden is what ROWS draws of one prompt hold: how often each id stands at each position, how often pairs of ids (as
 `id % BINS`) stand at neighbouring positions, and how many passes a row takes. The samplers are methods of Lightning
@@ -30,8 +30,8 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportMissingImports]
 
-HERE = Path(__file__).parent
-CHECKPOINTS = HERE.parent / "hub" / "goldens"
+TESTS = Path(__file__).parents[2] / "tests"
+CHECKPOINTS = TESTS / "hub" / "goldens"
 ROWS, LENGTH, BINS = 4096, 8, 12
 PROMPT = [5, 17, 33, 41, 8, 60, 22, 11]
 VOCAB, MASK, EOS = 97, 96, 95
@@ -298,4 +298,7 @@ if __name__ == "__main__":
     with torch.no_grad():
         for chosen in sys.argv[2:] or FAMILIES:
             torch.manual_seed(0)
-            save_file(FAMILIES[chosen](Path(sys.argv[1])), HERE / "goldens" / f"{chosen}.safetensors")
+            save_file(
+                FAMILIES[chosen](Path(sys.argv[1])),
+                TESTS / "conformance" / "goldens" / f"{chosen}.safetensors",
+            )
