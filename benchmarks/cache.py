@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from benchmarks.script import run_script
 from mercury_jax.bench import decode
 from mercury_jax.bench.decode import QuestionSet, SweepEntry
-from mercury_jax.cli import app, arguments, show
+from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 from mercury_jax.config import CachePolicyLike, Plan, Refresh, nearest, refuse
 from mercury_jax.decode import cache_refresh, rules
@@ -207,4 +208,4 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

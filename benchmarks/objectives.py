@@ -25,10 +25,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import mercury_jax as mj
+from benchmarks.script import Ints, run_script
 from mercury_jax import noise
-from mercury_jax.cli import app, arguments
+from mercury_jax.cli import arguments
 from mercury_jax.cli.app import INTERRUPTED
-from mercury_jax.cli.arguments import Int as IntArg, Ints, option
+from mercury_jax.cli.arguments import Int as IntArg, option
 from mercury_jax.config import ModelConfig, NoiseConfig, NoiseKind, Pattern, refuse
 from mercury_jax.training import objectives
 from mercury_jax.training.data.packing import Example, StreamSettings, lay_out
@@ -432,4 +433,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

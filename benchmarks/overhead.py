@@ -18,11 +18,12 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.script import Ints, run_script
 from benchmarks.timing import alternate, prompt_ids, quartiles, ratio
 from mercury_jax.bench.decode import SweepPoint, sweep
 from mercury_jax.bench.timing import endless, timed
-from mercury_jax.cli import app, arguments, show
-from mercury_jax.cli.arguments import Flag, Int, Ints, Positional, option
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.compilation import compilations
 from mercury_jax.config import at_least
 from mercury_jax.decode.decode_config import DecodeConfig
@@ -230,4 +231,4 @@ def _loop(
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

@@ -21,10 +21,11 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.script import run_script
 from benchmarks.timing import quartiles
 from mercury_jax import install, models, noise
 from mercury_jax.bench.timing import timed
-from mercury_jax.cli import app, arguments, show
+from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
 from mercury_jax.compilation import compilations
 from mercury_jax.config import Experts, Plan, refuse
@@ -255,4 +256,4 @@ def _worker(python: str, folder: Path, prompt: list[int]) -> Iterator[_Worker]:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

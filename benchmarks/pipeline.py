@@ -22,8 +22,9 @@ from typing import Annotated, Any
 import numpy as np
 
 from benchmarks import pipeline_worker
-from mercury_jax.cli import app, arguments, show
-from mercury_jax.cli.arguments import Flag, Int, Ints, option
+from benchmarks.script import Ints, run_script
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Int, option
 from mercury_jax.config import at_least
 from mercury_jax.evaluate import card
 from mercury_jax.hub import NANO
@@ -335,4 +336,4 @@ def _cgroup(limit: int) -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

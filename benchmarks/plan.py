@@ -24,10 +24,11 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 import mercury_jax
+from benchmarks.script import run_script
 from mercury_jax.bench import abstract_params, chips, compile as compiling
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.compile import CompileRequest
-from mercury_jax.cli import app, arguments, show
+from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, OptionalFloat, OptionalInt, Positional, option
 from mercury_jax.config import at_least, refuse
 from mercury_jax.models.weight_quant import FORMATS
@@ -504,4 +505,4 @@ def _print_table(table: Table) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

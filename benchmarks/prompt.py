@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.script import Ints, run_script
 from mercury_jax import models
 from mercury_jax.bench.timing import endless, steady
-from mercury_jax.cli import app, arguments, show
-from mercury_jax.cli.arguments import Flag, Int, Ints, option
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Int, option
 from mercury_jax.config import ModelConfig, Plan, at_least
 from mercury_jax.decode import rules
 from mercury_jax.decode.decode_config import PREFILL
@@ -243,4 +244,4 @@ def _bytes(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

@@ -20,8 +20,9 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.script import run_script
 from mercury_jax import evaluate
-from mercury_jax.cli import app, arguments, show
+from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
@@ -314,4 +315,4 @@ def _about(variant: Variant) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

@@ -20,7 +20,8 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.cli import app, arguments, show
+from benchmarks.script import run_script
+from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.config import nearest, refuse
 from mercury_jax.decode import rules
@@ -214,4 +215,4 @@ def _summary(asked: Sequence[WrongAnswer], edited: Sequence[tuple[str, int]]) ->
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

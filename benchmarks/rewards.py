@@ -18,7 +18,8 @@ import numpy as np
 from scipy import stats
 
 import mercury_jax as mj
-from mercury_jax.cli import app, arguments
+from benchmarks.script import run_script
+from mercury_jax.cli import arguments
 from mercury_jax.cli.arguments import Float, Int, OptionalInt, Positional, option
 from mercury_jax.config import at_least, refuse
 from mercury_jax.rl.rollouts import chats, problems_of, task_reward
@@ -158,4 +159,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mercury_jax.cli import app, arguments, show
-from mercury_jax.cli.arguments import Flag, Int, Ints, OptionalFloat, OptionalInt, Positional, option
+from benchmarks.script import Ints, run_script
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Int, OptionalFloat, OptionalInt, Positional, option
 from mercury_jax.config import refuse
 
 
@@ -134,4 +135,4 @@ def _time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mercury_jax.cli import app, arguments, show
+from benchmarks.script import run_script
+from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 
 
@@ -94,4 +95,4 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

@@ -21,9 +21,10 @@ import numpy as np
 
 import mercury_jax as mj
 from benchmarks.objectives import METHODS, ObjectivesBenchmark, held_out_windows, prepare, recipe, scored
-from mercury_jax.cli import app, arguments
+from benchmarks.script import Ints, run_script
+from mercury_jax.cli import arguments
 from mercury_jax.cli.app import INTERRUPTED
-from mercury_jax.cli.arguments import Int, Ints, option
+from mercury_jax.cli.arguments import Int, option
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.training.optim import OptimConfig, OptimizerName
 from mercury_jax.training.recipe import TrainConfig
@@ -181,4 +182,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run_script(run))
+    sys.exit(run_script(run))

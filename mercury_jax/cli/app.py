@@ -36,7 +36,7 @@ COMMANDS = {
     "report": ("report", "draw the curves of training runs"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
-    "bench": ("bench", "measure decoding rules, training, servers, GPUs, and compiled programs"),
+    "bench": ("bench", "measure decoding rules, compiled programs and GPUs"),
     "convert": ("convert", "convert a checkpoint from or to the Hugging Face layout"),
     "info": ("info", "describe a model, this machine, rules and tasks"),
     "completion": ("completion", "print a script that completes commands and options in a shell"),
@@ -73,12 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 interrupted, 143 training stopped by SIGTERM, 1 anything else.
     """
     return execute(_mercury, sys.argv[1:] if argv is None else argv)
-
-
-def run_script(command: Command) -> int:
-    """Runs a command that is a script of its own, such as `python -m benchmarks.repair`, as `main` runs one."""
-    cache_compiled_programs()
-    return execute(command, sys.argv[1:])
 
 
 def execute(command: Command, argv: Sequence[str]) -> int:

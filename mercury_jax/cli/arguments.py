@@ -57,30 +57,27 @@ def option(metavar: str, *, name: str | None = None) -> Any:
     return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint=hint)
 
 
-def _numbers(kind: Callable[[str], float], metavar: str, allowed: str, many: bool = False) -> Any:
+def _numbers(kind: Callable[[str], float], metavar: str, allowed: str) -> Any:
     """How tyro reads numbers, with the words of our errors. The library checks their ranges."""
 
     def parse(words: list[str]) -> Any:
-        found = []
-        for word in words:
-            try:
-                found.append(kind(word))
-            except ValueError:
-                raise ValueError(f"is {word!r}; allowed: {allowed}") from None
-        return tuple(found) if many else found[0]
+        [word] = words
+        try:
+            return kind(word)
+        except ValueError:
+            raise ValueError(f"is {word!r}; allowed: {allowed}") from None
 
     return PrimitiveConstructorSpec(
-        nargs="*" if many else 1,
+        nargs=1,
         metavar=metavar,
         instance_from_str=parse,
         is_instance=lambda value: True,
-        str_from_instance=lambda value: [str(x) for x in value] if many else [str(value)],
+        str_from_instance=lambda value: [str(value)],
     )
 
 
 Int = Annotated[int, _numbers(int, "N", "a whole number")]
 OptionalInt = Annotated[int | None, _numbers(int, "N", "a whole number"), option("N")]
-Ints = Annotated[tuple[int, ...], _numbers(int, "N [N ...]", "whole numbers", many=True)]
 Float = Annotated[float, _numbers(float, "X", "a number")]
 OptionalFloat = Annotated[float | None, _numbers(float, "X", "a number"), option("X")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
