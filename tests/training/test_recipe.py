@@ -41,34 +41,28 @@ def test_a_recipe_file_gives_its_config(write):
 
 @pytest.mark.parametrize(
     "text, words",
-    [
-        (RECIPE.format(optim="lr=-1.0"), "lr is -1.0; allowed: 0 or more"),
-        ("x = 1", r"has no config\(\): a recipe is a Python file that defines config"),
-        ("def config(): return 3", "returns a TrainConfig, not int"),
-    ],
-)
+    [(RECIPE.format(optim="lr=-1.0"), "lr is -1.0; allowed: 0 or more"),
+     ("x = 1", r"has no config\(\): a recipe is a Python file that defines config"),
+     ("def config(): return 3", "returns a TrainConfig, not int")],
+)  # fmt: skip
 def test_a_recipe_that_is_wrong_is_refused_in_words(write, text, words):
     with pytest.raises(ValueError, match=words):
         recipe.load_recipe(write(text))
+    with pytest.raises(ValueError, match="none.py does not exist"):
+        recipe.load_recipe("none.py")
 
 
-@pytest.fixture
-def unhooked(request):
-    """What Python itself or our own check says; with --jaxtyping the type checker speaks first."""
+def test_what_python_or_a_type_checker_would_refuse_is_refused_in_words(write, request):
     if request.config.getoption("--jaxtyping"):
         pytest.skip("the type checker refuses it first")
-
-
-def test_a_misspelt_field_is_refused_with_the_nearest(write, unhooked):
-    with pytest.raises(
-        ValueError, match="OptimConfig key is 'warmpu'; allowed: warmup is the nearest; all: "
-    ):
-        recipe.load_recipe(write(RECIPE.format(optim="warmpu=3")))
-
-
-def test_an_objective_that_is_no_function_is_refused(unhooked):
-    with pytest.raises(ValueError, match="objective is 'elbo'; allowed: a function"):
-        tiny.config("x", objective="elbo")
+    for call, words in (
+        (lambda: recipe.load_recipe(write(RECIPE.format(optim="warmpu=3"))),
+         "OptimConfig key is 'warmpu'; allowed: warmup is the nearest; all: "),
+        (lambda: tiny.config("x", objective="elbo"), "objective is 'elbo'; allowed: a function"),
+        (lambda: mj.train(3), "config is 3; allowed: a TrainConfig"),  # type: ignore[arg-type]
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_a_source_alone_is_the_mixture_of_it():
@@ -79,16 +73,6 @@ def test_a_source_alone_is_the_mixture_of_it():
 def test_errors_of_the_users_own_code_pass_unchanged(write):
     with pytest.raises(TypeError, match="unsupported operand"):
         recipe.load_recipe(write("def config(): return 1 + 'a'"))
-
-
-def test_what_is_no_recipe_is_refused(unhooked):
-    with pytest.raises(ValueError, match="config is 3; allowed: a TrainConfig"):
-        mj.train(3)  # type: ignore[arg-type]
-
-
-def test_a_recipe_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="none.py does not exist"):
-        recipe.load_recipe(tmp_path / "none.py")
 
 
 def test_the_command_line_overrides_fields_and_keeps_functions_and_data():
@@ -131,30 +115,21 @@ def test_a_value_that_is_wrong_exits_with_2_and_words(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    "field, value",
-    [
-        ("steps", 0), ("accumulate", 3), ("ema", 1.0), ("name", "a/b"), ("seed", -1), ("keep", 0),
-    ],
+    "fields, words",
+    [*(({name: value}, f"{name} is {value!r}; allowed") for name, value in
+       (("steps", 0), ("accumulate", 3), ("ema", 1.0), ("name", "a/b"), ("seed", -1), ("keep", 0))),
+     (dict(bad_lines="skip"), "bad_lines is 'skip'; .*data.chat"),
+     # Fields of the noise that it does not read.
+     (dict(noise=mj.NoiseConfig(uniform=0.9)),
+      "noise.uniform is 0.9; allowed: its default: noise.kind = 'absorbing'"),
+     (dict(noise=mj.NoiseConfig(power=3.0)),
+      "noise.power is 3.0; allowed: its default: .* noise.schedule = 'linear' does not read it"),
+     (dict(noise=mj.NoiseConfig(kind="hybrid", schedule="cosine")),
+      "noise.schedule is 'cosine'; allowed: its default")],
 )  # fmt: skip
-def test_fields_that_make_no_sense_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field} is {value!r}; allowed"):
-        tiny.config("x", **{field: value})
-
-
-@pytest.mark.parametrize(
-    "noise, words",
-    [(dict(uniform=0.9), "noise.uniform is 0.9; allowed: its default: noise.kind = 'absorbing'"),
-     (dict(power=3.0), "noise.power is 3.0; allowed: its default: .* noise.schedule = 'linear' does not read it"),
-     (dict(kind="hybrid", schedule="cosine"), "noise.schedule is 'cosine'; allowed: its default")],
-)  # fmt: skip
-def test_a_field_of_the_noise_that_is_not_read_is_refused(noise, words):
+def test_fields_that_make_no_sense_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
-        tiny.config("x", noise=mj.NoiseConfig(**noise))
-
-
-def test_bad_lines_without_chats_name_where_the_field_belongs():
-    with pytest.raises(ValueError, match="bad_lines is 'skip'; .*data.chat"):
-        tiny.config("x", bad_lines="skip")
+        tiny.config("x", **fields)
 
 
 def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
