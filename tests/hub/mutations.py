@@ -283,11 +283,8 @@ _FULL, _NEAR = "full_attention", "sliding_attention"
 _FAR = {"rope_parameters": {_FULL: {"factor": 3.0}}}
 _NEWER = dict(rope_scaling=DROP, rope_theta=DROP, torch_dtype=DROP, dtype="float32")
 _NEWER_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 200.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+    "rope_type": "yarn", "rope_theta": 200.0, "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 
 CASES = (
     # what transformers writes by itself, and what has no effect

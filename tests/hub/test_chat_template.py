@@ -208,16 +208,10 @@ def test_a_template_that_exceeds_a_limit_is_stopped(source: str, words: str):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        "{% set n.t = [n.t, n.t] %}",
-        "{% set n.t = {'a': n.t, 'b': n.t} %}",
-        "{% set n.t = dict(a=n.t, b=n.t) %}",
-        "{% set n.t = [n.t] + [n.t] %}",
-        "{% set n.t = [n.t] * 2 %}",
-        "{% set n.t = {'a': n.t, 'b': n.t}.items() | list %}",
-        "{{ f(n.t, n.t) }}",
-    ],
-)
+    ["{% set n.t = [n.t, n.t] %}", "{% set n.t = {'a': n.t, 'b': n.t} %}",
+     "{% set n.t = dict(a=n.t, b=n.t) %}", "{% set n.t = [n.t] + [n.t] %}", "{% set n.t = [n.t] * 2 %}",
+     "{% set n.t = {'a': n.t, 'b': n.t}.items() | list %}", "{{ f(n.t, n.t) }}"],
+)  # fmt: skip
 def test_no_way_of_making_nested_values_escapes_the_limit(make: str):
     keep = "{% macro f() %}{% set n.t = varargs %}{% endmacro %}"
     source = (
@@ -234,15 +228,9 @@ def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
 
 @pytest.mark.parametrize(
     "use",
-    [
-        "{{ n.t }}",
-        "{{ n.t | tojson }}",
-        "{{ n.t == n.u }}",
-        "{{ {n.t: 1} }}",
-        "{{ {}[n.t] }}",
-        "{{ {}.get(n.t) }}",
-    ],
-)
+    ["{{ n.t }}", "{{ n.t | tojson }}", "{{ n.t == n.u }}", "{{ {n.t: 1} }}", "{{ {}[n.t] }}",
+     "{{ {}.get(n.t) }}"],
+)  # fmt: skip
 def test_a_small_value_that_contains_itself_many_times_is_refused_when_made(use: str):
     twice = "{% for i in range(60) %}{% set n.t = (n.t, n.t) %}{% set n.u = (n.u, n.u) %}{% endfor %}"
     template = ChatTemplate("{% set n = namespace(t=(1,), u=(1,)) %}" + twice + use, QUICK)
@@ -263,33 +251,16 @@ def test_time_is_limited_without_another_thread():
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "{{ messages.__class__ }}",
-        "{{ messages['__class__'] }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages | attr('__class__') }}",
-        "{{ messages | map(attribute='__class__') | list }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ ''.format_map({}) }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(a=1) }}",
-        "{{ 'x'.encode() }}",
-        "{% set n = namespace() %}{% set n.__init__ = 1 %}{{ n.__init__ }}",
-        "{{ self.__init__ }}",
-        "{{ loop.__class__ }}",
-        "{{ cycler.__init__ }}",
-        "{{ dict.mro() }}",
-        "{{ range.__globals__ }}",
-        "{{ (5).to_bytes(9, 'big') }}",
-        "{% for m in messages %}{{ loop._iterable }}{% endfor %}",
-        "{% macro f() %}{% endmacro %}{{ f._func }}",
-        "{{ lipsum.__globals__ }}",
-        "{{ messages[0].pop('role') }}",
-        "{% import 'os' as os %}",
-        "{{ dict().__class__ }}",
-    ],
-)
+    ["{{ messages.__class__ }}", "{{ messages['__class__'] }}", "{{ ''.__class__.__mro__ }}",
+     "{{ messages | attr('__class__') }}", "{{ messages | map(attribute='__class__') | list }}",
+     "{{ raise_exception.__globals__ }}", "{{ '{0.__class__}'.format(messages) }}", "{{ ''.format_map({}) }}",
+     "{{ messages.append(1) }}", "{{ messages[0].update(a=1) }}", "{{ 'x'.encode() }}",
+     "{% set n = namespace() %}{% set n.__init__ = 1 %}{{ n.__init__ }}", "{{ self.__init__ }}",
+     "{{ loop.__class__ }}", "{{ cycler.__init__ }}", "{{ dict.mro() }}", "{{ range.__globals__ }}",
+     "{{ (5).to_bytes(9, 'big') }}", "{% for m in messages %}{{ loop._iterable }}{% endfor %}",
+     "{% macro f() %}{% endmacro %}{{ f._func }}", "{{ lipsum.__globals__ }}",
+     "{{ messages[0].pop('role') }}", "{% import 'os' as os %}", "{{ dict().__class__ }}"],
+)  # fmt: skip
 def test_private_and_mutating_attributes_are_refused(source: str):
     with pytest.raises(ValueError, match="chat_template: .*(reaches beyond|No filter|not given)"):
         ChatTemplate(source).render(CHAT)
@@ -303,18 +274,14 @@ def test_an_error_that_a_template_raises_is_passed_on():
 
 @pytest.mark.parametrize(
     ("messages", "words"),
-    [
-        ([], "messages: "),
-        ("hello", "messages: 'hello'"),
-        (["hello"], r"messages\[0\]: 'hello'"),
-        ([*CHAT, {"role": "<|im_start|>", "content": ""}], r"messages\[4\].role: '<\|im_start\|>'"),
-        ([{"role": "user"}], r"messages\[0\].content: None"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content"),
-        ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content: lone surrogate U\+D800"),
-        ([{"role": "user", "content": "", "more": object()}], r"messages\[0\].more is 'object'"),
-        ([{"role": "user", "content": "x" * 9_000_000}], "more than 8000000 characters"),
-    ],
-)
+    [([], "messages: "), ("hello", "messages: 'hello'"), (["hello"], r"messages\[0\]: 'hello'"),
+     ([*CHAT, {"role": "<|im_start|>", "content": ""}], r"messages\[4\].role: '<\|im_start\|>'"),
+     ([{"role": "user"}], r"messages\[0\].content: None"),
+     ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content"),
+     ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content: lone surrogate U\+D800"),
+     ([{"role": "user", "content": "", "more": object()}], r"messages\[0\].more is 'object'"),
+     ([{"role": "user", "content": "x" * 9_000_000}], "more than 8000000 characters")],
+)  # fmt: skip
 def test_malformed_messages_are_refused_by_name(messages, words: str):
     with pytest.raises(ValueError, match=words):
         ChatTemplate("{{ messages }}").render(messages)

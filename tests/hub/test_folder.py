@@ -48,13 +48,10 @@ def check(folder):
 
 @pytest.mark.parametrize(
     "shard, names",
-    [
-        (SHARD, ["model.safetensors"]),
-        (5 * 48, ["model.safetensors"]),
-        (100, [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json"]),
-        (1, [*(f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]),
-    ],
-)
+    [(SHARD, ["model.safetensors"]), (5 * 48, ["model.safetensors"]),
+     (100, [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json"]),
+     (1, [*(f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"])],
+)  # fmt: skip
 def test_a_written_folder_is_read_back_from_any_number_of_files(tmp_path, shard, names):
     folder = whole(tmp_path / "model", shard)
     assert sorted(os.listdir(folder)) == ["config.json", *names] and os.listdir(tmp_path) == ["model"]
@@ -97,12 +94,8 @@ def test_code_that_a_config_names_is_noted_and_not_run(tmp_path):
 
 
 OUTSIDE = [
-    "../secret.safetensors",
-    "/etc/passwd",
-    "..\\secret.safetensors",
-    "sub/a.safetensors",
-    "a\0.safetensors",
-]
+    "../secret.safetensors", "/etc/passwd", "..\\secret.safetensors", "sub/a.safetensors", "a\0.safetensors",
+]  # fmt: skip
 OUTSIDE += ["..", "", "config.json", ".safetensors", 3, None, ["model.safetensors"], "C:a.safetensors"]
 
 
@@ -262,18 +255,12 @@ def test_pickles_and_empty_folders_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "text, words",
-    [
-        (b"[1]", r"its value is \[1\]; allowed: a JSON object"),
-        (b"\xff{}", "not readable as JSON"),
-        (b'{"a": ' * 100_000, "nested too deeply"),
-        (b'{"a": 1, "a": 2}', "a key stands twice"),
-        (b'{"a": NaN}', "NaN is no JSON"),
-        (b'{"a": "\\ud800"}', "surrogates"),
-        (b"9" * 5000, "not readable as JSON"),
-        (b" " * 1001, "size of the file is 1001; allowed: 1000 bytes"),
-    ],
+    [(b"[1]", r"its value is \[1\]; allowed: a JSON object"), (b"\xff{}", "not readable as JSON"),
+     (b'{"a": ' * 100_000, "nested too deeply"), (b'{"a": 1, "a": 2}', "a key stands twice"),
+     (b'{"a": NaN}', "NaN is no JSON"), (b'{"a": "\\ud800"}', "surrogates"),
+     (b"9" * 5000, "not readable as JSON"), (b" " * 1001, "size of the file is 1001; allowed: 1000 bytes")],
     ids=range(8),
-)
+)  # fmt: skip
 def test_a_config_that_is_not_a_strict_json_object_is_refused(tmp_path, text, words, monkeypatch):
     folder = whole(tmp_path / "model")
     (folder / "config.json").write_bytes(text)

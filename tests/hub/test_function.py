@@ -456,17 +456,12 @@ def test_an_equinox_module():
 
 @pytest.mark.parametrize(
     "wrong, words",
-    [
-        (
-            lambda p, t: jnp.tril(jnp.ones((t.shape[1],) * 2)) @ p["embed"][t] @ p["embed"].T,
-            "apply is causal",
-        ),
-        (lambda p, t: plain(p, t) + t.sum(), "logits of another"),
-        (lambda p, t, lengths: plain(p, t) + 0 * lengths[0], "does not hide padding"),
-        (lambda p, t: plain(p, t) + np.random.default_rng().random(), "another program each time"),
-        (lambda p, t: plain(p, t) + jax.random.normal(jax.random.key(0), (VOCAB,)), "draws random numbers"),
-    ],
-)
+    [(lambda p, t: jnp.tril(jnp.ones((t.shape[1],) * 2)) @ p["embed"][t] @ p["embed"].T, "apply is causal"),
+     (lambda p, t: plain(p, t) + t.sum(), "logits of another"),
+     (lambda p, t, lengths: plain(p, t) + 0 * lengths[0], "does not hide padding"),
+     (lambda p, t: plain(p, t) + np.random.default_rng().random(), "another program each time"),
+     (lambda p, t: plain(p, t) + jax.random.normal(jax.random.key(0), (VOCAB,)), "draws random numbers")],
+)  # fmt: skip
 def test_a_function_that_would_give_wrong_text_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         own(wrong, check=True)

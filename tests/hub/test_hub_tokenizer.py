@@ -26,27 +26,14 @@ from tests.tiny import tiny
 
 CHATS = [
     [{"role": "user", "content": "  def value "}],
-    [
-        {"role": "system", "content": "Be the fox.\n"},
-        {"role": "user", "content": "print 12 é🙂\n\n    <table> x"},
-        {"role": "assistant", "content": " return\n"},
-        {"role": "user", "content": "fox e\u0301 <b>"},
-    ],
-]
+    [{"role": "system", "content": "Be the fox.\n"},
+     {"role": "user", "content": "print 12 é🙂\n\n    <table> x"},
+     {"role": "assistant", "content": " return\n"}, {"role": "user", "content": "fox e\u0301 <b>"}],
+]  # fmt: skip
 NASTY = [
-    "",
-    " ",
-    "\n\n\n",
-    "\u2581",
-    "\0a\0",
-    "\r\n",
-    "👩‍👩‍👧",
-    "1234567890",
-    "<0x41>",
-    "\ufdd0",
-    "\ufdd0<|im_end|>",
-    " " * 37,
-]
+    "", " ", "\n\n\n", "\u2581", "\0a\0", "\r\n", "👩‍👩‍👧", "1234567890", "<0x41>", "\ufdd0",
+    "\ufdd0<|im_end|>", " " * 37,
+]  # fmt: skip
 FILES = {name: byte_level(name) for name in BYTE_LEVEL} | {
     f"turns, {form}": sentencepiece(form=form) for form in ("gemma", "llama", "metaspace")
 }
@@ -98,14 +85,9 @@ def test_no_message_content_is_encoded_as_a_control_token(name: str, tok: HFToke
     control = set(tok.tokens.control.values())
     words = [*SPECIAL, *CONTROL, *GEMMA]
     pool = [
-        *words,
-        *(w[: len(w) // 2] for w in words),
-        *(w[len(w) // 2 :] for w in words),
-        tok.tokens.mark,
-        " ",
-        "\n",
-        "a",
-    ]
+        *words, *(w[: len(w) // 2] for w in words), *(w[len(w) // 2 :] for w in words), tok.tokens.mark, " ",
+        "\n", "a",
+    ]  # fmt: skip
     kept = lambda ids: [i for i in ids if i in control]
     for _ in range(60):
         chat = [dict(m, content=m["content"][:2] + random_text(rng, pool) + "z") for m in CHATS[1]]
@@ -161,21 +143,8 @@ def test_many_texts_have_the_ids_and_the_text_of_the_tokenizers_library(name: st
     files = ODD[name][0] if name in ODD else FILES[name]
     tok, core, rng = HFTokenizer.of(files), theirs(files), random.Random(7)
     pool = [
-        "\ufdd0",
-        "\ufdd1",
-        "a",
-        " ",
-        "  ",
-        "\n",
-        "é",
-        "🙂",
-        "user",
-        "the quick",
-        "\ufdd0 ",
-        "\t",
-        "<",
-        "|>",
-    ]
+        "\ufdd0", "\ufdd1", "a", " ", "  ", "\n", "é", "🙂", "user", "the quick", "\ufdd0 ", "\t", "<", "|>",
+    ]  # fmt: skip
     for _ in range(300):
         text = random_text(rng, pool)
         want = core.encode(text, add_special_tokens=False).ids

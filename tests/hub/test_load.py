@@ -46,16 +46,11 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
 
 @pytest.mark.parametrize(
     "change, words",
-    [
-        (lambda t: t.pop(NORM), [NORM, "is missing"]),
-        (
-            lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}),
-            ["model.extra.weight", "no place"],
-        ),
-        (lambda t: t.update({NORM: t[NORM][:-1]}), ["shape of", NORM, "by config.json"]),
-        (lambda t: t.update({NORM: t[NORM].astype(np.int32)}), ["dtype of", NORM, "int32", "BF16"]),
-    ],
-)
+    [(lambda t: t.pop(NORM), [NORM, "is missing"]),
+     (lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}), ["model.extra.weight", "no place"]),
+     (lambda t: t.update({NORM: t[NORM][:-1]}), ["shape of", NORM, "by config.json"]),
+     (lambda t: t.update({NORM: t[NORM].astype(np.int32)}), ["dtype of", NORM, "int32", "BF16"])],
+)  # fmt: skip
 def test_missing_surplus_and_misshapen_tensors_are_refused_by_name(folder, change, words):
     rewrite(folder, change)
     with pytest.raises(CheckpointError) as error:

@@ -75,13 +75,10 @@ def test_tokens_that_only_the_config_files_list_get_their_ids():
         "auto_map": {"AutoTokenizer": ["evil.py", None]},
     }
     tok = HFTokenizer.of(
-        {
-            **byte_level(),
-            "tokenizer_config.json": json.dumps(about).encode(),
-            "added_tokens.json": b'{"<MASK>": 405}',
-        },
+        {**byte_level(), "tokenizer_config.json": json.dumps(about).encode(),
+         "added_tokens.json": b'{"<MASK>": 405}'},
         mask=405,
-    )
+    )  # fmt: skip
     assert tok.tokens.control["<|late|>"] == 400 and tok.tokens.control["<MASK>"] == 405
     assert tok.encode("plainly") == [402] and tok.vocab_size == 406 and tok.pieces[403] == b""
     assert 400 not in tok.encode("<|late|>") and tok.decode([400], False) == "<|late|>"

@@ -154,14 +154,9 @@ def shardings(tree):
 
 @pytest.mark.parametrize(
     "kind, words",
-    [
-        ("absorbing", "model.mask is None; allowed: an id: absorbing noise needs one, unlike uniform noise"),
-        (
-            "uniform",
-            "noise.kind is 'uniform'; allowed: absorbing, for masked_elbo; uniform_elbo or diffusion_gemma",
-        ),
-    ],
-)
+    [("absorbing", "model.mask is None; allowed: an id: absorbing noise needs one, unlike uniform noise"),
+     ("uniform", "noise.kind is 'uniform'; allowed: absorbing, for masked_elbo; uniform_elbo or diffusion_gemma")],
+)  # fmt: skip
 def test_noise_that_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, kind, words):
     monkeypatch.setattr(hub, "load", lambda *args, **more: pytest.fail("the checkpoint was loaded"))
     config = hub.config_of(GOLDENS / "diffusion_gemma")

@@ -14,34 +14,16 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 WORDS = [
-    "def",
-    "return",
-    "value",
-    "print",
-    "user",
-    "model",
-    "system",
-    "thought",
-    "the",
-    "quick",
-    "brown",
-    "fox",
-]
+    "def", "return", "value", "print", "user", "model", "system", "thought", "the", "quick", "brown", "fox",
+]  # fmt: skip
 TEXTS = [f"{a} {b}({i}):\n    {b} = {a}  # {i}\n\n" for i, a in enumerate(WORDS) for b in WORDS]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "<|start_header_id|>", "<|end_header_id|>",
            "<|eot_id|>", "<|user|>", "<|assistant|>", "<|mask|>"]  # fmt: skip
 CONTROL = ["<think>", "</think>", "<tool_call>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 GEMMA = [
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<mask>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|channel>",
+    "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>", "<|channel>",
     "<channel|>",
-]
+]  # fmt: skip
 PLAIN = ["\n\n", "    ", "<table>"]  # added for the sake of length, not of control
 
 
@@ -65,11 +47,8 @@ def byte_level(template: str | None = "chatml", normal: bool = True) -> dict[str
     tok.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
     tok.add_tokens([AddedToken(t, normalized=False) for t in [*CONTROL, *PLAIN]])
     about = {
-        "bos_token": "<s>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "mask_token": "<|mask|>",
-    }
+        "bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "mask_token": "<|mask|>",
+    }  # fmt: skip
     return _files(tok.to_str(), about, TEMPLATES.get(template or ""))
 
 
@@ -106,12 +85,9 @@ def sentencepiece(template: str | None = "turns", form: str = "gemma") -> dict[s
     for t in data["added_tokens"]:
         t["special"] = t["content"] in GEMMA[:7]
     about = {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
+        "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>",
         "mask_token": "<mask>",
-    }
+    }  # fmt: skip
     return _files(json.dumps(data), about, TEMPLATES.get(template or ""))
 
 
