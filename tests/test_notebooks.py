@@ -21,7 +21,7 @@ REPOSITORY = conf.REPOSITORY
 
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "colab").glob("*.ipynb"))}
 # Beside `mj`: what the guides import, too.
-MODULES = {"evaluate", "rl", "tasks", "train"}
+MODULES = {"evaluate", "rl", "tasks", "training"}
 
 
 def sources(name: str, kind: str = "code") -> list[str]:

@@ -6,6 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
+from mercury_jax.serve.playground.app import STATIC
 from qa.browser.seeing import cells, facts, finished, open_page, run, seek, start
 from tests.serve.playground.scripted import unveiled
 
@@ -33,8 +34,9 @@ def test_at_first_sight_a_recording_shows_what_happens(wide, served):
     open_page(wide, served)
     expect(wide.locator("#note")).to_contain_text("A recording")
     expect(wide.locator(".main h2")).to_contain_text("recorded")
-    assert [kind for _, kind, _ in facts(wide)].count("settled") == 19
-    assert "4312" in "".join(cell["text"] for cell in cells(wide))
+    recorded = json.loads((STATIC / "demo.json").read_text())["runs"][0]["end"]
+    assert [kind for _, kind, _ in facts(wide)].count("settled") == recorded["tokens"]
+    assert "".join(cell["text"] for cell in cells(wide)) == recorded["text"].replace("\n", "↵")
     seek(wide, 1)
     assert [kind for _, kind, _ in facts(wide, "beside")].count("settled") <= 1
     assert not [url for url in asked if "playground/stream" in url]  # the server was asked for nothing
