@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -23,21 +21,6 @@ def test_every_public_name_is_there_and_no_other():
     assert set(mj.__all__) <= set(dir(mj))
     with pytest.raises(AttributeError, match="nosuch"):
         mj.nosuch  # noqa: B018
-
-
-@pytest.mark.long
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize(
-    "first",
-    ["", "from mercury_jax.training import data; ", "import mercury_jax.api; ",
-     "import mercury_jax.hub.load; "],
-)  # fmt: skip
-def test_load_and_train_are_functions_whatever_was_imported_before(first):
-    code = "import mercury_jax as mj; from mercury_jax.training import loop; print(mj.load.__name__, mj.train.__name__)"
-    said = subprocess.run(
-        [sys.executable, "-c", first + code], capture_output=True, text=True, check=True
-    ).stdout
-    assert said.split() == ["load", "train"]
 
 
 def test_the_embedded_model_solves_sudoku_it_has_not_seen():

@@ -28,8 +28,7 @@ def sources(name: str, kind: str = "code") -> list[str]:
     return ["".join(cell["source"]) for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == kind]
 
 
-def test_there_are_ten_and_the_guides_link_each():
-    assert len(NOTEBOOKS) == 10
+def test_the_guides_link_each():
     index, site = (ROOT / "docs/README.md").read_text(), (ROOT / "docs/index.rst").read_text()
     for name in NOTEBOOKS:
         assert f"../colab/{name}.ipynb" in index and f"notebooks/{name}" in site

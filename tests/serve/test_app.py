@@ -13,15 +13,13 @@ from starlette.testclient import TestClient
 
 import mercury_jax as mj
 from mercury_jax.decode.grammar.search import EndSearch
-from mercury_jax.serve import openapi
 from mercury_jax.serve.app import create_app
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.tokenizer import SPECIAL
 from tests.marks import slow_except
+from tests.serve.api_client import CHAT, valid
 from tests.serve.asgi_client import Connection
 
-DOCUMENT = openapi.build_document()
-CHAT = "/v1/chat/completions"
 SUM = [{"role": "user", "content": "347+585="}]
 PAYLOAD = {"model": "mercury-2", "messages": SUM, "max_tokens": 64}
 POINT = {
@@ -80,12 +78,6 @@ def app(engine):
 @pytest.fixture(scope="module")
 def client(app):
     return TestClient(app, base_url="http://localhost")
-
-
-def valid(name, value):
-    root = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
-    assert [f"{e.json_path}: {e.message}" for e in Draft202012Validator(root).iter_errors(value)] == []
-    return value
 
 
 def post(client, payload, path=CHAT):
