@@ -113,18 +113,30 @@ FUSED = """
   %narrow = bf16[8,4096]{1,0} convert(%times)
   ROOT %found = bf16[8,16]{1,0} dynamic-slice(%narrow, %j, %j), dynamic_slice_sizes={8,16}
 }
+
+ENTRY %main (a: f32[8,4096], b: f32[], c: s32[]) -> f32[8,16] {
+  %a = f32[8,4096]{1,0} parameter(0)
+  %b = f32[] parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %fused = f32[8,16]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%scaled
+}
 """
 
 
+def cost_of_the_fusion(text):
+    module = hlo.parse(text)
+    among = module.computations[module.entry]
+    return traffic.instruction_cost(module, among, among["fused"])
+
+
 def test_a_fused_slice_of_computed_values_reads_what_they_are_computed_from():
-    body = hlo.parse(FUSED).computations["scaled"]
-    assert traffic._fusion(body) == (8 * 16 * 4 + 4 + 4, 8 * 16 * 2)
+    cost = cost_of_the_fusion(FUSED)
+    assert (cost.kernels, cost.read, cost.written) == (1, 8 * 16 * 4 + 4 + 4, 8 * 16 * 2)
     whole = FUSED.replace(
         "ROOT %found = bf16[8,16]{1,0} dynamic-slice(%narrow, %j, %j)",
         "ROOT %found = bf16[8,4096]{1,0} copy(%narrow)",
     )
-    read, _ = traffic._fusion(hlo.parse(whole).computations["scaled"])
-    assert 8 * 4096 * 4 <= read <= 8 * 4096 * 4 + 8
+    assert 8 * 4096 * 4 <= cost_of_the_fusion(whole).read <= 8 * 4096 * 4 + 8
 
 
 def test_a_compiled_loop_reads_its_weights_once_a_pass():
