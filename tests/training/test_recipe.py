@@ -91,7 +91,7 @@ def test_help_lists_plain_fields_with_their_comments_and_offers_no_value_that_on
         recipe.override(tiny.config("x"), ["--help"])
     told = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "rows of an update, over all devices" in told and "--optim.lr" in told
+    assert "Rows of an update, over all devices" in told and "--optim.lr" in told
     assert "data:" not in told and "sampler" not in told
 
 
