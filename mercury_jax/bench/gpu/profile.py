@@ -171,16 +171,16 @@ def operations(program: hlo.HloModule, events: Iterable[Event], passes: int) -> 
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
     for event in events:
         among, one = found.get(plain(event.op), ({}, None))
-        known = one is not None and one.op not in hlo.VIEWS
-        if one is not None and not known and event.kernel in ("", event.op):
+        if one is not None and one.op in hlo.VIEWS and event.kernel in ("", event.op):
             continue
+        known = None if one is None or one.op in hlo.VIEWS else one
         part, name = (
-            (part_of(one.text("op_name")), one.name) if known else (UNKNOWN, event.kernel or event.op)
+            (part_of(known.text("op_name")), known.name) if known else (UNKNOWN, event.kernel or event.op)
         )
         row = sums[part, re.sub(r"[._\d]+$", "", name)]
         row[0] += 1
         row[1] += event.end - event.start
-        row[2] += traffic.instruction_cost(program, among, one).bytes if known else 0
+        row[2] += traffic.instruction_cost(program, among, known).bytes if known else 0
     every = sum(ns for _, ns, _ in sums.values())
     return [
         {
