@@ -199,7 +199,7 @@ def _decode(lm: LM, session: Session) -> tuple[int, int]:
     """(tokens, passes) of an answer after a prompt whose KV cache exists; the session is copied, not changed."""
     copied = dataclasses.replace(session, state=jax.tree.map(jnp.copy, session.state))
     done, _, passes = advance(lm, copied, None)
-    end, first = jax.device_get((done.state.end, done.state.prompt))
+    end, first = jax.device_get((done.state.limits.end, done.state.prompt))
     return int(end[0] - first[0]), int(passes)
 
 

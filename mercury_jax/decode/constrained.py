@@ -60,14 +60,14 @@ def write_committed(
     config: DecodeConfig, state: State, committed: CommittedTokens, eos: Int[Array, "B"]
 ) -> State:
     """Writes the host's tokens into a state, and commits a block once it is full or the answer ends."""
-    small = state._replace(cache=(), self_cond=(), memory=(), logprobs=())  # type: ignore[arg-type]
+    small = state._replace(cache=(), self_cond=(), memory=())  # type: ignore[arg-type]
     changes = jax.vmap(lambda *row: _write_row(config, *row))(small, committed, eos)
     return state._replace(**changes)
 
 
 def _write_row(
     config: DecodeConfig, row: State, change: CommittedTokens, eos: Int[Array, ""]
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     at = row.cache_length + jnp.arange(config.width, dtype=jnp.int32)
     slots = jnp.arange(row.tokens.shape[0], dtype=jnp.int32)
     reach = change.start + change.used
@@ -80,21 +80,21 @@ def _write_row(
     if config.corruption.mask is not None:
         behind = change.clear & (at >= reach) & ~row.frozen
         canvas = jnp.where(behind, config.corruption.mask, canvas)
-    end = jnp.where(change.ended, reach, row.end)
+    end = jnp.where(change.ended, reach, row.limits.end)
     block_end = jnp.minimum(jnp.minimum(end, row.cache_length + config.width), row.committed + config.block)
     # `full`: the row's block is finished. If no canvas is open, because the row is still encoding, there is no block to
     # fill, and the tokens extend the committed prefix at once.
     full = ((change.used > 0) & ((reach >= block_end) | (row.step < 0))) | change.ended
     committed = jnp.where(full, reach, row.committed)
     # A row that waits for the host, see `run_free`, continues.
-    waits = row.done & (row.nan_step < 0) & ((change.used > 0) | change.clear | change.ended)
+    waits = row.done & (row.records.nan_step < 0) & ((change.used > 0) | change.clear | change.ended)
     return dict(
         tokens=jnp.where(change.ended & (slots == reach), eos, tokens),
         canvas=canvas,
         answer=jnp.where(inside(at) | (canvas != row.canvas), canvas, row.answer),
         frozen=row.frozen | inside(at),
         committed=committed,
-        end=end,
+        limits=row.limits._replace(end=end),
         step=jnp.where(full, -1, row.step),
         done=(row.done & ~waits) | (full & (committed >= end)),
     )
@@ -132,7 +132,12 @@ def run_free(
 
     commit = functools.partial(_commit_free, config, free)
     state, frames, made = decoder.run_limited(config, params, state, passes, limit, after=commit)
-    waits = state.done & state.sampling.constrained & (state.committed < state.end) & (state.nan_step < 0)
+    waits = (
+        state.done
+        & state.sampling.constrained
+        & (state.committed < state.limits.end)
+        & (state.records.nan_step < 0)
+    )
     return state, frames, made, waits
 
 
@@ -149,8 +154,10 @@ def _commit_free(config: DecodeConfig, free: FreeText, before: State, state: Sta
     fits = jnp.all(((bits & 1) > 0) | (at < front) | (at >= front + count), axis=1)
     start, count = frame.start + front[:, 0], count[:, 0]
     fits &= (count > 0) & (start + count <= free.until)
-    judged = state.sampling.constrained & (before.answer_budget == 0) & (frame.used > 0) & ~state.done
-    begins = state.sampling.constrained & (before.answer_budget > 0) & (state.answer_budget == 0)
+    judged = state.sampling.constrained & (before.limits.answer_budget == 0) & (frame.used > 0) & ~state.done
+    begins = (
+        state.sampling.constrained & (before.limits.answer_budget > 0) & (state.limits.answer_budget == 0)
+    )
     window = jnp.clip(front + jnp.arange(config.width, dtype=jnp.int32), 0, len(at) - 1)
     tokens, no = jnp.take_along_axis(frame.answer, window, axis=1), jnp.zeros_like(fits)
     change = CommittedTokens(tokens, start, jnp.where(judged & fits, count, 0), no, no)
@@ -345,7 +352,7 @@ def passes(lm: LM, session: Session, grammars: Grammars) -> Iterator[tuple[Sessi
     sampling = session.state.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
     session = dataclasses.replace(session, state=session.state._replace(sampling=sampling))
     state = session.state
-    committed, budget = jax.device_get((state.committed, state.answer_budget))
+    committed, budget = jax.device_get((state.committed, state.limits.answer_budget))
     _begin_answers(grammars, committed, budget)
     while True:
         session = _write_pending(session, grammars)
@@ -355,7 +362,7 @@ def passes(lm: LM, session: Session, grammars: Grammars) -> Iterator[tuple[Sessi
             return
         session, chunk, _ = advance(lm, session, 1)
         state = session.state
-        chunk, committed, budget = jax.device_get((chunk, state.committed, state.answer_budget))
+        chunk, committed, budget = jax.device_get((chunk, state.committed, state.limits.answer_budget))
         frame = jax.tree.map(lambda x: x[0], chunk)
         for i, row in enumerate(grammars):
             if row is not None and row.begun and frame.used[i]:

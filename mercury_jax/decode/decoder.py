@@ -141,7 +141,7 @@ def prefill(
         zeros = lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype)
         no_self_cond = jax.tree.map(zeros, state.self_cond)
         clean = jnp.zeros(end.shape) if config.model.config.timed else None  # time 0: text without noise
-        start, length = state.cache_length, state.max_end
+        start, length = state.cache_length, state.limits.max_end
         given = Pass(tokens, state.cache, start, used, end, everyone, no_self_cond, clean, length=length)
         _, cache = config.model.forward(params, given)
         return state._replace(cache=cache, cache_length=end)
@@ -447,7 +447,7 @@ class Decoder:
         self._check_state(state)
 
         def read(state: State) -> tuple[Array, Array]:
-            end = jnp.where(state.done, state.end, jnp.maximum(state.committed, state.prompt))
+            end = jnp.where(state.done, state.limits.end, jnp.maximum(state.committed, state.prompt))
             lengths, at = end - state.prompt, jnp.arange(state.tokens.shape[1])
             source = jnp.minimum(state.prompt[:, None] + at, at[-1])
             ids = jnp.take_along_axis(state.tokens, source, axis=1)
@@ -519,7 +519,7 @@ def estimate_answers(
         shown = shown[jnp.clip(at - row.cache_length, 0, config.width - 1)]
         tokens = jnp.where(inside, shown, row.tokens)
         end = jnp.where(is_open, window_of(config, row).end, jnp.maximum(row.committed, row.prompt))
-        end = jnp.where(row.done, row.end, end)
+        end = jnp.where(row.done, row.limits.end, end)
         # A guessed end-of-text token ends the estimate as it would end the answer.
         ends = inside & ends_text(config, tokens, row)
         end = jnp.minimum(end, jnp.min(jnp.where(ends, at, end)))

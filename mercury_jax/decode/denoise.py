@@ -77,7 +77,7 @@ def open_canvases(config: DecodeConfig, state: State) -> State:
         return canvas, frozen, slice_at(canvas, offset, config.window)
 
     canvas, frozen, window = jax.vmap(lay)(state.without_cache())
-    used = jnp.minimum(config.width, state.end - state.cache_length)
+    used = jnp.minimum(config.width, state.limits.end - state.cache_length)
     fresh: dict[str, Any] = dict(
         canvas=canvas,
         answer=canvas,
@@ -154,7 +154,8 @@ def denoise(
     if config.window < config.width:
         put = jax.vmap(lambda old, new, at: write_at(old, new, at))
         self_cond = jax.tree.map(lambda old, new: put(old, new, offset), state.self_cond, self_cond)
-    moved = update_rows(state, rows, changes | {"self_cond": self_cond})._replace(nfe=state.nfe + rows)
+    moved = update_rows(state, rows, changes | {"self_cond": self_cond})
+    moved = moved._replace(records=moved.records._replace(nfe=state.nfe + rows))
     # 3. The frame of this pass; rows that did not denoise have used = 0 in it.
     answer = jax.vmap(lambda x, start: slice_at(x, start, config.window))(moved.answer, offset)
     used = jnp.where(rows, moved.used if config.variable_length else seen.window.used, 0)
@@ -192,7 +193,7 @@ def decide(
         view = view._replace(leave_one_out=token_stats(logits, view.canvas, most_probable(logits), view.eos))
     proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
     if not isinstance(constrained, tuple):
-        proposal = sample_front(view, proposal, constrained & (row.answer_budget == 0))
+        proposal = sample_front(view, proposal, constrained & (row.limits.answer_budget == 0))
     if config.drafts is not None:  # a draft must have no mask left: its last step samples every open position
         put = lambda old: jnp.where(drawn_last(view), view.stats.sample, old).astype(jnp.int32)
         proposal = proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
@@ -202,26 +203,25 @@ def decide(
     # ends the row; the host raises, and names the pass
     is_nan = jnp.any(jnp.isnan(stats.entropy) & view.editable)
     changes, accepted = _commit(config, row, view, window, decision, stopped & ~is_nan)
-    changes |= dict(
-        memory=(rule_memory, stopping_memory),
-        nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
-        done=changes["done"] | is_nan,
-    )
+    changes |= dict(memory=(rule_memory, stopping_memory), done=changes["done"] | is_nan)
+    records = row.records.with_nan(is_nan)
     # Positions whose log-probability this pass writes: those open before it, and those whose token it replaces. A
     # token that is remasked and accepted again thus has the log-probability of its last acceptance.
     source = decision.proposal.source if config.variable_length else None
     changed = view.masked | (decision.proposal.canvas != view.canvas)
     answer = decision.proposal.answer
-    if isinstance(row.logprobs, LogprobBuffer):
+    if isinstance(records.logprobs, LogprobBuffer):
         assert raw is not None
-        changes["logprobs"] = update_logprobs(
-            row.logprobs, raw, answer, changed, window.at[0], config.corruption.forbidden, source
+        kept = update_logprobs(
+            records.logprobs, raw, answer, changed, window.at[0], config.corruption.forbidden, source
         )
-    if isinstance(row.trajectory, Trajectory):
+        records = records._replace(logprobs=kept)
+    if isinstance(records.trajectory, Trajectory):
         drawn = draw_log_prob(view.draw_logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
         new = Trajectory(jnp.full_like(answer, row.nfe), drawn)
         write = lambda old, fresh: write_changed(old, fresh, changed, window.at[0], source)
-        changes["trajectory"] = jax.tree.map(write, row.trajectory, new)
+        records = records._replace(trajectory=jax.tree.map(write, records.trajectory, new))
+    changes["records"] = records
     return changes, accepted, stats.p_argmax
 
 
@@ -250,12 +250,12 @@ def _restore_given(
         keep = lambda new: jnp.where(view.editable, new, view.canvas).astype(jnp.int32)
         proposal = proposal._replace(canvas=keep(proposal.canvas), answer=keep(proposal.answer))
         is_open = view.editable if mask is None else view.editable & (proposal.canvas == mask)
-        return Decision(proposal, window.frozen, is_open, row.end, window.end)
+        return Decision(proposal, window.frozen, is_open, row.limits.end, window.end)
     proposal, frozen = _moved_proposal(config, view, window, proposal)
     editable = ~frozen & (jnp.arange(config.window) < proposal.used)
     is_open = editable if mask is None else editable & (proposal.canvas == mask)
     # The window is the whole canvas here, so the end of the row moves with it.
-    row_end = (row.end + proposal.used - view.used).astype(jnp.int32)
+    row_end = (row.limits.end + proposal.used - view.used).astype(jnp.int32)
     return Decision(proposal, frozen, is_open, row_end, window.at[0] + proposal.used)
 
 
@@ -300,7 +300,7 @@ def _commit(
     proposal, at, params = decision.proposal, window.at, row.sampling
     editable = ~decision.frozen & (at < decision.block_end)
     # Tokens that end the current section: the end of text and, while the row thinks, the token that ends the thinking.
-    thinking = (row.answer_budget > 0) & (params.end_thinking >= 0)
+    thinking = (row.limits.answer_budget > 0) & (params.end_thinking >= 0)
     ends = lambda tokens: ends_text(config, tokens, row) | (thinking & (tokens == params.end_thinking))
     first_end = jnp.min(jnp.where(editable & ends(proposal.answer), at, decision.row_end))
     finished = stopped | (view.step + 1 >= view.steps)
@@ -313,7 +313,7 @@ def _commit(
         finished |= jnp.min(jnp.where(editable & ends(proposal.canvas), at, far)) < first_open
     # the host commits grammar-constrained tokens, except thinking
     if not isinstance(params.constrained, tuple):
-        finished &= ~params.constrained | (row.answer_budget > 0)
+        finished &= ~params.constrained | (row.limits.answer_budget > 0)
     # An answer ends before its first end-of-text token, which stays in `tokens` at `end`: the host reads there whether
     # the model ended the answer. Editable positions after it become end of text too.
     behind = finished & (at > first_end) & editable & (params.eos >= 0)
@@ -328,7 +328,7 @@ def _commit(
     changes: dict[str, Any] = dict(
         tokens=jnp.where(finished, written, row.tokens),
         committed=committed,
-        end=end,
+        limits=row.limits._replace(end=end),
         canvas=write_at(row.canvas, proposal.canvas, window.offset),
         answer=write_at(row.answer, answer, window.offset),
         frozen=write_at(row.frozen, decision.frozen, window.offset),
@@ -340,12 +340,12 @@ def _commit(
         changes["given"] = jnp.where(finished, given, row.given)
         changes["used"] = decision.block_end - row.cache_length
     if config.speculative:  # a finished draft waits for its verifying pass, which commits it
-        changes |= {name: getattr(row, name) for name in ("tokens", "committed", "end", "done")}
+        changes |= {name: getattr(row, name) for name in ("tokens", "committed", "limits", "done")}
         changes |= dict(unverified=finished, step=row.step + 1)
     else:
         changes |= close_thinking(row, changes)
-    for name in {"committed", "end", "step", "used"} & set(changes):
-        changes[name] = changes[name].astype(jnp.int32)
+    for name in {"committed", "limits", "step", "used"} & set(changes):
+        changes[name] = jax.tree.map(lambda x: x.astype(jnp.int32), changes[name])
     return changes, (proposal.canvas == answer) | finished
 
 

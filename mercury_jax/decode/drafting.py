@@ -301,12 +301,11 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
     verified = state.tokens[:, :slots]
     verified = jnp.pad(verified, [(0, 0), (0, slots - verified.shape[1])])
     known = jnp.arange(slots) < state.committed[:, None]
-    end = jnp.minimum(state.end, state.committed + most).astype(jnp.int32)
+    end = jnp.minimum(state.limits.end, state.committed + most).astype(jnp.int32)
     fresh: dict[str, Any] = dict(
         tokens=jnp.where(known, verified, drafter.tokens),
         committed=state.committed,
-        end=end,
-        max_end=end,
+        limits=drafter.limits._replace(end=end, max_end=end),
         cache_length=jnp.minimum(drafter.cache_length, state.committed),
         step=jnp.full_like(drafter.step, -1),
     )

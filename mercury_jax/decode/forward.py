@@ -59,7 +59,15 @@ def forward(
     offset = window_offset(config, state.cache_length, state.committed)
     time, start = times(config, state, causal), state.cache_length
     given = Pass(
-        tokens, state.cache, start, used, start + used, causal, state.self_cond, time, length=state.max_end
+        tokens,
+        state.cache,
+        start,
+        used,
+        start + used,
+        causal,
+        state.self_cond,
+        time,
+        length=state.limits.max_end,
     )
     if not config.leave_one_out:
         hidden, cache = config.model.forward(params, given)

@@ -60,7 +60,7 @@ def wide_step(config: DecodeConfig, params: Params, state: State) -> tuple[State
         committed,
         jax.tree.map(on_canvas, state.self_cond),
         None if time is None else jnp.where(committed, 0.0, time[:, None]),
-        length=state.max_end,
+        length=state.limits.max_end,
     )
     hidden, cache = config.model.forward(params, given)
 

@@ -333,7 +333,7 @@ def _fill_sized(
     session = _run(lm, session, on_frame)
     # 3. Read the fillings: the tokens that were not given, wherever a rule of variable length has moved them.
     s = session.state
-    text, ends, kept, nfe = jax.device_get((s.tokens, s.end, s.given, s.nfe))
+    text, ends, kept, nfe = jax.device_get((s.tokens, s.limits.end, s.given, s.nfe))
     fillings = [split_fillings(row, text[i, : ends[i]], kept[i]) for i, row in enumerate(rows)]
     return Filled(fillings, nfe[: session.rows])
 
@@ -486,7 +486,7 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
         fixed = all(hole.tokens is not None for _, hole in prompts)
         session = _run(lm, start(lm, some._replace(rows=layout, infilling=fixed)), None)
         s = session.state
-        text, ends, nfe = jax.device_get((s.tokens, s.end, s.nfe))
+        text, ends, nfe = jax.device_get((s.tokens, s.limits.end, s.nfe))
         for at, i in enumerate(which):
             fillings[i].append(text[at, committed[at] : ends[at]])
             forwards[i] += nfe[at]

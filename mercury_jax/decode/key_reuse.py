@@ -367,6 +367,6 @@ def _run_rows(
         time=time,
         positions=None if work.slots is None else rows.cache_length[:, None] + at,
         slots=None if work.slots is None else gather(work.slots),
-        length=rows.max_end,
+        length=rows.limits.max_end,
     )
     return config.model.forward(params, given)

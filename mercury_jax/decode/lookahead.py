@@ -130,7 +130,7 @@ def denoise_ahead(
     def one_step(walk: _Walk) -> _Walk:
         pick = lambda tree: jax.tree.map(lambda x: x[each, walk.branch], tree)
         moved, shown = denoise(config, params, walk.ahead, pick(hidden), pick(leave_one_out), walk.live)
-        moved = moved._replace(nfe=state.nfe)
+        moved = moved._replace(records=moved.records._replace(nfe=state.nfe))
         # A step from known logits is one of plain decoding.
         verified = walk.live & walk.known
         real = update_rows(walk.real, verified, moved._asdict())
@@ -176,7 +176,7 @@ def denoise_ahead(
     walk = jax.lax.while_loop(unfinished, one_step, varying(start, axes))
     computed = drafts.computed + rows * (1 + (drafts.used > 0).sum(axis=1))
     moved = walk.real._replace(
-        nfe=state.nfe + rows,
+        records=walk.real.records._replace(nfe=state.nfe + rows),
         cache=state.cache,
         lookahead=walk.drafts._replace(computed=computed.astype(jnp.int32)),
     )

@@ -297,7 +297,7 @@ def start(lm: LM, request: Request) -> Session:
             (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
             assert weights is not None
             cache = guidance.start(
-                lm.model, lm.params, batch, slots, prompts, negatives, weights, longest=state.max_end
+                lm.model, lm.params, batch, slots, prompts, negatives, weights, longest=state.limits.max_end
             )
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
@@ -356,7 +356,7 @@ def _with_earlier_keys(
         length = jnp.zeros_like(length)  # the text is encoded again
     if config.model.config.stretched:  # so do keys that RoPE has rotated for another length
         rope_of = config.model.config.rope_of
-        length = jnp.where(rope_of(state.max_end) == rope_of(take(before.max_end)), length, 0)
+        length = jnp.where(rope_of(state.limits.max_end) == rope_of(take(before.limits.max_end)), length, 0)
     return state._replace(cache=cache, cache_length=length)
 
 

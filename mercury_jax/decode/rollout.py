@@ -177,7 +177,7 @@ def rollout(
     session, _, _ = advance(lm, start(lm, request), None)
     out = collect(lm, read_answers(session.state), session.prompts, began)
     state, count = session.state, session.rows
-    kept = (state.tokens, state.prompt, state.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
+    kept = (state.tokens, state.prompt, state.limits.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
     tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))
     ended = np.array([finish == "stop" for finish in out.finish])
     # Positions of each answer in the rows [B, S]. `end` excludes the end-of-text token, which directly follows.

@@ -395,7 +395,7 @@ def decided_share(config: DecodeConfig, row: State) -> Float[Array, ""]:
         inside_decided = inside.sum() * jnp.clip(progress, 0.0, 1.0)
     else:
         inside_decided = jnp.sum(inside & (row.canvas != config.corruption.mask))
-    share = (row.committed - row.prompt + inside_decided) / jnp.maximum(row.end - row.prompt, 1)
+    share = (row.committed - row.prompt + inside_decided) / jnp.maximum(row.limits.end - row.prompt, 1)
     return jnp.where(row.done, 1.0, jnp.clip(share, 0.0, 1.0)).astype(jnp.float32)
 
 

@@ -112,7 +112,7 @@ def first_tokens(
     changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
     # Skip rows that are finished, or whose next token is known already: given by the user, or part of a draft.
     here = lambda known: jnp.take_along_axis(known, moved.committed[:, None], axis=1)[:, 0]
-    rows = rows & (moved.committed < moved.end) & ~here(moved.given) & ~here(moved.draft)
+    rows = rows & (moved.committed < moved.limits.end) & ~here(moved.given) & ~here(moved.draft)
     if not isinstance(moved.sampling.constrained, tuple):
         rows = rows & ~moved.sampling.constrained
     return update_rows(moved, rows, changes)
@@ -131,22 +131,22 @@ def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) 
     )  # fmt: skip
     token = process_logits(config, row, view, at, logits)[1].argmax(-1).astype(jnp.int32)
     ended = ends_text(config, token, row)[0]
-    ended |= (row.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
-    end = jnp.where(ended, row.committed, row.end)  # the end of text itself is not part of the text
+    ended |= (row.limits.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
+    end = jnp.where(ended, row.committed, row.limits.end)  # the end of text itself is no part of the text
     committed = jnp.minimum(row.committed + 1, end)
     changes: dict[str, Any] = dict(
         tokens=write_at(row.tokens, token, row.committed),
         committed=committed,
-        end=end,
+        limits=row.limits._replace(end=end),
         done=ended | (committed >= end),
     )
     changes |= close_thinking(row, changes)
-    changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):
-        changes["logprobs"] = update_logprobs(
+        kept = update_logprobs(
             row.logprobs, logits, token, open_token, row.committed, config.corruption.forbidden
         )
-    return changes
+        changes["records"] = row.records._replace(logprobs=kept)
+    return like_row(row, changes)
 
 
 def verify(
@@ -160,11 +160,12 @@ def verify(
     """Verifies the drafts of some rows, and commits the accepted tokens plus one."""
     row = functools.partial(verify_row, config)
     changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposals(config, state))
-    moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
+    moved = update_rows(moved, rows, changes)
+    moved = moved._replace(records=moved.records._replace(nfe=moved.nfe + rows))
     shown = Frame(
         start=state.cache_length + 1,
         # At least one: a pass that finds only the end of text counts as a pass of the row, too.
-        used=jnp.where(rows, jnp.clip(moved.end - state.cache_length - 1, 1, count), 0),
+        used=jnp.where(rows, jnp.clip(moved.limits.end - state.cache_length - 1, 1, count), 0),
         answer=drawn,
         accepted=jnp.ones(drawn.shape, bool),
         confidence=jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype),
@@ -188,7 +189,7 @@ def verify_row(
     at = row.cache_length + 1 + jnp.arange(config.width, dtype=jnp.int32)  # positions that the logits predict
     # 1. Draw a token after each canvas position. Processors see the draft as decided text, at time 0: canvas[j] is the
     #    draft token at position at[j], one to the right of the input.
-    canvas, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.end
+    canvas, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.limits.end
     zero, one = jnp.zeros(()), jnp.ones(())
     view = row_view(
         config, row, canvas=canvas, answer=canvas, editable=editable, masked=jnp.zeros_like(editable),
@@ -206,41 +207,47 @@ def verify_row(
     # 2. Count the accepted tokens: the longest prefix of the draft that agrees with the drawn tokens, plus one. The end
     #    of the row, and a token that ends the text or the thinking section, cut it off.
     agrees = (drawn == draft) & exists
-    count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.end - row.committed)
+    count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.limits.end - row.committed)
     ends = ends_text(config, drawn, row)
     close = row.sampling.end_thinking
-    ends |= (row.answer_budget > 0) & (close >= 0) & (drawn == close)
+    ends |= (row.limits.answer_budget > 0) & (close >= 0) & (drawn == close)
     first_end = jnp.min(jnp.where(ends, place, config.width))
     ended = first_end < count
     count = jnp.minimum(count, first_end + 1).astype(jnp.int32)
     # 3. Commit them. The pass has written keys for the whole draft; `cache_length` keeps those of the accepted tokens.
     committed = row.committed + count
-    end = jnp.where(ended, committed - 1, row.end)  # the end of text itself is not part of the text
+    end = jnp.where(ended, committed - 1, row.limits.end)  # the end of text itself is not part of the text
     new = place < count
     old = jax.lax.dynamic_slice_in_dim(row.tokens, row.committed, config.width)
     # NaN logits beyond the draft, from unused positions, are no error.
-    inside = (at < row.end + 1) & (at <= row.cache_length + row.used)
+    inside = (at < row.limits.end + 1) & (at <= row.cache_length + row.used)
     is_nan = jnp.any(jnp.isnan(processed.sum(-1)) & inside)
     changes: dict[str, Any] = dict(
         tokens=write_at(row.tokens, jnp.where(new, drawn, old), row.committed),
         cache_length=row.cache_length + count,
         committed=jnp.where(ended, end, committed),
-        end=end,
+        limits=row.limits._replace(end=end),
         step=jnp.full_like(row.step, -1),
         unverified=jnp.zeros_like(row.unverified),
-        done=ended | (committed >= row.end) | is_nan,
-        nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
+        done=ended | (committed >= row.limits.end) | is_nan,
     )
     changes |= close_thinking(row, changes)
     # If the thinking section was closed, its closing token is the last committed one and is not encoded yet.
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
-    changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
-    if isinstance(row.logprobs, LogprobBuffer):
-        changes["logprobs"] = update_logprobs(
-            row.logprobs, logits, drawn, new, row.committed, config.corruption.forbidden
+    records = row.records.with_nan(is_nan)
+    if isinstance(records.logprobs, LogprobBuffer):
+        kept = update_logprobs(
+            records.logprobs, logits, drawn, new, row.committed, config.corruption.forbidden
         )
-    if isinstance(row.trajectory, Trajectory):
+        records = records._replace(logprobs=kept)
+    if isinstance(records.trajectory, Trajectory):
         fresh = Trajectory(jnp.full_like(drawn, row.nfe), draw_log_prob(processed, drawn, temperature))
         write = lambda old, x: write_changed(old, x, new, row.committed)
-        changes["trajectory"] = jax.tree.map(write, row.trajectory, fresh)
-    return changes, count, drawn
+        records = records._replace(trajectory=jax.tree.map(write, records.trajectory, fresh))
+    return like_row(row, changes | {"records": records}), count, drawn
+
+
+def like_row(row: State, changes: dict[str, Any]) -> dict[str, Any]:
+    """Converts new values of some fields to the dtypes of these fields."""
+    cast = lambda new, old: new.astype(old.dtype)
+    return {name: jax.tree.map(cast, x, getattr(row, name)) for name, x in changes.items()}

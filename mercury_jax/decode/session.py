@@ -53,7 +53,9 @@ class Session:
     def tokens(self) -> list[np.ndarray]:
         """Prompt and answer of each row as ids, as far as they are decided."""
         state = self.state
-        tokens, committed, end, done = jax.device_get((state.tokens, state.committed, state.end, state.done))
+        tokens, committed, end, done = jax.device_get(
+            (state.tokens, state.committed, state.limits.end, state.done)
+        )
         ends = np.where(done, end, committed)
         return [tokens[i, : ends[i]] for i in range(self.rows)]
 
@@ -77,7 +79,7 @@ def advance(
 
 def check_nan(session: Session) -> None:
     """Checks that no row of a session has had NaN logits."""
-    check_nan_steps(np.asarray(session.state.nan_step)[: session.rows])
+    check_nan_steps(np.asarray(session.state.records.nan_step)[: session.rows])
 
 
 def check_nan_steps(nan_step: Int[np.ndarray, "B"], name: str = "logits") -> None:
@@ -106,9 +108,11 @@ def read_answers(state: State) -> Answers:
     """Selects the fields of a state from which an `Output` is made."""
     drafter = state.drafter
     if isinstance(drafter, Drafter):
-        drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.nan_step)
-    fields: Any = {name: getattr(state, name) for name in Answers._fields}
-    return Answers(**fields | {"drafter": drafter})
+        drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.records.nan_step)
+    return Answers(
+        state.tokens, state.prompt, state.committed, state.limits.end, state.done, state.nfe, state.evaluated,
+        state.cache_length, state.records.nan_step, state.logprobs, drafter,
+    )  # fmt: skip
 
 
 class Fork(NamedTuple):

@@ -73,6 +73,27 @@ class Rows(NamedTuple):
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
 
 
+class Limits(NamedTuple):
+    """Where a row ends; absolute positions."""
+
+    end: Int[Array, "B"]  # end of the row; while the row thinks, the latest end of its thinking
+    max_end: Int[Array, "B"]  # largest end of a row of variable length
+    answer_budget: Int[Array, "B"]  # while the row thinks: tokens reserved for its answer; otherwise 0
+
+
+class Records(NamedTuple):
+    """What decoding counts and keeps for the user; no pass decides by it."""
+
+    nfe: Int[Array, "B"]  # denoising and verifying passes so far
+    nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
+    logprobs: LogprobBuffer | tuple[()]
+    trajectory: Trajectory | tuple[()]
+
+    def with_nan(self, is_nan: Bool[Array, ""]) -> Records:
+        """Notes that the logits of a row were NaN in this pass, unless an earlier pass had any."""
+        return self._replace(nan_step=jnp.where(is_nan & (self.nan_step < 0), self.nfe, self.nan_step))
+
+
 class Drafts(NamedTuple):
     """Drafts of the canvases of the next n steps, and their cost (`lookahead.py`)."""
 
@@ -112,9 +133,7 @@ class State(NamedTuple):
     prompt: Int[Array, "B"]  # position where the answer begins
     cache_length: Int[Array, "B"]  # slots of the KV cache that hold valid keys and values
     committed: Int[Array, "B"]  # length of the decided prefix
-    end: Int[Array, "B"]  # absolute end of the row
-    max_end: Int[Array, "B"]  # largest end of a row of variable length
-    answer_budget: Int[Array, "B"]  # while the row thinks: tokens reserved for its answer; otherwise 0
+    limits: Limits  # where the row ends
     cache: Cache
     # The canvas of the active block.
     canvas: Int[Array, "B W"]  # x_t at positions cache_length..cache_length + W - 1
@@ -127,11 +146,7 @@ class State(NamedTuple):
     key: Key  # [B], one per row, made from its seed
     done: Bool[Array, "B"]
     unverified: Bool[Array, "B"]  # the canvas is a draft that waits for its verifying pass
-    # Counts and records.
-    nfe: Int[Array, "B"]  # denoising and verifying passes so far
-    nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
-    logprobs: LogprobBuffer | tuple[()]
-    trajectory: Trajectory | tuple[()]
+    records: Records
     # Parameters and optional methods.
     sampling: SamplingParams  # () between two dispatches of the server, which stores them separately
     reuse: Reuse | tuple[()] = ()  # statistics of earlier passes for a cache policy
@@ -141,8 +156,23 @@ class State(NamedTuple):
 
     def __repr__(self) -> str:
         return fields_shown(
-            self, ("tokens", "canvas", "cache", "prompt", "committed", "end", "step", "nfe", "done")
+            self, ("tokens", "canvas", "cache", "prompt", "committed", "limits", "step", "nfe", "done")
         )
+
+    @property
+    def nfe(self) -> Int[Array, "B"]:
+        """Denoising and verifying passes so far."""
+        return self.records.nfe
+
+    @property
+    def logprobs(self) -> LogprobBuffer | tuple[()]:
+        """Log-probabilities of the tokens, if the decoder keeps them."""
+        return self.records.logprobs
+
+    @property
+    def trajectory(self) -> Trajectory | tuple[()]:
+        """The pass that accepted each token, if the decoder keeps it."""
+        return self.records.trajectory
 
     @property
     def evaluated(self) -> Int[Array, "B"]:
@@ -196,9 +226,7 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         prompt=int32(rows.prompt),
         cache_length=zeros,
         committed=committed,
-        end=end,
-        max_end=int32(rows.max_end),
-        answer_budget=int32(rows.answer_budget),
+        limits=Limits(end, int32(rows.max_end), int32(rows.answer_budget)),
         cache=config.model.empty_cache(count, slots),
         canvas=blank,
         answer=blank,
@@ -210,10 +238,12 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         key=seeds if jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key) else jax.vmap(jax.random.key)(seeds),
         done=committed >= end,
         unverified=jnp.zeros((count,), bool),
-        nfe=zeros,
-        nan_step=zeros - 1,
-        logprobs=() if config.logprobs is None else logprobs,
-        trajectory=trajectory if config.trajectory else (),
+        records=Records(
+            nfe=zeros,
+            nan_step=zeros - 1,
+            logprobs=() if config.logprobs is None else logprobs,
+            trajectory=trajectory if config.trajectory else (),
+        ),
         sampling=sampling._replace(drafter=()),
         lookahead=drafts if config.lookahead else (),
         drafter=() if config.drafter is None else _first_drafter(config.drafter, sampling.drafter, rows),
@@ -272,33 +302,34 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
     return record._replace(**updated)
 
 
-# Numbers and flags of a row that change from pass to pass.
-COUNTERS = (
-    "cache_length", "committed", "end", "answer_budget", "used", "step", "done", "unverified", "nfe", "nan_step",
-)  # fmt: skip
+# Fields with numbers and flags of a row that change from pass to pass.
+COUNTED = ("cache_length", "committed", "limits", "used", "step", "done", "unverified", "records")
 
 
 class PackedState(NamedTuple):
-    """A state as the carry of a decoding loop, with the fields `COUNTERS` in one array.
+    """A state as the carry of a decoding loop, with the numbers and flags of its fields `COUNTED` in one array.
 
     On a GPU each small array of the carry costs a pass one kernel that computes it, and often another that copies it.
     """
 
     counters: Int[Array, "n B"]
-    rest: State  # with () in place of the packed fields
+    rest: State  # with arrays of no elements in place of the packed ones
 
 
 def pack_state(state: State) -> PackedState:
-    """Packs the small fields of a state."""
-    counters = jnp.stack([getattr(state, name).astype(jnp.int32) for name in COUNTERS])
-    return PackedState(counters, state._replace(**dict.fromkeys(COUNTERS, ())))
+    """Packs the numbers and flags [B] of a state."""
+    fields = {name: getattr(state, name) for name in COUNTED}
+    counted = lambda x: x.ndim == 1 and x.dtype in (jnp.int32, jnp.bool_)
+    counters = jnp.stack([x.astype(jnp.int32) for x in jax.tree.leaves(fields) if counted(x)])
+    rest = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype) if counted(x) else x, fields)
+    return PackedState(counters, state._replace(**rest))
 
 
 def unpack_state(packed: PackedState) -> State:
     """Inverts `pack_state`."""
-    flags = ("done", "unverified")
-    values = {name: x > 0 if name in flags else x for name, x in zip(COUNTERS, packed.counters, strict=True)}
-    return packed.rest._replace(**values)
+    fields, counters = {name: getattr(packed.rest, name) for name in COUNTED}, iter(packed.counters)
+    fill = lambda x: next(counters).astype(x.dtype) if x.shape == (0,) else x
+    return packed.rest._replace(**jax.tree.map(fill, fields))
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
@@ -360,7 +391,7 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     # The active block ends at the end of the row, at the end of the canvas, or `block` positions after its start,
     # whichever comes first. It starts after the committed tokens, in a block-causal model at its aligned start.
     start = at[0] if config.model.config.pattern == "block_causal" else row.committed
-    end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), start + config.block)
+    end = jnp.minimum(jnp.minimum(row.limits.end, row.cache_length + config.width), start + config.block)
     frozen = slice_at(row.frozen, offset, config.window)
     return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
 
@@ -374,17 +405,18 @@ def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Boo
     return ends & (eos >= 0)
 
 
-def close_thinking(row: State, changes: dict[str, Array]) -> dict[str, Array]:
+def close_thinking(row: State, changes: Mapping[str, Any]) -> dict[str, Any]:
     """When the thinking of a row ends, writes the closing token and starts the answer with its reserved budget."""
     # While a row thinks, `end` bounds the thinking: a row that becomes done has finished it, by the closing token or
     # by the budget, and continues with the answer. Other rows write at index `slots`, which mode="drop" ignores.
-    closing = changes["done"] & ~row.done & (row.answer_budget > 0)
-    end, slots = changes["end"], row.tokens.shape[0]
+    budget, end, slots = row.limits.answer_budget, changes["limits"].end, row.tokens.shape[0]
+    closing = changes["done"] & ~row.done & (budget > 0)
     tokens = changes["tokens"].at[jnp.where(closing, end, slots)].set(row.sampling.end_thinking, mode="drop")
     return dict(
         tokens=tokens,
         committed=jnp.where(closing, end + 1, changes["committed"]),
-        end=jnp.where(closing, end + 1 + row.answer_budget, end),
-        answer_budget=jnp.where(closing, 0, row.answer_budget),
+        limits=row.limits._replace(
+            end=jnp.where(closing, end + 1 + budget, end), answer_budget=jnp.where(closing, 0, budget)
+        ),
         done=changes["done"] & ~closing,
     )

@@ -118,7 +118,7 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
         committed tokens of each row before that [B].
     """
     s = session.state
-    small = (s.tokens, s.prompt, s.committed, s.end, s.done, s.cache_length, s.answer_budget)
+    small = (s.tokens, s.prompt, s.committed, s.limits.end, s.done, s.cache_length, s.limits.answer_budget)
     tokens, prompt, committed, end, done, cache_length, budget = map(np.array, jax.device_get(small))
     found: dict[int, str] = {}
     before = committed.copy()

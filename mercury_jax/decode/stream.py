@@ -177,7 +177,7 @@ def _session_outputs(
             if i in buffers and row is not None and row.begun:
                 buffers[i].commit(row)
         for i in now.stopped.keys() & buffers.keys():
-            buffers[i].finish(int(np.asarray(now.state.end)[i]))
+            buffers[i].finish(int(np.asarray(now.state.limits.end)[i]))
         if any(buffer.done for buffer in buffers.values()):
             check_nan(now)
         for i, buffer in buffers.items():

@@ -47,8 +47,8 @@ def observe(config: DecodeConfig, row: State) -> Observation:
         masked = window.editable & (canvas == corruption.mask)
         noise = jnp.full_like(canvas, corruption.mask)
     # A rule of variable length may lengthen the row up to its `max_end`, and within the width of the canvas.
-    limit = jnp.minimum(row.max_end, row.cache_length + config.width)
-    growth = jnp.maximum(limit - row.end, 0) if config.variable_length else jnp.zeros_like(window.used)
+    limit = jnp.minimum(row.limits.max_end, row.cache_length + config.width)
+    growth = jnp.maximum(limit - row.limits.end, 0) if config.variable_length else jnp.zeros_like(window.used)
     view = row_view(
         config,
         row,
@@ -113,7 +113,7 @@ def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
         leave_one_out=None,  # type: ignore[arg-type]
         logits=None,  # type: ignore[arg-type]
         step=row.step,
-        eos=jnp.where(row.answer_budget > 0, row.sampling.end_thinking, row.sampling.eos),
+        eos=jnp.where(row.limits.answer_budget > 0, row.sampling.end_thinking, row.sampling.eos),
         output_counts=count((at >= row.prompt) & (at < row.committed)),
         prompt_counts=count(at < row.prompt),
         **fields,
@@ -155,7 +155,7 @@ def process_logits(
     # answer. Rows under a grammar are exempt: the grammar says whether the answer may be empty.
     params = row.sampling
     first = (at == row.committed) & (row.committed > row.prompt)
-    first &= (row.answer_budget == 0) & (params.end_thinking >= 0)
+    first &= (row.limits.answer_budget == 0) & (params.end_thinking >= 0)
     first &= row.tokens[jnp.maximum(row.committed - 1, 0)] == params.end_thinking
     if not isinstance(params.constrained, tuple):
         first &= ~params.constrained

@@ -11,6 +11,7 @@ from mercury_jax.decode.constrained import CommittedTokens, ConstrainedRow, _wri
 from mercury_jax.decode.denoise import sample_front
 from mercury_jax.decode.grammar import Choice, JSONSchema, compile
 from mercury_jax.decode.sampler import propose
+from mercury_jax.decode.state import Limits, Records
 from tests.decode.grammar_many import nano_tokenizer
 from tests.decode.views import MASK, view
 
@@ -24,8 +25,9 @@ def amended(tokens=(), front=4, clear=False, ended=False, step=2, mask=MASK, blo
     canvas = jnp.array([44, MASK, 51, MASK, 52, MASK])
     row = SimpleNamespace(
         tokens=jnp.arange(100, 116), canvas=canvas, answer=canvas, frozen=jnp.array([True] + [False] * 5),
-        cache_length=jnp.asarray(LENGTH), committed=jnp.asarray(LENGTH), end=jnp.asarray(14), step=jnp.asarray(step),
-        done=jnp.asarray(False), nan_step=jnp.asarray(-1),
+        cache_length=jnp.asarray(LENGTH), committed=jnp.asarray(LENGTH), step=jnp.asarray(step), done=jnp.asarray(False),
+        limits=Limits(jnp.asarray(14), jnp.asarray(14), jnp.asarray(0)),
+        records=Records(jnp.asarray(0), jnp.asarray(-1), (), ()),
     )  # fmt: skip
     padded = jnp.asarray([*tokens, *[0] * (WIDTH - len(tokens))])
     change = CommittedTokens(
@@ -60,7 +62,7 @@ def test_what_does_not_fit_becomes_noise_again_and_what_is_held_does_not():
 @pytest.mark.parametrize("tokens, block", [([61, 62, 63, 64, 65], 6), ([61, 62], 3)])
 def test_a_full_block_is_known_and_closed(tokens, block):
     new, _ = amended(tokens, front=5, block=block)
-    assert (new.committed, new.step, new.end, new.done) == (5 + len(tokens), -1, 14, False)
+    assert (new.committed, new.step, new.limits.end, new.done) == (5 + len(tokens), -1, 14, False)
 
 
 def test_where_no_canvas_is_open_what_is_accepted_is_known_at_once():
@@ -70,9 +72,9 @@ def test_where_no_canvas_is_open_what_is_accepted_is_known_at_once():
 
 def test_an_answer_that_ends_has_its_end_behind_it():
     new, _ = amended([61], front=5, ended=True)
-    assert (new.committed, new.end, new.done) == (6, 6, True) and new.tokens[5:7].tolist() == [61, EOS]
+    assert (new.committed, new.limits.end, new.done) == (6, 6, True) and new.tokens[5:7].tolist() == [61, EOS]
     new, _ = amended([], front=5, ended=True)
-    assert (new.committed, new.end, new.done) == (5, 5, True) and new.tokens[5] == EOS
+    assert (new.committed, new.limits.end, new.done) == (5, 5, True) and new.tokens[5] == EOS
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -40,7 +40,7 @@ def test_prompts_are_unchanged_and_answers_complete(pattern):
     lm = tiny(pattern)
     ids = [lm.tokenizer.encode(p) for p in PROMPTS]
     session, _, _ = advance(lm, begun(lm, PROMPTS), None)
-    text, total = np.asarray(session.state.tokens), np.asarray(session.state.end)
+    text, total = np.asarray(session.state.tokens), np.asarray(session.state.limits.end)
     for row, prompt, end in zip(text, ids, total, strict=False):
         assert row[: len(prompt)].tolist() == prompt
         assert len(prompt) <= end <= len(prompt) + 12

@@ -62,7 +62,7 @@ def run(name, others=(1, 2, 3), seed=5):
     rows = rows_of([Prompt(i, False) for i in ids], MOST, seed)
     session = start(lm, Request(sampler=sampler, plan=mj.Plan(steps=10), rows=rows))
     session, _, made_passes = advance(lm, session, None)
-    tokens, end = np.asarray(session.state.tokens), np.asarray(session.state.end)
+    tokens, end = np.asarray(session.state.tokens), np.asarray(session.state.limits.end)
     return lm, ids, tokens, end, int(made_passes), np.asarray(session.state.nfe)
 
 

@@ -71,8 +71,11 @@ def _run_passes(
         waits = jnp.zeros_like(idle)
     else:
         state, frames, used, waits = run_free(program, params, state, passes, limit, free)
-    shown = {name: jnp.copy(getattr(state, name)) for name in DispatchReport._fields if name != "waits"}
-    report = DispatchReport(**shown | {"done": state.done & ~waits}, waits=waits)
+    report = DispatchReport(
+        state.tokens, state.committed, state.limits.end, state.limits.answer_budget, state.cache_length, state.nfe,
+        state.records.nan_step, state.done & ~waits, waits,
+    )  # fmt: skip
+    report = jax.tree.map(jnp.copy, report)
     return DispatchResult(state._replace(sampling=()), frames, used, report)
 
 
