@@ -148,7 +148,8 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
         # (`models.cache.ring_size`). A row that is cut further back is encoded again.
         ready[cache_length - ready > PREFILL] = 0
     cache_length[rows] = ready[rows]
-    state = s._replace(committed=committed, end=end, done=done, cache_length=cache_length)
+    limits = s.limits._replace(end=end)
+    state = s._replace(committed=committed, limits=limits, done=done, cache_length=cache_length)
     return dataclasses.replace(session, state=state, stopped=session.stopped | found), before
 
 
