@@ -505,6 +505,11 @@ class ModelConfig:
         """Whether the model can only predict the next token."""
         return self.pattern == "block_causal" and self.block == 1 and self.mask is None
 
+    @property
+    def predicts_block_start(self) -> bool:
+        """Whether the pass over a finished block also predicts the first token of the next one."""
+        return self.pattern == "block_causal" and self.alignment == "shifted"
+
 
 # --- noise
 

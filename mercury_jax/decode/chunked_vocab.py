@@ -64,9 +64,8 @@ class SoftEmbedding(NamedTuple):
 
 def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     """Returns whether to process the vocabulary in chunks: it is large, and no part of the sampler needs all logits."""
-    # These methods need all logits. Drafts and their verification, for example, must sample by the same uniforms of
-    # positions as plain decoding, whereas a chunk uses uniforms of its own.
-    if config.speculative or config.drafts is not None or config.leave_one_out or config.variable_length:
+    # These need all logits: for draws by position, for example, because a chunk uses uniforms of its own.
+    if config.method.position_draws or config.leave_one_out or config.variable_length:
         return False
     if config.logprobs is not None or config.trajectory:
         return False

@@ -21,10 +21,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt
 
 from mercury_jax.config import refuse
-from mercury_jax.decode import decoder, processors
+from mercury_jax.decode import processors
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, Without, compile
 from mercury_jax.decode.inputs import check_max_tokens, encode_prompts
+from mercury_jax.decode.passes import run_limited
 from mercury_jax.decode.request import Request
 from mercury_jax.decode.sampler import check_sampler
 from mercury_jax.decode.session import Session, advance
@@ -121,7 +122,7 @@ def run_free(
     limit: Int[Array, ""],
     free: FreeText,
 ) -> tuple[State, Frame, Int[Array, ""], Bool[Array, "B"]]:
-    """Runs as `decoder.run_limited`, and commits the tokens of constrained rows that are in free text.
+    """Runs as `passes.run_limited`, and commits the tokens of constrained rows that are in free text.
 
     A pass that the host must judge is the last one of its row: the row waits, and is done for the passes that follow
     until `write_committed` changes it. So does a row whose thinking has ended.
@@ -131,7 +132,7 @@ def run_free(
     """
 
     commit = functools.partial(_commit_free, config, free)
-    state, frames, made = decoder.run_limited(config, params, state, passes, limit, after=commit)
+    state, frames, made = run_limited(config, params, state, passes, limit, after=commit)
     waits = (
         state.done
         & state.sampling.constrained

@@ -1,30 +1,72 @@
-"""The static sizes of decoding: what a compiled step closes over.
+"""The static side of decoding: what a compiled step closes over, and the first state of a batch.
 
-`DecodeConfig` holds them. `build_config` chooses them for rows of given lengths, and refuses plans, rules and drafts
-that the model does not support. Lengths are rounded up to a `bucket`, so that few programs are compiled.
+`DecodeConfig` holds the static sizes and the decoding method. A `Method` supplies the step, and what it needs of the
+other functions of the decoder. `build_config.py` chooses both for a call. Lengths are rounded up to a `bucket`, so that
+few programs are compiled.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from mercury_jax.config import Plan, Refresh, refuse
-from mercury_jax.decode import inputs, processors
-from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
-from mercury_jax.decode.registration import check_token_ids
-from mercury_jax.decode.rules.position import check_tables
-from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
+from mercury_jax.config import refuse
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Memory, Sampler, broadcast_params, call_part
+from mercury_jax.decode.state import ArrayLike, Frame, Limits, Records, Rows, SamplingParams, State
+from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory
 from mercury_jax.noise import Corruption
-from mercury_jax.types import LM, Model
+from mercury_jax.types import LM, Model, Params
 
 PREFILL = 256  # tokens per prefill pass
 QUANTUM = 64  # capacities are multiples of this number; larger ones, of its products with powers of two
 SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
+
+Step: TypeAlias = Callable[["DecodeConfig", Params, State], tuple[State, Frame]]  # one pass
+
+
+def no_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> tuple[()]:
+    """Returns the slot of a method that keeps nothing from pass to pass."""
+    return ()
+
+
+class Method(NamedTuple):
+    """A decoding method: what one pass does with the rows of a batch. Hashable, compared by value.
+
+    The last fields say what the method needs of the functions that it shares with the other methods.
+
+    Attributes:
+        name: Name for messages.
+        step: step(config, params, state) -> (state, frame) makes one forward pass and advances every row.
+        init: init(config, sampling, rows) makes `State.method` before the first pass: a pytree that belongs to the
+            method, whose leaves have the batch axis first.
+        settings: Hashable values that the step reads as `config.method.settings`; equal ones share compiled programs.
+        held_back: Number of committed tokens at the end of a row that encoding passes leave to a pass of the method.
+        min_steps: Smallest number of denoising steps of a block; 0: the plan's, or one per token.
+        position_draws: Whether a token is drawn with the uniform of its position, the same in every pass. The logits of
+            the whole vocabulary are then computed at once.
+        margin: Slots after a canvas that the passes of the method also write.
+        prefill: prefill(config, params, state) encodes what the method itself keeps of long prompts. None: nothing.
+        loop: loop(config, going, advance, carry) repeats passes; see `passes.repeat`. None: a `while_loop` of `step`.
+        report: report(state) -> {name: numbers [B]}, which `Output` shows beside its own counts. None: nothing.
+    """
+
+    name: str
+    step: Step
+    init: Callable[[DecodeConfig, SamplingParams, Rows], Any] = no_slot
+    settings: Any = None
+    held_back: int = 0
+    min_steps: int = 0
+    position_draws: bool = False
+    margin: int = 0
+    prefill: Callable[[DecodeConfig, Params, State], State] | None = None
+    loop: Callable[[DecodeConfig, Callable[[Any], Array], Callable[[Step, Any], Any], Any], Any] | None = None
+    report: Callable[[State], Mapping[str, Array]] | None = None
 
 
 class DecodeConfig(NamedTuple):
@@ -34,22 +76,16 @@ class DecodeConfig(NamedTuple):
     corruption: Corruption
     width: int  # W, positions of a canvas
     block: int  # positions of the active block, at most `width`
+    method: Method  # the step, and what it needs of the other functions
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, in addition to `corruption.forbidden`
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | CachePolicy | None = None  # reuse of keys and values between the steps of a canvas
     # a pass feeds additional masks after the canvas, one per window position
     leave_one_out: LeaveOneOutMasks = False
     variable_length: bool = False  # the rule inserts and deletes positions
-    speculative: bool = False  # drafts are verified by a causal pass
-    lookahead: int = 0  # drafts of later canvases that each pass computes too (`lookahead.py`)
     # alternatives per token for which log-probabilities are kept; None: keep none
     logprobs: int | None = None
     times: tuple[float, ...] | None = None  # times t of a block's steps and its end; None: evenly from 1 to 0
     trajectory: bool = False  # record when each token was accepted, and the log-probability of its draw
-    drafter: DecodeConfig | None = None  # config of a separate drafter (`drafting.py`); implies `speculative`
-    drafts: str | None = None  # for a drafter: how its drafts are accepted, "same_seed" or "rejection"
-    # rows up to which a pass commits a block and begins the next one (`fused_commit.py`)
-    fuse_commit: int = 0
     vocab_chunk: int = 32768  # ids per chunk, if no part needs all logits (`chunked_vocab.py`)
     logit_bytes: int = 2**29  # up to this size in fp32, one product computes the logits of all chunks
 
@@ -57,12 +93,6 @@ class DecodeConfig(NamedTuple):
     def window(self) -> int:
         """L, the number of positions that a rule sees."""
         return min(self.width, self.block + self.revisable)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether the pass that encodes a block also decides the first token of the next block (Fast-dLLM v2)."""
-        config = self.model.config
-        return config.pattern == "block_causal" and config.alignment == "shifted"
 
     @property
     def own_prefill(self) -> int:
@@ -78,194 +108,77 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where a canvas and the leave-one-out masks after it are written."""
-        # With shifted logits, a pass also feeds the token before its first position, unless it starts at position 0.
-        # A row that reuses the keys before its block must fit that token into its widest pass too.
-        more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
-        return self.width + (self.window if self.leave_one_out else 0) + more
+        return self.width + (self.window if self.leave_one_out else 0) + self.method.margin
 
     def encodable(self, committed: Int[Array, "B"]) -> Int[Array, "B"]:
         """Computes how many tokens of each row's prefix encoding passes write to the cache."""
-        # With self-speculation the last committed token is left out: the verifying pass feeds it as the first token of
-        # its draft, because the logits at its position verify the token after it.
-        ready = self.model.encodable(committed)
-        return jnp.minimum(ready, committed - 1) if self.speculative else ready
+        ready, held_back = self.model.encodable(committed), self.method.held_back
+        return jnp.minimum(ready, committed - held_back) if held_back else ready
 
 
-def build_config(
-    lm: LM,
-    sampler: Sampler,
-    plan: Plan,
-    *,
-    model: Model,
-    longest: int,
-    region: int,
-    block: int | None = None,
-    infilling: bool = False,
-    logprobs: int | None = None,
-    trajectory: bool = False,
-    draft: int = 0,
-) -> DecodeConfig:
-    """Chooses the static sizes for rows of given lengths."""
-    for processor in (*sampler.processors, *sampler.allow):
-        processors.check_ids(processor, lm.model.config.vocab)
-    check_token_ids(sampler.rule, lm.model.config.vocab)
-    _check_plan_fits(lm, plan, sampler)
-    config, rule = lm.model.config, sampler.rule
-    width, block = _sizes(lm, plan, sampler, block, longest, region)
-    assert isinstance(plan.refresh, Refresh | CachePolicy | None)
-    return with_rings(DecodeConfig(
-        model=model,
-        corruption=lm.corruption,
-        width=width,
-        block=block,
-        forbidden=(config.eos, *config.ends) if infilling else (),
-        revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
-        refresh=plan.refresh,
-        leave_one_out=rule.leave_one_out,
-        variable_length=rule.variable_length,
-        speculative=sampler.speculate is not None,
-        lookahead=int(plan.lookahead),
-        logprobs=logprobs,
-        times=plan.times,
-        trajectory=trajectory,
-        fuse_commit=_fused_rows(lm, plan, sampler),
-    ), draft)  # fmt: skip
+def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> State:
+    """Makes the state before the first pass."""
+    count, slots = rows.tokens.shape
+    int32 = lambda x: jnp.asarray(x).astype(jnp.int32)
+    zeros = jnp.zeros((count,), jnp.int32)
+    blank = jnp.zeros((count, config.width), jnp.int32)
+    self_cond = jax.eval_shape(lambda: config.model.condition(None, jnp.zeros((count, config.width, 1))))
+    committed, end = int32(rows.committed), int32(rows.end)
+    top = jnp.zeros((count, slots, config.logprobs or 0))
+    logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
+    trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
+    seeds = jnp.asarray(rows.seeds)
+    return State(
+        tokens=int32(rows.tokens),
+        given=jnp.asarray(rows.given),
+        draft=jnp.asarray(rows.draft),
+        prompt=int32(rows.prompt),
+        cache_length=zeros,
+        committed=committed,
+        limits=Limits(end, int32(rows.max_end), int32(rows.answer_budget)),
+        cache=config.model.empty_cache(count, slots),
+        canvas=blank,
+        answer=blank,
+        frozen=jnp.zeros((count, config.width), bool),
+        used=zeros,
+        step=zeros - 1,
+        self_cond=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self_cond),
+        memory=jax.vmap(functools.partial(first_memory, config))(sampling.sampler, blank[:, : config.window]),
+        key=seeds if jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key) else jax.vmap(jax.random.key)(seeds),
+        done=committed >= end,
+        records=Records(
+            nfe=zeros,
+            nan_step=zeros - 1,
+            logprobs=() if config.logprobs is None else logprobs,
+            trajectory=trajectory if config.trajectory else (),
+        ),
+        sampling=sampling._replace(method=()),
+        method=config.method.init(config, sampling, rows),
+    )
 
 
-def with_rings(config: DecodeConfig, draft: int = 0) -> DecodeConfig:
-    """Lets layers with a sliding window keep only the slots of the KV cache that their window needs."""
-    model = config.model
-    if model.rings is None or isinstance(config.refresh, CachePolicy):
-        return config
-    longest = max(PREFILL, config.slots_after, draft + 1, 2 * config.width * (config.fuse_commit > 0))
-    return config._replace(model=model.rings(model, longest))
+def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
+    """Makes the memories of the rule and of the stopping criterion for one row, at the start of a block."""
+    rule, stopping, vocab = sampler.rule, sampler.stopping, config.model.config.vocab
+    assert stopping is not None
+    memory = call_part(f"init of the rule {rule.name}", rule.init, canvas, vocab)
+    return memory, call_part(f"init of the stopping criterion {stopping.name}", stopping.init, canvas, vocab)
 
 
-def _fused_rows(lm: LM, plan: Plan, sampler: Sampler) -> int:
-    """Computes `DecodeConfig.fuse_commit`; raises ValueError where the plan asks for what these parts do not allow."""
-    config, reason = lm.model.config, None
-    if config.pattern == "bidirectional":
-        reason = "this model encodes no blocks"
-    elif config.alignment == "shifted":
-        reason = "this model's logits are shifted: a block needs those of the pass that commits the block before it"
-    elif plan.refresh is not None or plan.lookahead:
-        reason = "passes with plan.refresh or plan.lookahead compute parts or copies of a canvas"
-    elif sampler.speculate is not None or sampler.rule.leave_one_out:
-        reason = "passes that verify drafts or feed leave-one-out masks are wider already"
-    if reason is not None:
-        if plan.fuse_commit:
-            raise refuse("plan.fuse_commit", plan.fuse_commit, f"0 or None: {reason}")
-        return 0
-    if plan.fuse_commit is None:
-        return int(jax.default_backend() != "cpu")
-    return int(plan.fuse_commit)
+def sampling_params(
+    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | ArrayLike | None, rows: int, n: int = 1
+) -> SamplingParams:
+    """Makes the sampling parameters of rows that do not think and end with the model's end-of-text token.
 
-
-def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
-    """Raises ValueError for plans, rules and drafts that the model does not support."""
-    config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional, model = pattern == "bidirectional", lm.model
-    check_tables(rule, config.vocab)
-    if plan.refresh is not None and not model.reuses_keys:
-        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
-    if rule.leave_one_out and not model.leave_one_out:
-        allowed = "a rule without leave-one-out predictions: they need attention_mask and positions in apply"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.variable_length and not model.hides_padding:
-        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
-        allowed = f"a divisor of {config.block}, the block of this model, or None"
-        raise refuse("plan.block", plan.block, allowed)
-    if rule.leave_one_out and config.alignment == "shifted":
-        allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.name == "ancestral_cache" and config.timed:
-        allowed = "ancestral: this model takes the time, and predicts anew in each step"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.name == "hybrid_ancestral" and lm.corruption.kind != "hybrid":
-        raise refuse("sampler.rule", rule.name, f"ancestral: the noise of this model is {lm.corruption.kind}")
-    if isinstance(plan.refresh, Refresh) and not bidirectional:
-        allowed = f"a policy of mj.cache_refresh, or None: a {pattern} model computes its canvas alone"
-        raise refuse("plan.refresh", plan.refresh, allowed)
-    if plan.revise and not bidirectional:
-        raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
-    if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
-        raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
-    self_cond = lambda: lm.model.condition(None, jnp.zeros((1, 1, 1)))
-    if rule.variable_length and jax.tree.leaves(jax.eval_shape(self_cond)):
-        allowed = (
-            "a rule that keeps the number of tokens: this model reads its predictions of the pass before"
-        )
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.variable_length and plan.block is not None and "block" in rule.params:
-        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
-    if plan.lookahead:
-        _check_lookahead(lm, plan, draft)
-    if isinstance(plan.refresh, CachePolicy):
-        name = f"the cache policy {plan.refresh.name}"
-        if config.alignment == "shifted":
-            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
-        keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
-        if plan.refresh.drift and not keys:
-            allowed = "a policy that compares no keys: those of this model are quantised"
-            raise refuse("plan.refresh", name, allowed)
-    elif plan.refresh is not None and not isinstance(plan.refresh, Refresh):
-        raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
-    if draft is None:
-        return
-    if plan.refresh is not None:
-        raise refuse("sampler.speculate", draft, "None with plan.refresh: a draft is verified as a whole")
-    allowed = "a number of tokens to draft, 0 or more, or None"
-    inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, allowed)
-    if not config.predicts_next:
-        allowed = "None: this model's encoding pass does not predict the next token"
-        raise refuse("sampler.speculate", draft, allowed)
-    if pattern == "block_causal" and draft:
-        raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
-    if rule.leave_one_out or rule.variable_length:
-        raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
-
-
-def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
-    """Raises ValueError for lookahead if the logits of a canvas depend on more than the canvas.
-
-    Lookahead computes canvases of later steps in the same pass, when the passes before them have not been made.
+    Args:
+        sampler: A sampler completed by `defaults.complete_sampler`. Its parameters are numbers, or arrays with one
+            entry per prompt.
     """
-    reason = None
-    if plan.refresh is not None:
-        reason = "with plan.refresh: reused keys depend on earlier passes"
-    elif draft is not None:
-        reason = "with sampler.speculate: its drafts are verified by a causal pass"
-    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
-        reason = "for this model: its self-conditioning depends on the previous pass"
-    if reason is not None:
-        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
-
-
-def _sizes(
-    lm: LM, plan: Plan, sampler: Sampler, block: int | None, longest: int, region: int
-) -> tuple[int, int]:
-    """Chooses the sizes of the canvas W and of the active block.
-
-    A bidirectional model has no encoded prefix: its canvas is the whole row, and the block moves through it. In other
-    models the canvas is one block after the KV cache.
-    """
-    config = lm.model.config
-    # A rule of variable length that names no block edits the whole answer at once.
-    whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
-    if config.pattern == "bidirectional":
-        width = bucket(longest) if lm.model.hides_padding else longest
-        return width, width if whole else min(block or plan.block or config.block, width)
-    if block is not None:
-        return block, block
-    if sampler.speculate is not None:
-        width = min(plan.block or config.block, sampler.speculate + 1)
-        return width, width
-    if config.pattern == "block_causal":
-        return config.block, plan.block or config.block
-    width = bucket(region, config.block) if whole else plan.block or config.block
-    return width, width
+    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy, whose dispatch costs the host less than jnp's
+    most = np.maximum(0 if steps is None else steps, config.method.min_steps)
+    params = broadcast_params(sampler._replace(speculate=None), rows, n)
+    most = ids(np.repeat(most, n) if most.ndim else most)
+    return SamplingParams(params, most, ids(lm.model.config.eos), ids(-1))
 
 
 def check_equal_lengths(name: str, lengths: Any) -> None:

@@ -1,25 +1,13 @@
-"""The decoder: pure functions over one `State`, used by every public call and by the server.
+"""`mj.decoder`: the decoder as pure functions, for a user's own `jit`, `vmap`, `scan`, `grad` and `shard_map`.
 
-The phase of a row is derived from its fields and never stored. The first that applies counts:
-
-    done     nothing is left to write
-    encode   `cache_length` is below the number of committed tokens: the pass writes them to the KV cache
-    verify   a draft waits for its causal pass (`self_speculation`)
-    denoise  otherwise: the pass updates the canvas
-
-Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
-rows denoise.
-
-`plain_step` is one pass; methods such as self-speculation supply their own (`step_of`). `run_until_done` and
-`run_limited` repeat passes. `Decoder` offers them for use under the user's own `jit`, `vmap`, `scan`, `grad` and
-`shard_map`; `session.py` compiles them for the public calls.
+`Decoder` checks arguments and calls the functions of `passes.py`, which every other public call and the server use
+too; `session.py` compiles them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -32,211 +20,24 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
+from mercury_jax.decode.build_config import build_config
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
-    build_config,
+    first_state,
     prefill_width,
+    sampling_params,
     slots_for,
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
-from mercury_jax.decode.denoise import check_parts, denoise, open_canvases
-from mercury_jax.decode.forward import forward, next_feed
-from mercury_jax.decode.fused_commit import begins, wide_step
+from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
-from mercury_jax.decode.key_reuse import reuse_step
-from mercury_jax.decode.lookahead import lookahead_step
+from mercury_jax.decode.passes import prefill, run_until_done
 from mercury_jax.decode.sampler import Sampler, SamplerLike
-from mercury_jax.decode.self_speculation import drafted_step, seeded_step, speculative_step
-from mercury_jax.decode.state import (
-    Drafter,
-    Frame,
-    PackedState,
-    Rows,
-    State,
-    Step,
-    ends_text,
-    first_state,
-    pack_state,
-    sampling_params,
-    unpack_state,
-    window_of,
-)
+from mercury_jax.decode.state import Frame, Rows, State
+from mercury_jax.decode.view import ends_text, window_of
 from mercury_jax.sharding import in_auto_axes, varying, varying_axes
-from mercury_jax.types import LM, Key, Params, Pass
-
-
-def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass: that of `step_of`, or `fused_commit.wide_step` where a small batch begins a block."""
-    if len(state.done) > config.fuse_commit:
-        return step_of(config)(config, params, state)
-    wide, plain = (functools.partial(run, config, params) for run in (wide_step, plain_step))
-    return jax.lax.cond(begins(config, state), wide, plain, state)
-
-
-def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass and advances every row by what that row needs next.
-
-    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
-    canvas), and finished rows do nothing. All of them share the pass.
-    """
-    state = open_canvases(config, state)  # rows that finished a block start the next one
-    feed = next_feed(config, state)  # committed tokens, or a canvas
-    # `hidden` is opaque: leaves [B, L, ...].
-    hidden, leave_one_out, state = forward(config, params, state, *feed)
-    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
-    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
-    return feed.advance(state), frame
-
-
-def step_of(config: DecodeConfig) -> Step:
-    """Chooses the pass of a config: plain, or that of a method."""
-    if config.drafter is not None:
-        return functools.partial(drafted_step, step_of(config.drafter))
-    if config.speculative:
-        return speculative_step
-    if config.lookahead:
-        return lookahead_step
-    if config.refresh is not None:
-        return reuse_step
-    return seeded_step if config.seeded else plain_step
-
-
-def prefill(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    width: int,
-    limit: Int[Array, ""] | None = None,
-    passes: int | None = None,
-) -> State:
-    """Encodes committed tokens in passes of `width` tokens, for prompts that are much longer than a canvas.
-
-    Stops when no row has more than `config.own_prefill` tokens left; `step` encodes the rest.
-
-    Args:
-        passes: Number of passes, by a `fori_loop` that is differentiable; None: as many as the longest row needs, by a
-            `while_loop`.
-    """
-    if config.drafter is not None and isinstance(state.drafter, Drafter):
-        own = state.drafter.state
-        if (wide := prefill_width(config.drafter, own.tokens.shape[1])) is not None:
-            own = prefill(config.drafter, params.drafter, own, wide)
-            state = state._replace(drafter=state.drafter._replace(state=own))
-    committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
-    # the last block is left to `step`, which also predicts the first token of the next block
-    if config.seeded:
-        committed = committed - 1
-
-    def pending(state: State) -> Int[Array, "B"]:
-        return (config.encodable(committed) - state.cache_length) * ~state.done
-
-    def body(state: State) -> State:
-        # tokens [B, width]: the next tokens of each row, of which the first used[b] are encoded.
-        used = jnp.minimum(pending(state), width)
-        slots = state.cache_length[:, None] + jnp.arange(width)
-        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.tokens.shape[1] - 1), axis=1)
-        everyone = jnp.ones_like(state.done)
-        end = state.cache_length + used
-        zeros = lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype)
-        no_self_cond = jax.tree.map(zeros, state.self_cond)
-        clean = jnp.zeros(end.shape) if config.model.config.timed else None  # time 0: text without noise
-        start, length = state.cache_length, state.limits.max_end
-        given = Pass(tokens, state.cache, start, used, end, everyone, no_self_cond, clean, length=length)
-        _, cache = config.model.forward(params, given)
-        return state._replace(cache=cache, cache_length=end)
-
-    axes = varying_axes((params, state))
-    state = varying(state, axes)
-    if passes is not None:
-        return jax.lax.fori_loop(0, passes, lambda _, s: varying(body(s), axes), state)
-    many = lambda state: jnp.any(pending(state) > (config.own_prefill if limit is None else 0))
-    return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
-
-
-def run_until_done(
-    config: DecodeConfig, params: Params, state: State, watch: Bool[Array, "B"] | None = None
-) -> tuple[State, Int[Array, ""]]:
-    """Repeats `step` on the device until every row is done.
-
-    Args:
-        watch: Rows [B] whose text the host searches for stop texts: the loop also stops after a pass in which one of
-            them commits tokens. None: none.
-    """
-    axes = varying_axes((params, state))
-
-    def advance(step: Step, carry: tuple[Array, PackedState]) -> tuple[Array, PackedState]:
-        made, packed = carry
-        state, _ = step(config, params, unpack_state(packed))
-        return varying((made + 1, pack_state(state)), axes)
-
-    begun, start = state.committed, varying((jnp.asarray(0), pack_state(state)), axes)
-    going = lambda carry: unfinished(unpack_state(carry[1]), begun, watch)
-    made, packed = repeat(config, going, advance, start)
-    return unpack_state(packed), made
-
-
-def repeat(
-    config: DecodeConfig, going: Callable[[Any], Array], advance: Callable[[Step, Any], Any], carry: Any
-) -> Any:
-    """Repeats passes on the device.
-
-    Args:
-        advance: advance(step, carry) -> the carry after the pass `step`.
-        carry: What the loop carries; `carry[1]` is the packed state.
-    """
-    if carry[1].counters.shape[1] > config.fuse_commit:
-        return jax.lax.while_loop(going, functools.partial(advance, step_of(config)), carry)
-    # Loops inside the loop and no `cond`: XLA updates the KV cache of a loop in place, but copies that of a `cond`.
-    wide = lambda carry: begins(config, unpack_state(carry[1]))
-
-    def passes(carry: Any) -> Any:
-        first = lambda carry: going(carry) & wide(carry)
-        rest = lambda carry: going(carry) & ~wide(carry)
-        carry = jax.lax.while_loop(first, functools.partial(advance, wide_step), carry)
-        return jax.lax.while_loop(rest, functools.partial(advance, plain_step), carry)
-
-    return jax.lax.while_loop(going, passes, carry)
-
-
-def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
-    """Returns whether a decoding loop continues: some row is not done, and no watched row has committed tokens."""
-    going = ~jnp.all(state.done)
-    return going if watch is None else going & ~jnp.any(watch & (state.committed != begun))
-
-
-def run_limited(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    passes: int,
-    limit: Int[Array, ""] | None = None,
-    watch: Bool[Array, "B"] | None = None,
-    after: Callable[[State, State, Frame], State] = lambda before, state, frame: state,
-) -> tuple[State, Frame, Int[Array, ""]]:
-    """Repeats `step` on the device until every row is done, but at most `passes` times, and keeps the frames.
-
-    Returns:
-        The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.
-    """
-    axes = varying_axes((params, state))
-    like = jax.eval_shape(lambda s: step_of(config)(config, params, s)[1], state)
-    empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
-    most = passes if limit is None else jnp.minimum(limit, passes)
-
-    def advance(step: Step, carry: tuple[Array, PackedState, Frame]) -> tuple[Array, PackedState, Frame]:
-        i, packed, frames = carry
-        before = unpack_state(packed)
-        state, frame = step(config, params, before)
-        state = after(before, state, frame)
-        frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
-        return varying((i + 1, pack_state(state), frames), axes)
-
-    begun = state.committed
-    going = lambda carry: (carry[0] < most) & unfinished(unpack_state(carry[1]), begun, watch)
-    start = varying((jnp.asarray(0), pack_state(state), empty), axes)
-    made, packed, frames = repeat(config, going, advance, start)
-    return unpack_state(packed), frames, made
+from mercury_jax.types import LM, Key, Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +179,7 @@ class Decoder:
         return prefill(config, params, state, width, passes=-(-longest // width))
 
     def step(self, params: Params, state: State) -> tuple[State, Frame]:
-        """Runs one forward pass and advances every row by what that row needs next; see `decoder.step`.
+        """Runs one forward pass and advances every row by what that row needs next.
 
         Args:
             params: Parameters of the model.
@@ -393,7 +194,9 @@ class Decoder:
         _check_arrays(params)
         self._check_state(state)
         with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
-            return in_auto_axes(functools.partial(step, self.config), state.tokens, params, state)
+            return in_auto_axes(
+                functools.partial(self.config.method.step, self.config), state.tokens, params, state
+            )
 
     @overload
     def run(self, params: Params, state: State, passes: None = None) -> State: ...
@@ -425,7 +228,7 @@ class Decoder:
 
         def scan(params: Params, state: State) -> tuple[State, Frame]:
             axes = varying_axes((params, state))
-            one = lambda state, _: varying(step(self.config, params, state), axes)
+            one = lambda state, _: varying(self.config.method.step(self.config, params, state), axes)
             return jax.lax.scan(one, varying(state, axes), length=passes)
 
         frames_too = lambda row: (PartitionSpec(row), PartitionSpec(None, row))

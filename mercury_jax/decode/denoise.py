@@ -4,7 +4,7 @@
 works on one row. A step of a row ends in one of two ways: the canvas becomes the rule's proposal, or the block is
 finished and committed to `tokens`, and later passes encode it.
 
-`decoder.step` calls `denoise` after the forward pass; `view.py` builds what the rule sees.
+The step of a method calls `denoise` after the forward pass; `view.py` builds what the rule sees.
 """
 
 from __future__ import annotations
@@ -17,24 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
-from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.drafting import record_drawn
-from mercury_jax.decode.guidance import GuidedHidden
+from mercury_jax.decode.decode_config import DecodeConfig, first_memory, first_state
 from mercury_jax.decode.sampler import call_part
 from mercury_jax.decode.state import (
-    Drawn,
     Frame,
     Rows,
     SamplingParams,
     State,
-    Window,
     close_thinking,
-    ends_text,
-    first_memory,
-    first_state,
     step_key,
     update_rows,
-    window_offset,
 )
 from mercury_jax.decode.token_stats import (
     LogprobBuffer,
@@ -49,7 +41,15 @@ from mercury_jax.decode.token_stats import (
     write_at,
     write_changed,
 )
-from mercury_jax.decode.view import Observation, draw_uniforms, observe, process_logits
+from mercury_jax.decode.view import (
+    Observation,
+    Window,
+    draw_uniforms,
+    ends_text,
+    observe,
+    process_logits,
+    window_offset,
+)
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
 
 
@@ -87,10 +87,6 @@ def open_canvases(config: DecodeConfig, state: State) -> State:
         self_cond=jax.tree.map(jnp.zeros_like, state.self_cond),
         memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
     )
-    # With self-speculation a canvas that holds only the last committed token has nothing to denoise: it is verified
-    # at once. With a separate drafter the canvas already holds that model's draft.
-    if config.speculative:
-        fresh["unverified"] = (used <= 1) | (config.drafter is not None)
     return update_rows(state, opening, fresh)
 
 
@@ -134,16 +130,11 @@ def denoise(
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
         seen = seen._replace(view=view)
-        if isinstance(state.drawn, Drawn):
-            drawn = record_drawn(state.drawn, draw_logits, drawn_last(view), seen.window.at[:, 0], rows)
-            state = state._replace(drawn=drawn)
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
     rule = state.sampling.sampler.rule
     if rule.needs_hidden:
-        # Under classifier-free guidance there are two branches; the rule sees the conditional one.
-        own = hidden.conditional if isinstance(hidden, GuidedHidden) else hidden
         name = f"needs_hidden of the rule {rule.name}"
-        shown = own if rule.needs_hidden is True else call_part(name, rule.needs_hidden, params, own)
+        shown = hidden if rule.needs_hidden is True else call_part(name, rule.needs_hidden, params, hidden)
         seen = seen._replace(view=seen.view._replace(hidden=shown))
     # 2. The rule's decision, row by row.
     step = functools.partial(decide, config)
@@ -194,9 +185,6 @@ def decide(
     proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
     if not isinstance(constrained, tuple):
         proposal = sample_front(view, proposal, constrained & (row.limits.answer_budget == 0))
-    if config.drafts is not None:  # a draft must have no mask left: its last step samples every open position
-        put = lambda old: jnp.where(drawn_last(view), view.stats.sample, old).astype(jnp.int32)
-        proposal = proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
     decision = _restore_given(config, row, view, window, proposal)
     assert sampler.stopping is not None
     stopped, stopping_memory = sampler.stopping(view, decision.proposal, row.memory[1])
@@ -223,11 +211,6 @@ def decide(
         records = records._replace(trajectory=jax.tree.map(write, records.trajectory, new))
     changes["records"] = records
     return changes, accepted, stats.p_argmax
-
-
-def drawn_last(view: View) -> Bool[Array, "*B L"]:
-    """Returns the positions of a draft that are sampled because this is the last step of its block."""
-    return jnp.expand_dims(view.step + 1 >= view.steps, -1) & view.masked
 
 
 def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -> Proposal:
@@ -339,11 +322,7 @@ def _commit(
         given = write_at(row.given, decision.frozen & (at < decision.block_end), at[0])
         changes["given"] = jnp.where(finished, given, row.given)
         changes["used"] = decision.block_end - row.cache_length
-    if config.speculative:  # a finished draft waits for its verifying pass, which commits it
-        changes |= {name: getattr(row, name) for name in ("tokens", "committed", "limits", "done")}
-        changes |= dict(unverified=finished, step=row.step + 1)
-    else:
-        changes |= close_thinking(row, changes)
+    changes |= close_thinking(row, changes)
     for name in {"committed", "limits", "step", "used"} & set(changes):
         changes[name] = jax.tree.map(lambda x: x.astype(jnp.int32), changes[name])
     return changes, (proposal.canvas == answer) | finished

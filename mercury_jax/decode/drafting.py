@@ -1,9 +1,10 @@
 """Lossless drafting across models: a diffusion model drafts a block, an autoregressive model verifies it in one pass.
 
-Each `decoder.step` is one round of drafting and verification. The drafter has a `State` of its own, with its own
-config, sampler and KV cache. `draft_block` copies the verified text into that state and repeats the decoder's `step`
-on it until every row has a block. The verifier then runs one causal pass over the last committed token and the draft,
-as in `self_speculation`, and accepts the longest prefix of the draft that it agrees with.
+Each step is one round of drafting and verification. The drafter has a `State` of its own, with its own config, sampler
+and KV cache: it is the slot of this method in the verifier's state. `draft_block` copies the verified text into it and
+repeats the drafter's own step until every row has a block. The verifier then runs one causal pass over the last
+committed token and the draft, as in `self_speculation`, and accepts the longest prefix of the draft that it agrees
+with.
 
 Two methods define this agreement at a temperature above 0; for argmax they are the same:
 
@@ -27,40 +28,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax import sharding
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import refuse
 from mercury_jax.decode import rules
-from mercury_jax.decode.decode_config import DecodeConfig, build_config
-from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.decode_config import DecodeConfig, Method, first_state, prefill_width
+from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
-from mercury_jax.decode.processors import check_ids
-from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
-from mercury_jax.decode.state import (
-    Drafter,
-    Drawn,
-    Frame,
-    SamplingParams,
-    State,
-    Step,
-    position_uniforms,
-    sampling_params,
-    update_rows,
-)
+from mercury_jax.decode.passes import prefill
+from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
+from mercury_jax.decode.self_speculation import SELF_SPECULATION, verify, verifying_pass
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, position_uniforms, update_rows
 from mercury_jax.decode.token_stats import draw, search_cdf
 from mercury_jax.sharding import varying, varying_axes
-from mercury_jax.types import LM, Model, Params
+from mercury_jax.types import LM, Key, Model, Params, Proposal, View, accumulation_dtype
 
-Method = Literal["same_seed", "rejection"]
+DraftMethod = Literal["same_seed", "rejection"]
 ACCEPTANCE_KEY = 0x7FFFFFFE  # folded into a row's key for the uniforms that accept drafts
 
 
@@ -88,15 +78,15 @@ class Draft:
     steps: int = 1
     sampler: SamplerLike | None = None
     temperature: Param | None = None
-    method: Method = "same_seed"
+    method: DraftMethod = "same_seed"
 
     def __post_init__(self) -> None:
         if not isinstance(self.lm, LM):
             raise refuse("draft.lm", self.lm, "a model as mj.load() returns it")
         check_whole("draft.tokens", self.tokens, 1, MAX_TOKENS)
         check_whole("draft.steps", self.steps, 1, MAX_TOKENS)
-        if self.method not in get_args(Method):
-            raise refuse("draft.method", self.method, ", ".join(get_args(Method)))
+        if self.method not in get_args(DraftMethod):
+            raise refuse("draft.method", self.method, ", ".join(get_args(DraftMethod)))
         if self.temperature is not None:
             check_temperature(self.temperature)
         config = self.lm.model.config
@@ -217,60 +207,96 @@ def _verifier_model(model: Model) -> Model:
     return model._replace(**{name: of_verifier(getattr(model, name)) for name in names})
 
 
-def add_drafter(
-    draft: Draft,
-    config: DecodeConfig,
-    sampler: Sampler,
-    mesh: Mesh | None,
-    longest: int,
-    rows: int,
-    n: int,
-) -> tuple[DecodeConfig, SamplingParams]:
-    """Chooses the static sizes and the sampling parameters of the drafter.
+# --- the method
 
-    Returns:
-        The verifier's config for decoding with drafts, and the drafter's sampling parameters [B, ...].
+
+class DraftSettings(NamedTuple):
+    """The static side of drafting: the drafter's config, and how its drafts are accepted."""
+
+    config: DecodeConfig
+    acceptance: DraftMethod
+
+
+class Drafter(NamedTuple):
+    """The slot of drafting in the verifier's `State.method`: the drafter's state, and counts of its drafts."""
+
+    state: State
+    forwards: Int[Array, "B"]  # passes of the drafter, including those that encode verified tokens
+    proposed: Int[Array, "B"]  # draft tokens that were verified
+    accepted: Int[Array, "B"]  # draft tokens that the verifier accepted
+
+
+def drafting(config: DecodeConfig, acceptance: DraftMethod) -> Method:
+    """Makes the method of a verifier whose drafts another model makes.
+
+    Args:
+        config: Config of the drafter.
     """
-    lm = draft.lm
-    rule = rules.entropy_bound() if lm.corruption.mask is None else rules.confidence()
-    own = draft.sampler or Sampler(rule, processors=sampler.processors, allow=sampler.allow)
-    own = complete_sampler(check_sampler(own), lm.corruption)
-    temperature = sampler.temperature if draft.temperature is None else draft.temperature
-    own = own._replace(temperature=check_temperature(temperature))
-    for processor in (*own.processors, *own.allow):
-        check_ids(processor, lm.model.config.vocab)
-    if longest > lm.model.config.context:
-        allowed = f"a model whose context holds {longest} tokens"
-        raise refuse("draft.lm", f"{lm.name} with a context of {lm.model.config.context}", allowed)
-    # The block length of a block-causal drafter is fixed. Its draft is the rest of the block after the verified text.
-    block = None if lm.model.config.pattern == "block_causal" else draft.tokens
-    drafter = build_config(
-        lm,
-        own,
-        Plan(block=block, steps=draft.steps),
-        model=sharding.with_mesh(lm.model, mesh),
-        longest=longest,
-        region=draft.tokens,
-    )._replace(drafts=draft.method)
-    sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
-    sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
-    width = draft.tokens + 1  # the verifying pass feeds the last committed token and the draft
-    return config._replace(width=width, block=width, drafter=drafter), sampling
+    return SELF_SPECULATION._replace(
+        name="drafting", step=drafted_step, init=first_drafter, settings=DraftSettings(config, acceptance),
+        prefill=prefill_drafter, report=report,
+    )  # fmt: skip
 
 
-# --- one round
+def first_drafter(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Drafter:
+    """Makes the drafter's state before the first pass, with the rows of the verifier.
+
+    It has the slots of the rows and of the drafter's own canvas after them.
+    """
+    own, acceptance = config.method.settings
+    slots = rows.tokens.shape[1] + own.slots_after
+    if own.model.config.pattern == "bidirectional":
+        slots = own.slots_after
+    fit = lambda x: jnp.pad(x[:, :slots], [(0, 0), (0, max(0, slots - x.shape[1]))])
+    tokens, given, draft = fit(rows.tokens), fit(rows.given), jnp.zeros((len(rows.tokens), slots), bool)
+    zeros = jnp.zeros((len(rows.tokens),), jnp.int32)
+    rows = rows._replace(tokens=tokens, given=given, draft=draft, answer_budget=zeros)
+    state = first_state(own, sampling.method, rows)
+    # Rejection sampling needs draws that are independent of the verifier's.
+    if acceptance == "rejection":
+        state = state._replace(key=jax.vmap(lambda key: jax.random.fold_in(key, 0x7FFFFFFD))(state.key))
+    return Drafter(state, zeros, zeros, zeros)
 
 
-def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: State) -> State:
-    """Drafts a block for every row that waits for its verifying pass."""
-    drafter, own, rows = state.drafter, config.drafter, state.unverified & ~state.done
-    assert isinstance(drafter, Drafter) and own is not None
-    most = config.width - 1
+def prefill_drafter(config: DecodeConfig, params: DraftParams, state: State) -> State:
+    """Encodes long prompts in the drafter's KV cache."""
+    own, drafter = config.method.settings.config, state.method
+    width = prefill_width(own, drafter.state.tokens.shape[1])
+    if width is None:
+        return state
+    encoded = prefill(own, params.drafter, drafter.state, width)
+    return state._replace(method=drafter._replace(state=encoded))
+
+
+def report(state: State) -> dict[str, Array]:
+    """Returns the counts that `Output.draft` shows, and the pass in which the drafter's logits were NaN."""
+    drafter = state.method
+    counts = {name: getattr(drafter, name) for name in ("forwards", "proposed", "accepted")}
+    return counts | {"nan_step": drafter.state.records.nan_step}
+
+
+def drafted_step(config: DecodeConfig, params: DraftParams, state: State) -> tuple[State, Frame]:
+    """Lets the other model draft, and runs one pass in which rows encode or verify."""
+    opened = open_canvases(config, state)
+    unverified = (state.step < 0) & (opened.step >= 0)  # a draft is verified in the pass after it
+    state = draft_block(config, params, opened, unverified & ~opened.done)
+    feed, verifying, hidden, state = verifying_pass(config, params, state, unverified)
+    logits = config.model.head(params, hidden)
+    rejection = config.method.settings.acceptance == "rejection"
+    accept, proposed = (accept_or_redraw, proposals(config, state)) if rejection else (None, ())
+    moved, frame = verify(config, state, logits, verifying, state, idle_frame(state), accept, proposed)
+    counted = count_drafts(state.method, state, frame, verifying)
+    return feed.advance(moved._replace(method=counted)), frame
+
+
+def draft_block(config: DecodeConfig, params: DraftParams, state: State, rows: Bool[Array, "B"]) -> State:
+    """Drafts a block for some rows."""
+    drafter, own, most = state.method, config.method.settings.config, config.width - 1
     start = _take_text(drafter.state, state, rows, most)
 
     def drafting(carry: tuple[Array, State]) -> tuple[Array, State]:
         passes, old = carry
-        new, _ = step(own, params.drafter, old)
+        new, _ = own.method.step(own, params.drafter, old)
         # A row is finished when it has committed a block after at least one denoising pass. Committed tokens alone are
         # not enough: the pass that encodes the previous block may decide a token too, which is part of the draft.
         finished = (new.committed > state.committed) & (new.nfe > start.nfe) & (new.step < 0)
@@ -288,7 +314,7 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     size = jnp.clip(found.committed - state.committed, 0, most)  # 0 if the drafter's logits were NaN
     used = jnp.minimum(state.used, 1 + size).astype(jnp.int32)
     drafted = drafter._replace(state=found, forwards=forwards)
-    return update_rows(state, rows, dict(canvas=canvas, answer=canvas, used=used))._replace(drafter=drafted)
+    return update_rows(state, rows, dict(canvas=canvas, answer=canvas, used=used))._replace(method=drafted)
 
 
 def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) -> State:
@@ -309,8 +335,6 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
         cache_length=jnp.minimum(drafter.cache_length, state.committed),
         step=jnp.full_like(drafter.step, -1),
     )
-    if isinstance(drafter.drawn, Drawn):
-        fresh["drawn"] = drafter.drawn._replace(fresh=jnp.zeros_like(drafter.drawn.fresh))
     return update_rows(drafter, rows, fresh)._replace(done=~rows)
 
 
@@ -322,36 +346,80 @@ def idle_frame(state: State) -> Frame:
     return Frame(state.cache_length + 1, zeros, state.answer, accepted, confidence, state.done)
 
 
-def count_drafts(state: State, moved: State, frame: Frame, rows: Bool[Array, "B"]) -> State:
+def count_drafts(drafter: Drafter, state: State, frame: Frame, rows: Bool[Array, "B"]) -> Drafter:
     """Counts the proposed and the accepted draft tokens of a verifying pass."""
-    drafter = moved.drafter
-    assert isinstance(drafter, Drafter)
     draft = state.answer[:, 1:]
     exists = jnp.arange(draft.shape[1]) < (state.used - 1)[:, None]
     agrees = (frame.answer[:, :-1] == draft) & exists
     accepted = jnp.minimum(jnp.cumprod(agrees.astype(jnp.int32), axis=1).sum(1), frame.used)
     add = lambda old, new: old + jnp.where(rows, new, 0).astype(old.dtype)
-    return moved._replace(
-        drafter=drafter._replace(
-            proposed=add(drafter.proposed, exists.sum(1)), accepted=add(drafter.accepted, accepted)
-        )
+    return drafter._replace(
+        proposed=add(drafter.proposed, exists.sum(1)), accepted=add(drafter.accepted, accepted)
+    )
+
+
+# --- the rule of a drafter
+
+
+class Drawn(NamedTuple):
+    """The distribution from which a drafter sampled the tokens of its last step, for one row."""
+
+    logits: Float[Array, "L V"]  # logits of the drafter's window, after all processors
+    fresh: Bool[Array, "L"]  # positions sampled from these logits, independently of each other
+    position: Int[Array, ""]  # of the first one, from the beginning of the answer
+
+
+class _DrawLast(NamedTuple):
+    """The function of `draft_rule`; compares by value, so that equal rules share one compilation."""
+
+    function: Callable[..., Any]
+    records: bool
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any]]:
+        """What `denoise.check_parts` traces."""
+        return (self.function,)
+
+    def __call__(self, key: Key, view: View, memory: Memory, **params: Any) -> tuple[Proposal, Memory]:
+        own, old = memory if self.records else (memory, None)
+        proposal, own = self.function(key, view, own, **params)
+        fresh = (view.step + 1 >= view.steps) & view.masked
+        put = lambda old: jnp.where(fresh, view.stats.sample, old).astype(jnp.int32)
+        proposal = proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
+        if old is None:
+            return proposal, own
+        new = Drawn(view.draw_logits, fresh, view.position)
+        pick = lambda new, old: jnp.where(jnp.any(fresh), new, old).astype(old.dtype)
+        return proposal, (own, jax.tree.map(pick, new, old))
+
+
+class _FirstDrawn(NamedTuple):
+    """The `init` of a `draft_rule` that records its draws."""
+
+    init: Callable[[jax.Array, int], Memory]
+    dtype: str
+
+    def __call__(self, canvas: jax.Array, vocab: int) -> Memory:
+        blank = jnp.zeros((len(canvas), vocab), self.dtype)
+        return self.init(canvas, vocab), Drawn(blank, jnp.zeros(canvas.shape, bool), jnp.int32(0))
+
+
+def draft_rule(rule: Rule, method: DraftMethod, dtype: Any) -> Rule:
+    """Makes the rule of a drafter: its last step samples every open position, since a draft has no mask left.
+
+    For rejection sampling its memory holds the distribution of these samples, as a `Drawn`.
+    """
+    if method == "same_seed":
+        return dataclasses.replace(rule, function=_DrawLast(rule.function, False))
+    return dataclasses.replace(
+        rule,
+        function=_DrawLast(rule.function, True),
+        init=_FirstDrawn(rule.init, jnp.dtype(accumulation_dtype(jnp.dtype(dtype))).name),
+        needs_logits=True,
     )
 
 
 # --- rejection sampling
-
-
-def record_drawn(
-    old: Drawn,
-    logits: Float[Array, "B L V"],
-    fresh: Bool[Array, "B L"],
-    start: Int[Array, "B"],
-    rows: Bool[Array, "B"],
-) -> Drawn:
-    """Records the logits from which the last step of a block samples its tokens."""
-    ends = rows & jnp.any(fresh, axis=1)
-    pick = lambda new, old: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), new, old).astype(old.dtype)
-    return Drawn(pick(logits, old.logits), pick(fresh, old.fresh), pick(start, old.start))
 
 
 class Proposals(NamedTuple):
@@ -362,13 +430,12 @@ class Proposals(NamedTuple):
     temperature: Float[Array, ""]  # sampling temperature of the drafter
 
 
-def proposals(config: DecodeConfig, state: State) -> Proposals | None:
+def proposals(config: DecodeConfig, state: State) -> Proposals:
     """Aligns the drafter's distributions with the positions that a verifying pass predicts."""
-    drafter = state.drafter.state if isinstance(state.drafter, Drafter) else None
-    drawn = () if drafter is None else drafter.drawn
-    if drafter is None or not isinstance(drawn, Drawn):
-        return None
-    index = state.committed[:, None] + jnp.arange(config.width) - drawn.start[:, None]
+    drafter = state.method.state
+    drawn: Drawn = drafter.memory[0][1]
+    start = drawn.position + drafter.prompt
+    index = state.committed[:, None] + jnp.arange(config.width) - start[:, None]
     inside = (index >= 0) & (index < drawn.fresh.shape[1])
     index = jnp.clip(index, 0, drawn.fresh.shape[1] - 1)
     logits = jnp.take_along_axis(drawn.logits, index[..., None], axis=1)
@@ -384,13 +451,13 @@ def accept_or_redraw(
     draft: Int[Array, "W"],
     exists: Bool[Array, "W"],
     at: Int[Array, "W"],
-    temperature: Float[Array, ""],
 ) -> Int[Array, "W"]:
     """Samples a token for each position of a verifying pass by rejection sampling (arXiv 2211.17192, algorithm 1).
 
     The uniforms belong to absolute positions and are the same in every pass. This keeps the samples independent: the
     result at a position is used only in the one pass in which all draft tokens before it are accepted.
     """
+    temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
     softmax = lambda x, t: jax.nn.softmax(x / jnp.maximum(t, 1e-6), axis=-1)
     p = softmax(logits, temperature)
     # q [W, V]: the drafter's distribution, a one-hot vector for deterministic tokens, 0 where there is no draft token.

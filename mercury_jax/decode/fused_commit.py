@@ -1,24 +1,64 @@
-"""A pass that writes a finished block to the KV cache and takes the first denoising step of the next block.
+"""Passes that write a finished block to the KV cache and also begin the next block.
 
-In a plain decoder these are two passes (`decoder.plain_step`): a block of n steps takes n + 1 of them. Here one pass
-feeds the committed tokens and, after them, the new canvas. In each layer the keys of the committed tokens are written
-before the canvas attends to them, so the canvas sees what it would see one pass later, and the tokens are the same. The
-pass is twice as wide as a canvas: it pays where a pass waits for the weights, as with few rows on a GPU or TPU.
+In a plain decoder these are two passes (`passes.plain_step`): a block of n steps takes n + 1 of them.
+
+`fused_commit`: one pass feeds the committed tokens and, after them, the new canvas. In each layer the keys of the
+committed tokens are written before the canvas attends to them, so the canvas sees what it would see one pass later, and
+the tokens are the same. The pass is twice as wide as a canvas: it pays where a pass waits for the weights, as with few
+rows on a GPU or TPU.
+
+`SEEDED`: for block-causal models with shifted logits, the pass over a finished block also decides the first token of
+the next one (Fast-dLLM v2).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
-from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.decode_config import DecodeConfig, Method, Step
 from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.forward import slice_rows, times
-from mercury_jax.decode.state import Frame, State, window_offset
+from mercury_jax.decode.passes import Feed, forward, next_feed, plain_step, slice_rows, times
+from mercury_jax.decode.state import Frame, State, close_thinking, like_row, unpack_state, update_rows
+from mercury_jax.decode.token_stats import LogprobBuffer, update_logprobs, write_at
+from mercury_jax.decode.view import ends_text, process_logits, row_view, window_offset
 from mercury_jax.types import Params, Pass
+
+
+def fused_commit(rows: int) -> Method:
+    """Makes the method that fuses both passes in batches of at most `rows` rows."""
+    return Method("fused_commit", fused_step, settings=rows, loop=repeat_fused)
+
+
+def fused_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one pass: a wide one where a small batch begins a block, otherwise a plain one."""
+    if len(state.done) > config.method.settings:
+        return plain_step(config, params, state)
+    wide, plain = (functools.partial(run, config, params) for run in (wide_step, plain_step))
+    return jax.lax.cond(begins(config, state), wide, plain, state)
+
+
+def repeat_fused(
+    config: DecodeConfig, going: Callable[[Any], Array], advance: Callable[[Step, Any], Any], carry: Any
+) -> Any:
+    """Repeats passes on the device; see `passes.repeat`."""
+    if carry[1].counters.shape[1] > config.method.settings:
+        return jax.lax.while_loop(going, functools.partial(advance, plain_step), carry)
+    # Loops inside the loop and no `cond`: XLA updates the KV cache of a loop in place, but copies that of a `cond`.
+    wide = lambda carry: begins(config, unpack_state(carry[1]))
+
+    def passes(carry: Any) -> Any:
+        first = lambda carry: going(carry) & wide(carry)
+        rest = lambda carry: going(carry) & ~wide(carry)
+        carry = jax.lax.while_loop(first, functools.partial(advance, wide_step), carry)
+        return jax.lax.while_loop(rest, functools.partial(advance, plain_step), carry)
+
+    return jax.lax.while_loop(going, passes, carry)
 
 
 def begins(config: DecodeConfig, state: State) -> Bool[Array, ""]:
@@ -68,3 +108,73 @@ def wide_step(config: DecodeConfig, params: Params, state: State) -> tuple[State
     offset = encoded + window_offset(config, state.cache_length, state.committed)
     window: Any = slice_rows(hidden, offset, config.window)
     return denoise(config, params, state._replace(cache=cache), window, None, denoising)
+
+
+# --- the first token of a block
+
+
+def seeded_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one pass as `plain_step`; the pass that encodes a block also decides the first token of the next one."""
+    state = open_canvases(config, state)
+    feed = next_feed(config, state)
+    hidden, leave_one_out, state = forward(config, params, state, *feed)
+    moved, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
+    return feed.advance(first_tokens(config, params, hidden, state, feed, moved)), frame
+
+
+SEEDED = Method("seeded", seeded_step)
+
+
+def first_tokens(
+    config: DecodeConfig, params: Params, hidden: Any, state: State, feed: Feed, moved: State
+) -> State:
+    """Decides the first token of the next block from the pass that encoded the block before it.
+
+    With shifted logits, the last position of a finished block predicts the first token of the next one, and in a
+    block-causal model no later token changes that prediction. As Fast-dLLM v2 (arXiv 2509.26328; `generate` in the
+    checkpoint's modeling.py), this takes the argmax at any temperature. The block is then denoised with this token
+    decided.
+
+    Args:
+        hidden: Hidden states of each row's window [B, L, ...]; the last position is the end of the encoded block.
+    """
+    rows = feed.encoding & (state.cache_length + feed.used == state.committed)  # no token follows the block
+    logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
+    changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
+    # Skip rows that are finished, or whose next token is known already: given by the user, or part of a draft.
+    here = lambda known: jnp.take_along_axis(known, moved.committed[:, None], axis=1)[:, 0]
+    rows = rows & (moved.committed < moved.limits.end) & ~here(moved.given) & ~here(moved.draft)
+    if not isinstance(moved.sampling.constrained, tuple):
+        rows = rows & ~moved.sampling.constrained
+    return update_rows(moved, rows, changes)
+
+
+def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) -> dict[str, Any]:
+    """Commits the argmax of these logits as the next token of one row, and returns the fields that change."""
+    # Processors see a canvas of one open position, at time 1.
+    at, one = row.committed[None], jnp.ones(())
+    open_token = jnp.ones((1,), bool)
+    blank = jnp.full((1,), config.corruption.mask or 0, jnp.int32)
+    view = row_view(
+        config, row, canvas=blank, answer=blank, editable=open_token, masked=open_token, used=jnp.int32(1),
+        growth=jnp.int32(0), noise=blank, t=one, s=one, alpha_t=one * 0, alpha_s=one * 0, steps=jnp.int32(1),
+        position=at[0] - row.prompt,
+    )  # fmt: skip
+    token = process_logits(config, row, view, at, logits)[1].argmax(-1).astype(jnp.int32)
+    ended = ends_text(config, token, row)[0]
+    ended |= (row.limits.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
+    end = jnp.where(ended, row.committed, row.limits.end)  # the end of text itself is no part of the text
+    committed = jnp.minimum(row.committed + 1, end)
+    changes: dict[str, Any] = dict(
+        tokens=write_at(row.tokens, token, row.committed),
+        committed=committed,
+        limits=row.limits._replace(end=end),
+        done=ended | (committed >= end),
+    )
+    changes |= close_thinking(row, changes)
+    if isinstance(row.logprobs, LogprobBuffer):
+        kept = update_logprobs(
+            row.logprobs, logits, token, open_token, row.committed, config.corruption.forbidden
+        )
+        changes["records"] = row.records._replace(logprobs=kept)
+    return like_row(row, changes)

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
+from mercury_jax.decode.sampler import HiddenHead, Sampler
 from mercury_jax.types import Cache, Model, Params, Pass
 
 PREFILL = 256  # tokens per prefill pass over the negative prompts
@@ -55,6 +56,24 @@ class GuidedHidden(NamedTuple):
     conditional: Any
     unconditional: Any
     weight: Float[Array, "B T 1"]  # w; with axis 1, because `slice_rows` slices it in every leaf
+
+
+class ConditionalHead(NamedTuple):
+    """`Rule.needs_hidden` of a rule under guidance: what it reads of the conditional branch."""
+
+    head: bool | HiddenHead
+
+    def __call__(self, params: Params, hidden: GuidedHidden) -> Any:
+        own = hidden.conditional
+        return self.head(params, own) if callable(self.head) else own
+
+
+def reads_conditional(sampler: Sampler) -> Sampler:
+    """Lets a rule that reads hidden states read those of the conditional branch."""
+    rule = sampler.rule
+    if not rule.needs_hidden:
+        return sampler
+    return sampler._replace(rule=dataclasses.replace(rule, needs_hidden=ConditionalHead(rule.needs_hidden)))
 
 
 class UnconditionalPass(NamedTuple):

@@ -25,21 +25,38 @@ from mercury_jax.decode.cache_refresh import (
     Reuse,
     cache_vectors,
     drift as key_drift,
+    first_reuse,
 )
-from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.decode_config import DecodeConfig, Method
 from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.forward import Feed, next_feed, slice_rows, times
-from mercury_jax.decode.state import Frame, State, step_key, window_of, window_offset
+from mercury_jax.decode.passes import Feed, next_feed, slice_rows, times
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, step_key
 from mercury_jax.decode.token_stats import write_at
+from mercury_jax.decode.view import window_of, window_offset
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Cache, Params, Pass
 
 
+def key_reuse(policy: Refresh | CachePolicy, shifted: bool) -> Method:
+    """Makes the method that reuses keys and values as `policy` says."""
+    # With shifted logits a pass also feeds the token before its first position, unless it starts at position 0. A row
+    # that reuses the keys before its block must fit that token into its widest pass too.
+    return Method("key_reuse", reuse_step, first_slot, settings=policy, margin=8 if shifted else 0)
+
+
+def first_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Reuse | tuple[()]:
+    """Makes what a policy knows of earlier passes before the first one; a `Refresh` needs to know nothing."""
+    policy = config.method.settings
+    if not isinstance(policy, CachePolicy):
+        return ()
+    return first_reuse(policy, config.model, len(rows.tokens), config.width)
+
+
 def reuse_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass as `decoder.plain_step`, over a part of the canvases."""
+    """Runs one pass as `passes.plain_step`, over a part of the canvases."""
     state = open_canvases(config, state)
     feed = next_feed(config, state)
-    run = _policy_forward if isinstance(config.refresh, CachePolicy) else _refresh_forward
+    run = _policy_forward if isinstance(config.method.settings, CachePolicy) else _refresh_forward
     hidden, state = run(config, params, state, feed)
     state, frame = denoise(config, params, state, hidden, None, ~feed.encoding & ~state.done)
     return feed.advance(_note_confidence(state, frame)), frame
@@ -71,7 +88,7 @@ def _refresh_forward(
     Returns:
         Hidden states of each row's window [B, L, ...], and the state with the new cache.
     """
-    refresh, width, used = config.refresh, config.width, feed.used
+    refresh, width, used = config.method.settings, config.width, feed.used
     assert isinstance(refresh, Refresh)
     offset = window_offset(config, state.cache_length, state.committed)
     due = (state.step == 0) if refresh.every is None else (state.step % refresh.every == 0)
@@ -114,9 +131,9 @@ def _policy_forward(
 
     Returns:
         Hidden states of each row's window [B, L, ...], those of earlier passes where this pass computed none; and the
-        state with the new cache and `reuse`.
+        state with the new cache and `Reuse`.
     """
-    policy, width, old = config.refresh, config.width, state.reuse
+    policy, width, old = config.method.settings, config.width, state.method
     assert isinstance(policy, CachePolicy) and isinstance(old, Reuse)
     tokens, used, encoding = feed
     offset = window_offset(config, state.cache_length, state.committed)
@@ -152,7 +169,7 @@ def _policy_forward(
     new = Reuse(tokens, age, attend, kept[1], kept[2], old.confidence, kept[0], memory)
     stay = lambda new, old: jnp.where(state.done.reshape(-1, *[1] * (new.ndim - 1)), old, new)
     reuse = jax.tree.map(stay, new, old)
-    return slice_rows(reuse.hidden, offset, config.window), state._replace(cache=cache, reuse=reuse)
+    return slice_rows(reuse.hidden, offset, config.window), state._replace(cache=cache, method=reuse)
 
 
 def _choose(
@@ -221,13 +238,13 @@ def _at_positions(rows: PartialPass, size: int) -> tuple[Int[Array, "b T"], Bool
 
 def _note_confidence(state: State, frame: Frame) -> State:
     """Records the confidence at the positions of the window, for policies that read `CacheView.confidence`."""
-    if not isinstance(state.reuse, Reuse):  # a `Refresh`
+    if not isinstance(state.method, Reuse):  # a `Refresh`
         return state
     offset = frame.start - state.cache_length
     put = jax.vmap(lambda old, new, at: write_at(old, new, at))
-    written = put(state.reuse.confidence, frame.confidence.astype(jnp.float32), offset)
-    confidence = jnp.where((frame.used > 0)[:, None], written, state.reuse.confidence)
-    return state._replace(reuse=state.reuse._replace(confidence=confidence))
+    written = put(state.method.confidence, frame.confidence.astype(jnp.float32), offset)
+    confidence = jnp.where((frame.used > 0)[:, None], written, state.method.confidence)
+    return state._replace(method=state.method._replace(confidence=confidence))
 
 
 def _quarters(width: int) -> list[int]:

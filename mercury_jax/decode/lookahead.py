@@ -27,12 +27,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from mercury_jax.decode.decode_config import DecodeConfig, Method
 from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.forward import forward, next_feed
-from mercury_jax.decode.self_speculation import first_tokens
-from mercury_jax.decode.state import DecodeConfig, Drafts, Frame, State, update_rows
+from mercury_jax.decode.fused_commit import first_tokens
+from mercury_jax.decode.passes import forward, next_feed
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, update_rows
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Params
+
+
+class Drafts(NamedTuple):
+    """The slot of lookahead in `State.method`: drafts of the canvases of the next n steps, and their cost."""
+
+    canvas: Int[Array, "B n W"]
+    used: Int[Array, "B n"]  # `State.used` of each draft; 0: no draft
+    step: Int[Array, "B n"]  # `State.step` of each draft
+    computed: Int[Array, "B"]  # canvases computed so far, drafts included
+
+
+def lookahead(drafts: int) -> Method:
+    """Makes the method that drafts up to `drafts` canvases of later steps."""
+    return Method("lookahead", lookahead_step, first_slot, settings=drafts, report=report)
+
+
+def report(state: State) -> dict[str, Array]:
+    """Counts the canvases of a row that passes have computed, drafts included."""
+    return {"evaluated": state.method.computed}
+
+
+def first_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Drafts:
+    """Makes the slot before the first pass, without drafts."""
+    none = jnp.zeros((len(rows.tokens), config.method.settings), jnp.int32)
+    return Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, none[:, 0])
 
 
 def lookahead_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
@@ -42,8 +68,8 @@ def lookahead_step(config: DecodeConfig, params: Params, state: State) -> tuple[
     hidden, leave_one_out, before = forward_drafts(config, params, state, *feed)
     denoising = ~feed.encoding & ~state.done
     moved, frame = denoise_ahead(config, params, before, hidden, leave_one_out, denoising)
-    if config.seeded:
-        own = jax.tree.map(lambda x: x[:: 1 + config.lookahead], hidden)
+    if config.model.config.predicts_block_start:
+        own = jax.tree.map(lambda x: x[:: 1 + config.method.settings], hidden)
         moved = first_tokens(config, params, own, before, feed, moved)
     return feed.advance(moved), frame
 
@@ -65,13 +91,12 @@ def forward_drafts(
         Hidden states of each row's window and of its drafts' [B (1 + n), L, ...], row by row; the same by leave-one-out
         masks or None; and the state with the cache of B rows.
     """
-    count, drafts = 1 + config.lookahead, state.lookahead
-    assert isinstance(drafts, Drafts)
+    count, drafts = 1 + config.method.settings, state.method
     denoising = (used > 0) & ~causal
     # [B, 1 + n, ...] as [B (1 + n), ...]: the canvas of a row, then its drafts.
     beside = lambda own, others: jnp.concatenate([own[:, None], others], axis=1).reshape(-1, *own.shape[1:])
     source = jnp.repeat(jnp.arange(used.shape[0]), count)
-    rows = jax.tree.map(lambda x: x[source], state._replace(lookahead=()))
+    rows = jax.tree.map(lambda x: x[source], state._replace(method=()))
     rows = rows._replace(step=beside(state.step, drafts.step))
     hidden, leave_one_out, moved = forward(
         config,
@@ -115,10 +140,9 @@ def denoise_ahead(
 
     Returns:
         The next state, with the drafts of the next pass, and a frame that shows each row's window after its last step.
-        `nfe` counts the pass once, `lookahead.computed` its canvas and its drafts.
+        `nfe` counts the pass once, `Drafts.computed` its canvas and its drafts.
     """
-    drafts, size = state.lookahead, rows.shape[0]
-    assert isinstance(drafts, Drafts)
+    drafts, size, most = state.method, rows.shape[0], config.method.settings
     each = jnp.arange(size)
     split = lambda tree: jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), tree)
     hidden, leave_one_out = split(hidden), split(leave_one_out)  # [B, 1 + n, L, ...]
@@ -143,7 +167,7 @@ def denoise_ahead(
         live = walk.live & (moved.step >= 0) & ~moved.done  # the block is still open
         # A step from other logits is a guess: a draft, unless it ends the block.
         guessed = live & ~walk.known
-        slot = jnp.where(guessed, walk.count, config.lookahead)
+        slot = jnp.where(guessed, walk.count, most)
         put = lambda old, new: old.at[each, slot].set(new, mode="drop")
         found = Drafts(
             put(walk.drafts.canvas, moved.canvas),
@@ -158,13 +182,13 @@ def denoise_ahead(
             frame=frame,
             branch=jnp.where(known, jnp.argmax(same, axis=1), walk.branch).astype(jnp.int32),
             known=known,
-            live=live & (count < config.lookahead),
+            live=live & (count < most),
             drafts=found,
             count=count,
             links=walk.links + 1,
         )
 
-    bare = state._replace(cache=(), lookahead=())
+    bare = state._replace(cache=(), method=())
     zeros = lambda shape: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
     own = lambda tree: jax.tree.map(lambda x: x[:, 0], tree)
     like = jax.eval_shape(lambda: denoise(config, params, bare, own(hidden), own(leave_one_out), rows))
@@ -178,6 +202,6 @@ def denoise_ahead(
     moved = walk.real._replace(
         records=walk.real.records._replace(nfe=state.nfe + rows),
         cache=state.cache,
-        lookahead=walk.drafts._replace(computed=computed.astype(jnp.int32)),
+        method=walk.drafts._replace(computed=computed.astype(jnp.int32)),
     )
     return moved, walk.frame._replace(done=moved.done)

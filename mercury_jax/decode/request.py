@@ -20,18 +20,18 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors, rules
+from mercury_jax.decode.build_config import add_drafter, build_config
 from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
-    build_config,
     check_equal_lengths,
     prefill_width,
+    sampling_params,
     slots_for,
 )
 from mercury_jax.decode.defaults import EffortLike, choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
-from mercury_jax.decode.drafting import add_drafter
 from mercury_jax.decode.sampler import Sampler, check_sampler
 from mercury_jax.decode.session import (
     Fork,
@@ -40,7 +40,7 @@ from mercury_jax.decode.session import (
     forked_prefill_program,
     prefill_program,
 )
-from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, State, sampling_params
+from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, State
 from mercury_jax.decode.stop_texts import check_stops
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
 from mercury_jax.types import LM, Key
@@ -408,7 +408,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
             raise refuse("guidance", request.guidance, f"None with the cache policy {plan.refresh.name}")
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
-        model = guidance.guided(model)
+        model, sampler = guidance.guided(model), guidance.reads_conditional(sampler)
     config = build_config(
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
         block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
@@ -435,14 +435,12 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     if request.infilling:
         sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
     if drafting is not None:
-        sampling = sampling._replace(drafter=drafting)
+        sampling = sampling._replace(method=drafting)
     if more := count - len(rows.committed):  # added rows take the parameters of the last one
         repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
         join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
         sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
-    if config.drafter is not None:
-        check_parts(config.drafter, sampling.drafter)
     return config, sampling, padded
 
 

@@ -175,7 +175,7 @@ def rollout(
     ).checked()  # fmt: skip
     request = encode_request(lm, request)
     session, _, _ = advance(lm, start(lm, request), None)
-    out = collect(lm, read_answers(session.state), session.prompts, began)
+    out = collect(lm, read_answers(session.config, session.state), session.prompts, began)
     state, count = session.state, session.rows
     kept = (state.tokens, state.prompt, state.limits.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
     tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))

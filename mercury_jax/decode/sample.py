@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from mercury_jax import decode, sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
-from mercury_jax.decode.decode_config import DecodeConfig, prefill_width
+from mercury_jax.decode.decode_config import DecodeConfig, first_state, prefill_width
 from mercury_jax.decode.defaults import EffortLike, choose_sampler
 from mercury_jax.decode.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.grammar import Spec
@@ -63,7 +63,7 @@ from mercury_jax.decode.session import (
     run_program,
     run_sharded_program,
 )
-from mercury_jax.decode.state import Frame, first_state
+from mercury_jax.decode.state import Frame
 from mercury_jax.decode.stop_texts import end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
@@ -330,7 +330,7 @@ def sample(
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
-    answers = read_answers(session.state)
+    answers = read_answers(session.config, session.state)
     out = collect(lm, answers, session.prompts, began, frames, cached, session.stopped)
     if effort is not None and passes is None and grammars is None:
         out, session, more = _continue_empty_answers(lm, request, session, out)
@@ -432,16 +432,15 @@ def collect(
     if isinstance(host.logprobs, LogprobBuffer):
         kept: Any = host.logprobs
         logprobs = [LogProbs(*(x[i, first[i] : ends[i]] for x in kept)) for i in range(count)]
-    draft = None
-    if host.drafter != ():
-        *counts, nan_step = (x[:count] for x in host.drafter)
-        check_nan_steps(nan_step, "draft.lm: logits")
-        draft = DraftOutput(*counts)
+    counts, draft = {name: x[:count] for name, x in host.method.items()}, None
+    if "proposed" in counts:
+        check_nan_steps(counts["nan_step"], "draft.lm: logits")
+        draft = DraftOutput(counts["forwards"], counts["proposed"], counts["accepted"])
     return Output(
         texts=[answer for _, answer in decoded],
         tokens=answers,
         forwards=host.nfe[:count],
-        evaluated=host.evaluated[:count],
+        evaluated=counts.get("evaluated", host.nfe[:count]),
         finish=finish,
         seconds=seconds,
         thinking=[thinking for thinking, _ in decoded],
@@ -471,7 +470,7 @@ def _continue_empty_answers(
     began = time.perf_counter() - out.seconds
     session = start(lm, continue_request(lm, request, replies, which))
     session, frames, made = _run(lm, session, None, bool(out.history))
-    frames, answers = [*out.history, *frames], read_answers(session.state)
+    frames, answers = [*out.history, *frames], read_answers(session.config, session.state)
     more = collect(lm, answers, session.prompts, began, frames, stopped=session.stopped)
     texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)

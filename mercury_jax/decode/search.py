@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs
 from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.decoder import estimate_answers, step
+from mercury_jax.decode.decoder import estimate_answers
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.inputs import Seeds, WholeNumbers
 from mercury_jax.decode.registration import Above, AtLeast, Between, check_number
@@ -38,8 +38,9 @@ from mercury_jax.decode.sampler import (
     check_sampler,
 )
 from mercury_jax.decode.session import Session, check_nan
-from mercury_jax.decode.state import State, window_of
+from mercury_jax.decode.state import State
 from mercury_jax.decode.token_stats import NEVER, draw, draw_log_prob, token_stats
+from mercury_jax.decode.view import window_of
 from mercury_jax.types import LM, Key, Params, Proposal, View
 
 
@@ -366,7 +367,7 @@ def advance_particles(
 
     def body(carry: tuple[Array, Array, State, Array]) -> tuple[Array, Array, State, Array]:
         made, denoised, old, total = carry
-        new, _ = step(config, params, old)
+        new, _ = config.method.step(config, params, old)
         moved = new.nfe > old.nfe
         if is_twisted:
             total = total + jnp.where(moved, new.memory[0][1], 0.0)

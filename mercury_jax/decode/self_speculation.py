@@ -7,38 +7,29 @@ to the first token that differs from its prediction, and the prediction at that 
 
 Every emitted token is therefore the one that autoregressive decoding emits with the same seed; the draft only changes
 the number of passes (LinearSpec; TiDAR, arXiv 2511.08923). A canvas of one token has no draft, and gives autoregressive
-decoding. Drafts of another model can be verified by rejection sampling instead, see `drafting.py`.
-
-`first_tokens` decides the first token of a block by the causal pass, for block-causal models with shifted logits.
+decoding. `drafting.py` verifies the drafts of another model by the same pass.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.decode_config import DecodeConfig, Method
 from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.drafting import (
-    DraftParams,
-    Proposals,
-    accept_or_redraw,
-    count_drafts,
-    draft_block,
-    idle_frame,
-    proposals,
-)
-from mercury_jax.decode.forward import Feed, forward, next_feed
+from mercury_jax.decode.passes import Feed, forward, next_feed
 from mercury_jax.decode.state import (
     Frame,
+    Rows,
+    SamplingParams,
     State,
-    Step,
     close_thinking,
-    ends_text,
+    like_row,
     position_uniforms,
     update_rows,
 )
@@ -51,102 +42,67 @@ from mercury_jax.decode.token_stats import (
     write_at,
     write_changed,
 )
-from mercury_jax.decode.view import process_logits, row_view
+from mercury_jax.decode.view import ends_text, process_logits, row_view
 from mercury_jax.types import Params
+
+
+class Speculation(NamedTuple):
+    """The slot of self-speculation in `State.method`."""
+
+    unverified: Bool[Array, "B"]  # the canvas is a finished draft, which waits for its verifying pass
+
+
+def first_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Speculation:
+    """Makes the slot before the first pass."""
+    return Speculation(jnp.zeros(rows.tokens.shape[:1], bool))
 
 
 def speculative_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
     """Runs one pass in which rows encode, denoise a draft, or verify one."""
-    state = open_canvases(config, state)
-    feed, verifying, hidden, state = _verifying_pass(config, params, state)
+    # 1. A canvas that holds only the last committed token has nothing to denoise: it is verified at once.
+    opened = open_canvases(config, state)
+    begun = (state.step < 0) & (opened.step >= 0)
+    unverified = jnp.where(begun, opened.used <= 1, state.method.unverified)
+    # 2. One pass for all rows; those with a finished draft feed it to be verified.
+    feed, verifying, hidden, state = verifying_pass(config, params, opened, unverified)
     denoising = ~feed.encoding & ~verifying & ~state.done
+    # 3. Some rows take a denoising step on their draft, others commit what the pass has verified.
     moved, frame = denoise(config, params, state, hidden, None, denoising)
-    moved, frame = verify(config, state, config.model.head(params, hidden), verifying, moved, frame)
-    return feed.advance(moved), frame
-
-
-def drafted_step(draft: Step, config: DecodeConfig, params: DraftParams, state: State) -> tuple[State, Frame]:
-    """Lets another model draft, and runs one pass in which rows encode or verify."""
-    state = draft_block(draft, config, params, open_canvases(config, state))
-    feed, verifying, hidden, state = _verifying_pass(config, params, state)
+    finished, moved = hold_drafts(state, moved, denoising)
     logits = config.model.head(params, hidden)
-    moved, frame = verify(config, state, logits, verifying, state, idle_frame(state))
-    return feed.advance(count_drafts(state, moved, frame, verifying)), frame
+    moved, frame = verify(config, state, logits, verifying, moved, frame._replace(done=moved.done))
+    waiting = jnp.where(verifying, False, jnp.where(denoising, finished, unverified))
+    return feed.advance(moved._replace(method=Speculation(waiting))), frame
 
 
-def _verifying_pass(
-    config: DecodeConfig, params: Params, state: State
+def verifying_pass(
+    config: DecodeConfig, params: Params, state: State, unverified: Bool[Array, "B"]
 ) -> tuple[Feed, Bool[Array, "B"], Any, State]:
     """Runs the pass: (what rows feed, which of them verify, hidden states, the state with the new cache)."""
     feed = next_feed(config, state)
-    verifying = state.unverified & ~state.done
+    verifying = unverified & ~state.done
     tokens = jnp.where(verifying[:, None], state.answer, feed.tokens)
     hidden, _, state = forward(config, params, state, tokens, feed.used, feed.encoding | verifying)
     return feed, verifying, hidden, state
 
 
-def seeded_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass as `plain_step`; the pass that encodes a block also decides the first token of the next."""
-    state = open_canvases(config, state)
-    feed = next_feed(config, state)
-    hidden, leave_one_out, state = forward(config, params, state, *feed)
-    moved, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
-    return feed.advance(first_tokens(config, params, hidden, state, feed, moved)), frame
+def hold_drafts(state: State, moved: State, denoising: Bool[Array, "B"]) -> tuple[Bool[Array, "B"], State]:
+    """Takes back the commit of drafts that a denoising step has finished: their verifying pass commits them.
 
-
-def first_tokens(
-    config: DecodeConfig, params: Params, hidden: Any, state: State, feed: Feed, moved: State
-) -> State:
-    """Decides the first token of the next block from the pass that encoded the block before it.
-
-    With shifted logits, the last position of a finished block predicts the first token of the next one, and in a
-    block-causal model no later token changes that prediction. As Fast-dLLM v2 (arXiv 2509.26328; `generate` in the
-    checkpoint's modeling.py), this takes the argmax at any temperature. The block is then denoised with this token
-    decided.
-
-    Args:
-        hidden: Hidden states of each row's window [B, L, ...]; the last position is the end of the encoded block.
+    Returns:
+        The rows whose draft is finished, and the state in which no row has committed.
     """
-    rows = feed.encoding & (state.cache_length + feed.used == state.committed)  # no token follows the block
-    logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
-    changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
-    # Skip rows that are finished, or whose next token is known already: given by the user, or part of a draft.
-    here = lambda known: jnp.take_along_axis(known, moved.committed[:, None], axis=1)[:, 0]
-    rows = rows & (moved.committed < moved.limits.end) & ~here(moved.given) & ~here(moved.draft)
-    if not isinstance(moved.sampling.constrained, tuple):
-        rows = rows & ~moved.sampling.constrained
-    return update_rows(moved, rows, changes)
-
-
-def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) -> dict[str, Any]:
-    """Commits the argmax of these logits as the next token of one row, and returns the fields that change."""
-    # Processors see a canvas of one open position, at time 1.
-    at, one = row.committed[None], jnp.ones(())
-    open_token = jnp.ones((1,), bool)
-    blank = jnp.full((1,), config.corruption.mask or 0, jnp.int32)
-    view = row_view(
-        config, row, canvas=blank, answer=blank, editable=open_token, masked=open_token, used=jnp.int32(1),
-        growth=jnp.int32(0), noise=blank, t=one, s=one, alpha_t=one * 0, alpha_s=one * 0, steps=jnp.int32(1),
-        position=at[0] - row.prompt,
+    finished = denoising & (moved.step < 0)
+    is_nan = moved.records.nan_step != state.records.nan_step
+    held = moved._replace(
+        tokens=state.tokens, committed=state.committed, limits=state.limits, step=state.step + denoising,
+        done=state.done | is_nan,
     )  # fmt: skip
-    token = process_logits(config, row, view, at, logits)[1].argmax(-1).astype(jnp.int32)
-    ended = ends_text(config, token, row)[0]
-    ended |= (row.limits.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
-    end = jnp.where(ended, row.committed, row.limits.end)  # the end of text itself is no part of the text
-    committed = jnp.minimum(row.committed + 1, end)
-    changes: dict[str, Any] = dict(
-        tokens=write_at(row.tokens, token, row.committed),
-        committed=committed,
-        limits=row.limits._replace(end=end),
-        done=ended | (committed >= end),
-    )
-    changes |= close_thinking(row, changes)
-    if isinstance(row.logprobs, LogprobBuffer):
-        kept = update_logprobs(
-            row.logprobs, logits, token, open_token, row.committed, config.corruption.forbidden
-        )
-        changes["records"] = row.records._replace(logprobs=kept)
-    return like_row(row, changes)
+    return finished, held
+
+
+# accept(row, logits [W, V], proposed, draft [W], which of it exists [W], positions [W]) -> tokens [W]
+Accept = Callable[[State, Array, Any, Array, Array, Array], Array]
 
 
 def verify(
@@ -156,10 +112,18 @@ def verify(
     rows: Bool[Array, "B"],
     moved: State,
     frame: Frame,
+    accept: Accept | None = None,
+    proposed: Any = (),
 ) -> tuple[State, Frame]:
-    """Verifies the drafts of some rows, and commits the accepted tokens plus one."""
-    row = functools.partial(verify_row, config)
-    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposals(config, state))
+    """Verifies the drafts of some rows, and commits the accepted tokens plus one.
+
+    Args:
+        moved: The state after the pass, in which these rows have not changed yet.
+        accept: Draws the tokens by the distributions of another model; None: see `verify_row`.
+        proposed: These distributions, leaves [B, ...].
+    """
+    row = functools.partial(verify_row, config, accept)
+    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposed)
     moved = update_rows(moved, rows, changes)
     moved = moved._replace(records=moved.records._replace(nfe=moved.nfe + rows))
     shown = Frame(
@@ -175,13 +139,11 @@ def verify(
 
 
 def verify_row(
-    config: DecodeConfig, row: State, logits: Float[Array, "W V"], proposed: Proposals | None = None
+    config: DecodeConfig, accept: Accept | None, row: State, logits: Float[Array, "W V"], proposed: Any
 ) -> tuple[dict[str, Any], Int[Array, ""], Int[Array, "W"]]:
     """Verifies the draft of one row.
 
-    Args:
-        proposed: The distributions from which another model drew the draft, for rejection sampling. None: accept the
-            draft as far as it equals the drawn tokens.
+    Without `accept`, tokens are drawn from the logits, and the draft is accepted as far as it equals them.
 
     Returns:
         The fields of the state that change, the number of accepted tokens, and the drawn tokens [W].
@@ -200,10 +162,10 @@ def verify_row(
     temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
     place = jnp.arange(config.width)
     draft, exists = jnp.concatenate([row.answer[1:], row.answer[-1:]]), place < row.used - 1
-    if proposed is None:
+    if accept is None:
         drawn = draw(processed, position_uniforms(row.key, at), temperature)
     else:
-        drawn = accept_or_redraw(row, processed, proposed, draft, exists, at, temperature)
+        drawn = accept(row, processed, proposed, draft, exists, at)
     # 2. Count the accepted tokens: the longest prefix of the draft that agrees with the drawn tokens, plus one. The end
     #    of the row, and a token that ends the text or the thinking section, cut it off.
     agrees = (drawn == draft) & exists
@@ -228,7 +190,6 @@ def verify_row(
         committed=jnp.where(ended, end, committed),
         limits=row.limits._replace(end=end),
         step=jnp.full_like(row.step, -1),
-        unverified=jnp.zeros_like(row.unverified),
         done=ended | (committed >= row.limits.end) | is_nan,
     )
     changes |= close_thinking(row, changes)
@@ -247,7 +208,15 @@ def verify_row(
     return like_row(row, changes | {"records": records}), count, drawn
 
 
-def like_row(row: State, changes: dict[str, Any]) -> dict[str, Any]:
-    """Converts new values of some fields to the dtypes of these fields."""
-    cast = lambda new, old: new.astype(old.dtype)
-    return {name: jax.tree.map(cast, x, getattr(row, name)) for name, x in changes.items()}
+SELF_SPECULATION = Method(
+    "self_speculation",
+    speculative_step,
+    first_slot,
+    # The verifying pass feeds the last committed token as the first one of its canvas, because the logits at its
+    # position verify the token after it.
+    held_back=1,
+    # A draft always takes at least one step: 0 would mean one step per token.
+    min_steps=1,
+    # A draft is drawn with the uniforms of its verification, so that the two agree more often.
+    position_draws=True,
+)

@@ -7,8 +7,9 @@ are the decoder's pure functions under `jit`, with the state donated.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
+from mercury_jax.decode.decode_config import DecodeConfig, first_state
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params, refuse_nan
-from mercury_jax.decode.state import Drafter, Frame, Rows, SamplingParams, State, first_state
+from mercury_jax.decode.passes import prefill, run_limited, run_until_done
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM, Params
 
@@ -97,21 +98,18 @@ class Answers(NamedTuple):
     end: Int[Array, "B"]
     done: Bool[Array, "B"]
     nfe: Int[Array, "B"]
-    evaluated: Int[Array, "B"]
     cache_length: Int[Array, "B"]
     nan_step: Int[Array, "B"]
     logprobs: LogprobBuffer | tuple[()]
-    drafter: Any = ()  # forwards, proposed, accepted and nan_step [B] of a model that drafts; (): none
+    method: Mapping[str, Int[Array, "B"]]  # what the method reports
 
 
-def read_answers(state: State) -> Answers:
+def read_answers(config: DecodeConfig, state: State) -> Answers:
     """Selects the fields of a state from which an `Output` is made."""
-    drafter = state.drafter
-    if isinstance(drafter, Drafter):
-        drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.records.nan_step)
+    report = config.method.report
     return Answers(
-        state.tokens, state.prompt, state.committed, state.limits.end, state.done, state.nfe, state.evaluated,
-        state.cache_length, state.records.nan_step, state.logprobs, drafter,
+        state.tokens, state.prompt, state.committed, state.limits.end, state.done, state.nfe, state.cache_length,
+        state.records.nan_step, state.logprobs, {} if report is None else report(state),
     )  # fmt: skip
 
 
@@ -150,7 +148,7 @@ def decode_program(
     elif width is not None:
         state = prefill(config, params, state, width)
     state, made = run_until_done(config, params, state)
-    return read_answers(state), made
+    return read_answers(config, state), made
 
 
 def run_session(

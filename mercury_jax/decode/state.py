@@ -6,13 +6,13 @@ The rows of a batch are at different points of their answers. For each row:
     canvas   [W]  the positions after the tokens in the KV cache
     window   [L]  the part of the canvas that a rule sees: the active block, and the editable positions before it
 
-`request.py` makes the `Rows` of a call, `first_state` the `State` of these rows, and `decoder.py` advances it.
+`request.py` makes the `Rows` of a call, `decode_config.first_state` the `State` of these rows, and `passes.py` advances
+it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -21,11 +21,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax import decode
-from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
-from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
-from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
-from mercury_jax.types import LM, Cache, Key, Params, SelfCond, accumulation_dtype, fields_shown
+from mercury_jax.decode.sampler import Memory, Sampler
+from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory
+from mercury_jax.types import Cache, Key, SelfCond, fields_shown
 
 ArrayLike: TypeAlias = np.ndarray | jax.Array
 
@@ -38,24 +36,7 @@ class SamplingParams(NamedTuple):
     eos: Int[Array, "B"]  # id that ends the answer; -1: none (infilling)
     end_thinking: Int[Array, "B"]  # id that ends the thinking section; -1: none
     constrained: Any = ()  # Bool[B], grammar-constrained rows, whose tokens the host commits; (): no such row
-    drafter: Any = ()  # SamplingParams of the drafter; () in a `State`, where `State.drafter` holds them
-
-
-def sampling_params(
-    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | ArrayLike | None, rows: int, n: int = 1
-) -> SamplingParams:
-    """Makes the sampling parameters of rows that do not think and end with the model's end-of-text token.
-
-    Args:
-        sampler: A sampler completed by `defaults.complete_sampler`. Its parameters are numbers, or arrays with one
-            entry per prompt.
-    """
-    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy, whose dispatch costs the host less than jnp's
-    # A draft always takes at least one step: 0 would mean one step per token.
-    most = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
-    params = broadcast_params(sampler._replace(speculate=None), rows, n)
-    most = ids(np.repeat(most, n) if most.ndim else most)
-    return SamplingParams(params, most, ids(lm.model.config.eos), ids(-1))
+    method: Any = ()  # what the method's `init` reads for each row; () in a `State`
 
 
 class Rows(NamedTuple):
@@ -94,32 +75,6 @@ class Records(NamedTuple):
         return self._replace(nan_step=jnp.where(is_nan & (self.nan_step < 0), self.nfe, self.nan_step))
 
 
-class Drafts(NamedTuple):
-    """Drafts of the canvases of the next n steps, and their cost (`lookahead.py`)."""
-
-    canvas: Int[Array, "B n W"]
-    used: Int[Array, "B n"]  # `State.used` of each draft; 0: no draft
-    step: Int[Array, "B n"]  # `State.step` of each draft
-    computed: Int[Array, "B"]  # canvases computed so far, drafts included
-
-
-class Drawn(NamedTuple):
-    """The distribution from which a drafter sampled the tokens of its last step (`drafting.py`)."""
-
-    logits: Float[Array, "B L V"]  # logits of the drafter's window, after all processors
-    fresh: Bool[Array, "B L"]  # positions sampled from these logits, independently of each other
-    start: Int[Array, "B"]  # absolute position of the window
-
-
-class Drafter(NamedTuple):
-    """The model that drafts for another one (`drafting.py`): its decoding state, and counts of its drafts."""
-
-    state: State
-    forwards: Int[Array, "B"]  # passes of the drafter, including those that encode verified tokens
-    proposed: Int[Array, "B"]  # draft tokens that were verified
-    accepted: Int[Array, "B"]  # draft tokens that the verifier accepted
-
-
 class State(NamedTuple):
     """Everything that decoding changes; the batch axis comes first in every leaf.
 
@@ -145,14 +100,9 @@ class State(NamedTuple):
     memory: tuple[Memory, Memory]  # memories of the rule and of the stopping criterion
     key: Key  # [B], one per row, made from its seed
     done: Bool[Array, "B"]
-    unverified: Bool[Array, "B"]  # the canvas is a draft that waits for its verifying pass
     records: Records
-    # Parameters and optional methods.
     sampling: SamplingParams  # () between two dispatches of the server, which stores them separately
-    reuse: Reuse | tuple[()] = ()  # statistics of earlier passes for a cache policy
-    lookahead: Drafts | tuple[()] = ()  # drafts of the active block's next steps; () without lookahead
-    drafter: Drafter | tuple[()] = ()  # another model that drafts for this one (`drafting.py`)
-    drawn: Drawn | tuple[()] = ()  # set for a drafter whose drafts are accepted by rejection sampling
+    method: Any  # what the decoding method keeps from pass to pass; () if it keeps nothing
 
     def __repr__(self) -> str:
         return fields_shown(
@@ -174,14 +124,9 @@ class State(NamedTuple):
         """The pass that accepted each token, if the decoder keeps it."""
         return self.records.trajectory
 
-    @property
-    def evaluated(self) -> Int[Array, "B"]:
-        """Canvases computed by denoising and verifying passes: `nfe`, plus the drafts of lookahead."""
-        return self.lookahead.computed if isinstance(self.lookahead, Drafts) else self.nfe
-
     def without_cache(self) -> State:
         """Returns the state without its large fields, so that it can be vmapped over the rows at low cost."""
-        return self._replace(cache=(), self_cond=(), reuse=(), drafter=(), drawn=())
+        return self._replace(cache=(), self_cond=(), method=())
 
 
 class Frame(NamedTuple):
@@ -200,85 +145,6 @@ class Frame(NamedTuple):
 
     def _repr_html_(self) -> str:
         return decode.pictures().frame(self)
-
-
-Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]  # one pass
-
-
-def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> State:
-    """Makes the state before the first pass."""
-    count, slots = rows.tokens.shape
-    int32 = lambda x: jnp.asarray(x).astype(jnp.int32)
-    zeros = jnp.zeros((count,), jnp.int32)
-    blank = jnp.zeros((count, config.width), jnp.int32)
-    self_cond = jax.eval_shape(lambda: config.model.condition(None, jnp.zeros((count, config.width, 1))))
-    committed, end = int32(rows.committed), int32(rows.end)
-    top = jnp.zeros((count, slots, config.logprobs or 0))
-    logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
-    trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
-    seeds = jnp.asarray(rows.seeds)
-    none = jnp.zeros((count, config.lookahead), jnp.int32)
-    drafts = Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, zeros)
-    return State(
-        tokens=int32(rows.tokens),
-        given=jnp.asarray(rows.given),
-        draft=jnp.asarray(rows.draft),
-        prompt=int32(rows.prompt),
-        cache_length=zeros,
-        committed=committed,
-        limits=Limits(end, int32(rows.max_end), int32(rows.answer_budget)),
-        cache=config.model.empty_cache(count, slots),
-        canvas=blank,
-        answer=blank,
-        frozen=jnp.zeros((count, config.width), bool),
-        used=zeros,
-        step=zeros - 1,
-        self_cond=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self_cond),
-        memory=jax.vmap(functools.partial(first_memory, config))(sampling.sampler, blank[:, : config.window]),
-        key=seeds if jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key) else jax.vmap(jax.random.key)(seeds),
-        done=committed >= end,
-        unverified=jnp.zeros((count,), bool),
-        records=Records(
-            nfe=zeros,
-            nan_step=zeros - 1,
-            logprobs=() if config.logprobs is None else logprobs,
-            trajectory=trajectory if config.trajectory else (),
-        ),
-        sampling=sampling._replace(drafter=()),
-        lookahead=drafts if config.lookahead else (),
-        drafter=() if config.drafter is None else _first_drafter(config.drafter, sampling.drafter, rows),
-        drawn=_nothing_drawn(config, count) if config.drafts == "rejection" else (),
-        reuse=first_reuse(config.refresh, config.model, count, config.width)
-        if isinstance(config.refresh, CachePolicy)
-        else (),
-    )
-
-
-def _first_drafter(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Drafter:
-    """Makes the drafter's state before the first pass, with the rows of the verifier.
-
-    It has the slots of the rows and of the drafter's own canvas after them.
-    """
-    slots = rows.tokens.shape[1] + config.slots_after
-    if config.model.config.pattern == "bidirectional":
-        slots = config.slots_after
-    fit = lambda x: jnp.pad(x[:, :slots], [(0, 0), (0, max(0, slots - x.shape[1]))])
-    tokens, given, draft = fit(rows.tokens), fit(rows.given), jnp.zeros((len(rows.tokens), slots), bool)
-    zeros = jnp.zeros((len(rows.tokens),), jnp.int32)
-    own = rows._replace(tokens=tokens, given=given, draft=draft, answer_budget=zeros)
-    state = first_state(config, sampling, own)
-    # Rejection sampling needs draws that are independent of the verifier's.
-    if config.drafts == "rejection":
-        state = state._replace(key=jax.vmap(lambda key: jax.random.fold_in(key, 0x7FFFFFFD))(state.key))
-    return Drafter(state, zeros, zeros, zeros)
-
-
-def _nothing_drawn(config: DecodeConfig, rows: int) -> Drawn:
-    """Makes the `Drawn` of a drafter before its first pass, with no sampled position."""
-    shape, sizes = (rows, config.window), config.model.config
-    dtype = accumulation_dtype(jnp.dtype(sizes.dtype))
-    zeros = jnp.zeros((rows,), jnp.int32)
-    return Drawn(jnp.zeros((*shape, sizes.vocab), dtype), jnp.zeros(shape, bool), zeros)
 
 
 def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
@@ -302,8 +168,14 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
     return record._replace(**updated)
 
 
+def like_row(row: State, changes: dict[str, Any]) -> dict[str, Any]:
+    """Converts new values of some fields to the dtypes of these fields."""
+    cast = lambda new, old: new.astype(old.dtype)
+    return {name: jax.tree.map(cast, x, getattr(row, name)) for name, x in changes.items()}
+
+
 # Fields with numbers and flags of a row that change from pass to pass.
-COUNTED = ("cache_length", "committed", "limits", "used", "step", "done", "unverified", "records")
+COUNTED = ("cache_length", "committed", "limits", "used", "step", "done", "records", "method")
 
 
 class PackedState(NamedTuple):
@@ -332,14 +204,6 @@ def unpack_state(packed: PackedState) -> State:
     return packed.rest._replace(**jax.tree.map(fill, fields))
 
 
-def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
-    """Makes the memories of the rule and of the stopping criterion for one row, at the start of a block."""
-    rule, stopping, vocab = sampler.rule, sampler.stopping, config.model.config.vocab
-    assert stopping is not None
-    memory = call_part(f"init of the rule {rule.name}", rule.init, canvas, vocab)
-    return memory, call_part(f"init of the stopping criterion {stopping.name}", stopping.init, canvas, vocab)
-
-
 def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
     """Derives the key of one step of one row.
 
@@ -356,53 +220,6 @@ def position_uniforms(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
     """
     each = lambda p: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0x7FFFFFFF), p))
     return jax.vmap(each)(at)
-
-
-class Window(NamedTuple):
-    """The window of one row, without a batch axis."""
-
-    offset: Int[Array, ""]  # index of its first position within the canvas
-    at: Int[Array, "L"]  # absolute positions
-    end: Int[Array, ""]  # absolute end of the active block
-    used: Int[Array, ""]  # number of positions before `end`
-    frozen: Bool[Array, "L"]  # committed or given
-    editable: Bool[Array, "L"]  # before `end` and not frozen
-
-
-def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
-    """Computes where the window begins within the canvas, for one row or for B rows.
-
-    Args:
-        cache_length: `State.cache_length`, a scalar or [B].
-        committed: `State.committed`, with the same shape.
-    """
-    first = committed - cache_length - config.revisable
-    # Active blocks shorter than the model's block (the small blocks of Fast-dLLM v2, arXiv 2509.26328) are aligned to
-    # the start of the model's block, even if the prompt ends inside one of them.
-    if config.model.config.pattern == "block_causal":
-        first = first // config.block * config.block
-    return jnp.clip(first, 0, config.width - config.window)
-
-
-def window_of(config: DecodeConfig, row: State) -> Window:
-    """Computes the window of a row: its active block, and the editable positions before it."""
-    offset = window_offset(config, row.cache_length, row.committed)
-    at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
-    # The active block ends at the end of the row, at the end of the canvas, or `block` positions after its start,
-    # whichever comes first. It starts after the committed tokens, in a block-causal model at its aligned start.
-    start = at[0] if config.model.config.pattern == "block_causal" else row.committed
-    end = jnp.minimum(jnp.minimum(row.limits.end, row.cache_length + config.width), start + config.block)
-    frozen = slice_at(row.frozen, offset, config.window)
-    return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
-
-
-def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Bool[Array, "*s"]:
-    """Returns which tokens end an answer: the row's `eos` and the other end ids of the model."""
-    eos = row.sampling.eos
-    ends = tokens == eos
-    for other in config.model.config.ends:
-        ends |= tokens == other
-    return ends & (eos >= 0)
 
 
 def close_thinking(row: State, changes: Mapping[str, Any]) -> dict[str, Any]:

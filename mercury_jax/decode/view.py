@@ -10,20 +10,60 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import LogitsProcessor
-from mercury_jax.decode.state import (
-    State,
-    Window,
-    ends_text,
-    position_uniforms,
-    step_key,
-    window_of,
-)
+from mercury_jax.decode.state import State, position_uniforms, step_key
 from mercury_jax.decode.token_stats import NEVER, forbid, slice_at
 from mercury_jax.types import Key, View
+
+
+class Window(NamedTuple):
+    """The window of one row, without a batch axis."""
+
+    offset: Int[Array, ""]  # index of its first position within the canvas
+    at: Int[Array, "L"]  # absolute positions
+    end: Int[Array, ""]  # absolute end of the active block
+    used: Int[Array, ""]  # number of positions before `end`
+    frozen: Bool[Array, "L"]  # committed or given
+    editable: Bool[Array, "L"]  # before `end` and not frozen
+
+
+def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
+    """Computes where the window begins within the canvas, for one row or for B rows.
+
+    Args:
+        cache_length: `State.cache_length`, a scalar or [B].
+        committed: `State.committed`, with the same shape.
+    """
+    first = committed - cache_length - config.revisable
+    # Active blocks shorter than the model's block (the small blocks of Fast-dLLM v2, arXiv 2509.26328) are aligned to
+    # the start of the model's block, even if the prompt ends inside one of them.
+    if config.model.config.pattern == "block_causal":
+        first = first // config.block * config.block
+    return jnp.clip(first, 0, config.width - config.window)
+
+
+def window_of(config: DecodeConfig, row: State) -> Window:
+    """Computes the window of a row: its active block, and the editable positions before it."""
+    offset = window_offset(config, row.cache_length, row.committed)
+    at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
+    # The active block ends at the end of the row, at the end of the canvas, or `block` positions after its start,
+    # whichever comes first. It starts after the committed tokens, in a block-causal model at its aligned start.
+    start = at[0] if config.model.config.pattern == "block_causal" else row.committed
+    end = jnp.minimum(jnp.minimum(row.limits.end, row.cache_length + config.width), start + config.block)
+    frozen = slice_at(row.frozen, offset, config.window)
+    return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
+
+
+def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Bool[Array, "*s"]:
+    """Returns which tokens end an answer: the row's `eos` and the other end ids of the model."""
+    eos = row.sampling.eos
+    ends = tokens == eos
+    for other in config.model.config.ends:
+        ends |= tokens == other
+    return ends & (eos >= 0)
 
 
 class Observation(NamedTuple):
@@ -89,9 +129,7 @@ def draw_uniforms(
         computed in chunks; the second then selects the token within the chunk.
     """
     key = _step_keys(row)[0]
-    if (
-        config.speculative or config.drafts == "same_seed"
-    ):  # a draft is drawn with the numbers of its verification, so that the two agree more often
+    if config.method.position_draws:
         first = position_uniforms(row.key, window.at)
     else:
         first = jax.random.uniform(key, (config.window,))

@@ -12,7 +12,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.config import NoiseConfig
-from mercury_jax.decode import chunked_vocab, decoder, guidance, processors
+from mercury_jax.decode import chunked_vocab, guidance, processors
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.registration import logits_processor, rule
 from mercury_jax.decode.request import Request, rows_of, start
@@ -125,7 +125,7 @@ def session_of(lm, sampler, rows=2):
 def passes(lm, session, piece, count=3, logit_bytes=0):
     program = session.config._replace(vocab_chunk=piece, logit_bytes=logit_bytes)
     state, frames = session.state, []
-    step = jax.jit(functools.partial(decoder.step, program))
+    step = jax.jit(functools.partial(program.method.step, program))
     for _ in range(count):
         state, frame = step(lm.params, state)
         frames.append(frame)
@@ -193,7 +193,7 @@ def test_no_array_of_all_logits_is_made_unless_it_is_small():
     def widest(sampler, logit_bytes=0):
         session = session_of(lm, sampler)
         config = session.config._replace(vocab_chunk=32, logit_bytes=logit_bytes)
-        made = jax.make_jaxpr(functools.partial(decoder.step, config))
+        made = jax.make_jaxpr(functools.partial(config.method.step, config))
         jaxpr = made(lm.params, session.state)
         shapes = [v.aval for e in every(jaxpr.jaxpr) for v in e.outvars]
         floats = [a.shape for a in shapes if jnp.issubdtype(a.dtype, jnp.floating)]

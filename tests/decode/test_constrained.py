@@ -25,8 +25,8 @@ def amended(tokens=(), front=4, clear=False, ended=False, step=2, mask=MASK, blo
     canvas = jnp.array([44, MASK, 51, MASK, 52, MASK])
     row = SimpleNamespace(
         tokens=jnp.arange(100, 116), canvas=canvas, answer=canvas, frozen=jnp.array([True] + [False] * 5),
-        cache_length=jnp.asarray(LENGTH), committed=jnp.asarray(LENGTH), step=jnp.asarray(step), done=jnp.asarray(False),
-        limits=Limits(jnp.asarray(14), jnp.asarray(14), jnp.asarray(0)),
+        cache_length=jnp.asarray(LENGTH), committed=jnp.asarray(LENGTH), step=jnp.asarray(step),
+        done=jnp.asarray(False), limits=Limits(jnp.asarray(14), jnp.asarray(14), jnp.asarray(0)),
         records=Records(jnp.asarray(0), jnp.asarray(-1), (), ()),
     )  # fmt: skip
     padded = jnp.asarray([*tokens, *[0] * (WIDTH - len(tokens))])

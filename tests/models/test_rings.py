@@ -16,7 +16,7 @@ import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.config import Experts, ModelConfig
 from mercury_jax.decode import defaults
-from mercury_jax.decode.decode_config import build_config
+from mercury_jax.decode.build_config import build_config
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import cache, network, ops
 from mercury_jax.models.gemma import GemmaConfig

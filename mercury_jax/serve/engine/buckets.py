@@ -21,14 +21,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mercury_jax.config import Plan
+from mercury_jax.decode.build_config import choose_method, with_rings
 from mercury_jax.decode.constrained import no_free_text, no_tokens
-from mercury_jax.decode.decode_config import (
-    QUANTUM,
-    DecodeConfig,
-    bucket as padded_size,
-    slots_for,
-    with_rings,
-)
+from mercury_jax.decode.decode_config import QUANTUM, DecodeConfig, bucket as padded_size, slots_for
 from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
@@ -117,8 +113,8 @@ class Buckets(NamedTuple):
             self.lm.corruption,
             width=width,
             block=min(self.block, width),
+            method=choose_method(self.lm, Plan(fuse_commit=0), self.rules.own),
             leave_one_out=self.leave_one_out,
-            speculative=self.rules.own.speculate is not None,
             logprobs=self.config.max_logprobs if level > sampling.PLAIN else None,
         ))  # fmt: skip
 

@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode import decoder
 from mercury_jax.decode.constrained import FreeText, run_free, write_committed
-from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, admit, first_state
+from mercury_jax.decode.decode_config import DecodeConfig, first_state
+from mercury_jax.decode.passes import prefill, run_limited
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, admit
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import Params
 
@@ -67,7 +67,7 @@ def _run_passes(
     """
     state = state._replace(done=state.done | idle, sampling=sampling)
     if free is None:
-        state, frames, used = decoder.run_limited(program, params, state, passes, limit)
+        state, frames, used = run_limited(program, params, state, passes, limit)
         waits = jnp.zeros_like(idle)
     else:
         state, frames, used, waits = run_free(program, params, state, passes, limit, free)
@@ -114,7 +114,7 @@ def start_row(
 
 # (program, params, row, width, upto) -> the row, with its prompt encoded up to position `upto` in forward passes of
 # `width` tokens. The row is donated.
-encode_prompt = jax.jit(decoder.prefill, static_argnums=(0, 3), donate_argnums=2)
+encode_prompt = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
 # (state, slot, row) -> the state, with the row in the slot. The state is donated.
 place_row = jax.jit(admit, donate_argnums=0)
 # (program, state, change, eos) -> the state, with the tokens that grammars have committed. The state is donated.

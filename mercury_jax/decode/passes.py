@@ -1,0 +1,268 @@
+"""Forward passes: what each row feeds, the plain step, prefill, and the loops that repeat passes on the device.
+
+The phase of a row is derived from its fields and never stored. The first that applies counts:
+
+    done     nothing is left to write
+    encode   `cache_length` is below the number of committed tokens: the pass writes them to the KV cache
+    denoise  otherwise: the pass updates the canvas
+
+Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
+rows denoise.
+
+`plain_step` is one pass of plain decoding. Other methods supply a step of their own (`decode_config.Method`), written
+with the same functions. `run_until_done` and `run_limited` repeat passes of any method.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.decode.decode_config import DecodeConfig, Method, Step
+from mercury_jax.decode.denoise import denoise, open_canvases
+from mercury_jax.decode.state import Frame, PackedState, State, pack_state, unpack_state
+from mercury_jax.decode.view import step_times, steps_of, window_of, window_offset
+from mercury_jax.sharding import varying, varying_axes
+from mercury_jax.types import LeaveOneOut, Params, Pass
+
+
+class Feed(NamedTuple):
+    """What each row feeds to a pass: committed tokens that are not in the KV cache yet, or its canvas."""
+
+    tokens: Int[Array, "B W"]  # at positions cache_length .. cache_length + W - 1
+    used: Int[Array, "B"]  # how many of them; 0 freezes the row
+    encoding: Bool[Array, "B"]  # rows that write committed tokens to the cache
+
+    def advance(self, state: State) -> State:
+        """Moves the end of the cache behind what the pass has encoded.
+
+        Only encoding rows keep what a pass writes to the cache. A denoising row overwrites it in its next pass.
+        """
+        return state._replace(cache_length=state.cache_length + jnp.where(self.encoding, self.used, 0))
+
+
+def next_feed(config: DecodeConfig, state: State) -> Feed:
+    """Chooses what each row feeds next."""
+    encodable = config.encodable(state.committed)
+    encoding = (state.cache_length < encodable) & ~state.done
+    used = jnp.where(encoding, jnp.minimum(config.width, encodable - state.cache_length), state.used)
+    pending = jax.vmap(lambda x, at: jax.lax.dynamic_slice(x, (at,), (config.width,)))
+    tokens = jnp.where(encoding[:, None], pending(state.tokens, state.cache_length), state.canvas)
+    return Feed(tokens, jnp.where(state.done, 0, used), encoding)
+
+
+def forward(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    tokens: Int[Array, "B W"],
+    used: Int[Array, "B"],
+    causal: Bool[Array, "B"],
+) -> tuple[Any, Any, State]:
+    """Runs one forward pass for all rows.
+
+    Returns:
+        Hidden states of each row's window [B, L, ...]; hidden states of the leave-one-out masks with the same shapes,
+        or None; and the state with the cache that this pass has written.
+    """
+    offset = window_offset(config, state.cache_length, state.committed)
+    time, start = times(config, state, causal), state.cache_length
+    given = Pass(
+        tokens,
+        state.cache,
+        start,
+        used,
+        start + used,
+        causal,
+        state.self_cond,
+        time,
+        length=state.limits.max_end,
+    )
+    if not config.leave_one_out:
+        hidden, cache = config.model.forward(params, given)
+        return slice_rows(hidden, offset, config.window), None, state._replace(cache=cache)
+    # One leave-one-out mask for each position of the active block and each editable position before it. columns [B, L]
+    # are the indices of these positions in the canvas; -1 where there is no such position.
+    assert config.corruption.mask is not None
+    columns = offset[:, None] + jnp.arange(config.window)
+    at, first = start[:, None] + columns, (state.committed - config.revisable)[:, None]
+    inside = (at >= first) & (at < state.committed[:, None] + config.block)
+    joint = config.leave_one_out == "joint"
+    masks = LeaveOneOut(config.corruption.mask, jnp.where(inside, columns, -1), joint)
+    hidden, cache = config.model.forward(params, given._replace(leave_one_out=masks))
+    # The pass returns W + L hidden states per row: those of the tokens, then those of the masks.
+    own = slice_rows(jax.tree.map(lambda x: x[:, : config.width], hidden), offset, config.window)
+    return own, jax.tree.map(lambda x: x[:, config.width :], hidden), state._replace(cache=cache)
+
+
+def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
+    """Slices axis 1 of every leaf [B, T, ...] at [start[b] : start[b] + size] of row b.
+
+    Args:
+        tree: Tree with leaves [B, T, ...].
+
+    Returns:
+        A tree with leaves [B, size, ...].
+    """
+    one = lambda x, s: jax.lax.dynamic_slice_in_dim(x, s, size)
+    return jax.tree.map(lambda x: x if x.shape[1] == size else jax.vmap(one)(x, start), tree)
+
+
+def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float[Array, "B"] | None:
+    """Computes the diffusion time of each row; None for models that take no time.
+
+    Rows that write committed tokens to the cache have time 0, so that their keys do not depend on the pass in which a
+    token was accepted. BD3-LM's own sampler instead keeps the keys of a block's last pass, whose time is the smallest.
+    """
+    if not config.model.config.timed:
+        return None
+    time = lambda row: step_times(config, row.step, steps_of(window_of(config, row), row))[0]
+    return jnp.where(causal, 0.0, jax.vmap(time)(state.without_cache()))
+
+
+def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one forward pass and advances every row by what that row needs next.
+
+    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
+    canvas), and finished rows do nothing. All of them share the pass.
+    """
+    state = open_canvases(config, state)  # rows that finished a block start the next one
+    feed = next_feed(config, state)  # committed tokens, or a canvas
+    # `hidden` is opaque: leaves [B, L, ...].
+    hidden, leave_one_out, state = forward(config, params, state, *feed)
+    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
+    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
+    return feed.advance(state), frame
+
+
+PLAIN = Method("plain", plain_step)
+
+
+def prefill(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    width: int,
+    limit: Int[Array, ""] | None = None,
+    passes: int | None = None,
+) -> State:
+    """Encodes committed tokens in passes of `width` tokens, for prompts that are much longer than a canvas.
+
+    Stops when no row has more than `config.own_prefill` tokens left; `step` encodes the rest.
+
+    Args:
+        passes: Number of passes, by a `fori_loop` that is differentiable; None: as many as the longest row needs, by a
+            `while_loop`.
+    """
+    if config.method.prefill is not None:
+        state = config.method.prefill(config, params, state)
+    committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
+    # the last block is left to `step`, which also predicts the first token of the next block
+    if config.model.config.predicts_block_start:
+        committed = committed - 1
+
+    def pending(state: State) -> Int[Array, "B"]:
+        return (config.encodable(committed) - state.cache_length) * ~state.done
+
+    def body(state: State) -> State:
+        # tokens [B, width]: the next tokens of each row, of which the first used[b] are encoded.
+        used = jnp.minimum(pending(state), width)
+        slots = state.cache_length[:, None] + jnp.arange(width)
+        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.tokens.shape[1] - 1), axis=1)
+        everyone = jnp.ones_like(state.done)
+        end = state.cache_length + used
+        zeros = lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype)
+        no_self_cond = jax.tree.map(zeros, state.self_cond)
+        clean = jnp.zeros(end.shape) if config.model.config.timed else None  # time 0: text without noise
+        start, length = state.cache_length, state.limits.max_end
+        given = Pass(tokens, state.cache, start, used, end, everyone, no_self_cond, clean, length=length)
+        _, cache = config.model.forward(params, given)
+        return state._replace(cache=cache, cache_length=end)
+
+    axes = varying_axes((params, state))
+    state = varying(state, axes)
+    if passes is not None:
+        return jax.lax.fori_loop(0, passes, lambda _, s: varying(body(s), axes), state)
+    many = lambda state: jnp.any(pending(state) > (config.own_prefill if limit is None else 0))
+    return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
+
+
+def run_until_done(
+    config: DecodeConfig, params: Params, state: State, watch: Bool[Array, "B"] | None = None
+) -> tuple[State, Int[Array, ""]]:
+    """Repeats passes on the device until every row is done.
+
+    Args:
+        watch: Rows [B] whose text the host searches for stop texts: the loop also stops after a pass in which one of
+            them commits tokens. None: none.
+    """
+    axes = varying_axes((params, state))
+
+    def advance(step: Step, carry: tuple[Array, PackedState]) -> tuple[Array, PackedState]:
+        made, packed = carry
+        state, _ = step(config, params, unpack_state(packed))
+        return varying((made + 1, pack_state(state)), axes)
+
+    begun, start = state.committed, varying((jnp.asarray(0), pack_state(state)), axes)
+    going = lambda carry: unfinished(unpack_state(carry[1]), begun, watch)
+    made, packed = repeat(config, going, advance, start)
+    return unpack_state(packed), made
+
+
+def repeat(
+    config: DecodeConfig, going: Callable[[Any], Array], advance: Callable[[Step, Any], Any], carry: Any
+) -> Any:
+    """Repeats passes on the device, by the loop of the method if it has one.
+
+    Args:
+        advance: advance(step, carry) -> the carry after the pass `step`.
+        carry: What the loop carries; `carry[1]` is the packed state.
+    """
+    if config.method.loop is not None:
+        return config.method.loop(config, going, advance, carry)
+    return jax.lax.while_loop(going, functools.partial(advance, config.method.step), carry)
+
+
+def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
+    """Returns whether a decoding loop continues: some row is not done, and no watched row has committed tokens."""
+    going = ~jnp.all(state.done)
+    return going if watch is None else going & ~jnp.any(watch & (state.committed != begun))
+
+
+def run_limited(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    passes: int,
+    limit: Int[Array, ""] | None = None,
+    watch: Bool[Array, "B"] | None = None,
+    after: Callable[[State, State, Frame], State] = lambda before, state, frame: state,
+) -> tuple[State, Frame, Int[Array, ""]]:
+    """Repeats passes on the device until every row is done, but at most `passes` times, and keeps the frames.
+
+    Returns:
+        The state, frames [passes, B, ...] (zeros after the passes made), and the number of passes made.
+    """
+    axes = varying_axes((params, state))
+    like = jax.eval_shape(lambda s: config.method.step(config, params, s)[1], state)
+    empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
+    most = passes if limit is None else jnp.minimum(limit, passes)
+
+    def advance(step: Step, carry: tuple[Array, PackedState, Frame]) -> tuple[Array, PackedState, Frame]:
+        i, packed, frames = carry
+        before = unpack_state(packed)
+        state, frame = step(config, params, before)
+        state = after(before, state, frame)
+        frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
+        return varying((i + 1, pack_state(state), frames), axes)
+
+    begun = state.committed
+    going = lambda carry: (carry[0] < most) & unfinished(unpack_state(carry[1]), begun, watch)
+    start = varying((jnp.asarray(0), pack_state(state), empty), axes)
+    made, packed, frames = repeat(config, going, advance, start)
+    return unpack_state(packed), frames, made
