@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
+    from mercury_jax.decode.decode_config import Method
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.drafting import Draft
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
     "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
+    "decode.decode_config": ("Method",),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.drafting": ("Draft",),
@@ -91,9 +93,9 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
     "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort",
-    "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan",
-    "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session", "StoppingCriterion",
-    "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
+    "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "Method", "ModelConfig", "NoiseConfig", "Output", "Param",
+    "Plan", "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session",
+    "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
     "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
     "logits_processor", "mesh", "presets", "processors", "prompt_ids",
     "propose", "rollout", "rule", "rules", "sample", "score",

@@ -696,6 +696,21 @@ class CachePolicyLike(Protocol):
         ...
 
 
+@runtime_checkable
+class MethodLike(Protocol):
+    """The part of `decode.decode_config.Method` that a `Plan` can check without importing `decode`."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        ...
+
+    @property
+    def step(self) -> Callable[..., tuple[tuple, tuple]]:
+        """Makes one forward pass: step(config, params, state) -> (state, frame)."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How an answer is divided into blocks, how many steps each block may take, and what each pass computes.
@@ -720,6 +735,8 @@ class Plan:
             them, and models with `timed` get times[i].
         whole_blocks: Whether the last block is always decoded at full size, so that an answer may exceed `max_tokens`
             by less than a block. For block_causal models, which were trained on full blocks only.
+        method: A `Method` of your own, which decodes instead of those of this package. None: chosen by the other
+            fields, the sampler and the model.
     """
 
     block: int | None = None
@@ -730,10 +747,13 @@ class Plan:
     fuse_commit: int | None = None
     times: tuple[float, ...] | None = None
     whole_blocks: bool = False
+    method: MethodLike | None = None
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            named = "block=, steps=, refresh=, revise=, lookahead=, fuse_commit=, times=, whole_blocks="
+            named = (
+                "block=, steps=, refresh=, revise=, lookahead=, fuse_commit=, times=, whole_blocks=, method="
+            )
             allowed = f"named ones: Plan({named})"
             raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
@@ -764,6 +784,8 @@ class Plan:
             raise refuse("refresh", self.refresh, allowed)
         if not isinstance(self.whole_blocks, bool):
             raise refuse("whole_blocks", self.whole_blocks, "True or False")
+        if not isinstance(self.method, MethodLike | None):
+            raise refuse("method", self.method, "an mj.Method(name, step), or None")
         if self.times is not None:
             self._check_times()
 

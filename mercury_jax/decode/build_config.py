@@ -6,6 +6,10 @@ decides which method decodes.
 
 from __future__ import annotations
 
+import functools
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +25,7 @@ from mercury_jax.decode.decode_config import (
     DecodeConfig,
     Method,
     bucket,
+    first_state,
     sampling_params,
 )
 from mercury_jax.decode.defaults import complete_sampler
@@ -32,10 +37,10 @@ from mercury_jax.decode.lookahead import lookahead
 from mercury_jax.decode.passes import PLAIN
 from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
-from mercury_jax.decode.sampler import Sampler, check_sampler
+from mercury_jax.decode.sampler import Sampler, call_part, check_sampler
 from mercury_jax.decode.self_speculation import SELF_SPECULATION
-from mercury_jax.decode.state import SamplingParams
-from mercury_jax.types import LM, Model
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State
+from mercury_jax.types import LM, Model, Params
 
 
 def build_config(
@@ -81,6 +86,8 @@ def build_config(
 
 def choose_method(lm: LM, plan: Plan, sampler: Sampler) -> Method:
     """Chooses the decoding method of a call: the one place that decides it."""
+    if plan.method is not None:
+        return _own_method(plan, sampler)
     config, fused = lm.model.config, _fused_rows(lm, plan, sampler)
     assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     if sampler.speculate is not None:
@@ -92,6 +99,52 @@ def choose_method(lm: LM, plan: Plan, sampler: Sampler) -> Method:
     if fused:
         return fused_commit(fused)
     return SEEDED if config.predicts_block_start else PLAIN
+
+
+def _own_method(plan: Plan, sampler: Sampler) -> Method:
+    """Returns the method of the user; raises ValueError if it is none, or if the call asks for another one too."""
+    method = plan.method
+    if not isinstance(method, Method) or not callable(method.step) or not callable(method.init):
+        raise refuse("plan.method", method, "an mj.Method(name, step), whose step and init are functions")
+    try:
+        hash(method)
+    except TypeError:
+        raise refuse("plan.method.settings", method.settings, "hashable values: they are static") from None
+    others = {"refresh": plan.refresh, "lookahead": plan.lookahead, "fuse_commit": plan.fuse_commit}
+    for name, value in (*others.items(), ("speculate", sampler.speculate)):
+        if value:
+            where = "sampler" if name == "speculate" else "plan"
+            raise refuse(f"{where}.{name}", value, f"None or 0 with plan.method: {method.name} decodes")
+    return method
+
+
+def check_method(config: DecodeConfig, sampling: SamplingParams, rows: Rows, params: Params) -> None:
+    """Traces a pass of a user's method, to report errors before any compute; once for each method and shapes."""
+    functions = (config.method.step, config.method.init)
+    if all((getattr(f, "__module__", None) or "").startswith("mercury_jax.") for f in functions):
+        return
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", None) or np.asarray(x).dtype)
+    leaves, tree = jax.tree.flatten(jax.tree.map(shape, (sampling, rows, params)))
+    _trace_method(config, tree, tuple(leaves))
+
+
+@functools.lru_cache(maxsize=64)
+def _trace_method(config: DecodeConfig, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    """Traces the first state and one pass from it, and checks the shapes of what they return."""
+    (sampling, rows, params), method = tree.unflatten(leaves), config.method
+    name, count = f"of the method {method.name}", rows.tokens.shape[0]
+    state = call_part(f"init {name}", jax.eval_shape, partial(first_state, config), sampling, rows)
+    if any(x.shape[:1] != (count,) for x in jax.tree.leaves(state.method)):
+        shapes = [x.shape for x in jax.tree.leaves(state.method)]
+        raise refuse(f"what init {name} returned", shapes, f"arrays [{count}, ...]: one entry for each row")
+    made = call_part(f"step {name}", jax.eval_shape, partial(method.step, config), params, state)
+    allowed = "(state, frame): the state with its shapes and dtypes unchanged, and a Frame"
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Frame)):
+        raise refuse(f"what step {name} returned", type(made).__name__, allowed)
+    form = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
+    if form(made[0]) != form(state):
+        fields = [a for a, b, c in zip(State._fields, made[0], state, strict=True) if form(b) != form(c)]
+        raise refuse(f"what step {name} returned", f"another {', '.join(fields)}", allowed)
 
 
 def with_rings(config: DecodeConfig, widest: int = 0) -> DecodeConfig:
@@ -227,7 +280,7 @@ def _sizes(
         return width, width if whole else min(block or plan.block or config.block, width)
     if block is not None:
         return block, block
-    if sampler.speculate is not None:
+    if sampler.speculate is not None and plan.method is None:
         width = min(plan.block or config.block, sampler.speculate + 1)
         return width, width
     if config.pattern == "block_causal":

@@ -274,6 +274,9 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     if request.plan.lookahead:
         allowed = "0 with schema= or bad_words=: the grammar judges the tokens of each pass"
         raise refuse("plan.lookahead", request.plan.lookahead, allowed)
+    if request.plan.method is not None:
+        allowed = "None with schema= or bad_words=: the grammar judges the tokens of each pass"
+        raise refuse("plan.method", request.plan.method.name, allowed)
     sampler = None if request.sampler is None else check_sampler(request.sampler)
     if sampler is not None and sampler.rule.variable_length:
         allowed = "a rule that keeps the number of tokens, with schema= or bad_words="

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.build_config import build_config
+from mercury_jax.decode.build_config import build_config, check_method
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
@@ -172,6 +172,7 @@ class Decoder:
         )  # fmt: skip
         sampling = sampling_params(self.lm, config, self.sampler, self.steps, count)
         check_parts(config, sampling)
+        check_method(config, sampling, rows, params)
         state = first_state(config, sampling, rows)
         width = prefill_width(config, capacity)
         if width is None or longest <= config.own_prefill:

@@ -44,7 +44,7 @@ from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
 from mercury_jax.decode.passes import prefill
 from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
-from mercury_jax.decode.self_speculation import SELF_SPECULATION, verify, verifying_pass
+from mercury_jax.decode.self_speculation import SELF_SPECULATION, idle_frame, verify, verifying_pass
 from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, position_uniforms, update_rows
 from mercury_jax.decode.token_stats import draw, search_cdf
 from mercury_jax.sharding import varying, varying_axes
@@ -336,14 +336,6 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
         step=jnp.full_like(drafter.step, -1),
     )
     return update_rows(drafter, rows, fresh)._replace(done=~rows)
-
-
-def idle_frame(state: State) -> Frame:
-    """Makes the frame of a verifier before its verifying pass, in which no row denoised."""
-    zeros = jnp.zeros_like(state.used)
-    confidence = jnp.zeros(state.answer.shape, jnp.float32)
-    accepted = jnp.zeros(state.answer.shape, bool)
-    return Frame(state.cache_length + 1, zeros, state.answer, accepted, confidence, state.done)
 
 
 def count_drafts(drafter: Drafter, state: State, frame: Frame, rows: Bool[Array, "B"]) -> Drafter:

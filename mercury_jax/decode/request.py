@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors, rules
-from mercury_jax.decode.build_config import add_drafter, build_config
+from mercury_jax.decode.build_config import add_drafter, build_config, check_method
 from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
@@ -416,6 +416,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     )  # fmt: skip
     drafting = None
     if request.draft is not None:
+        if plan.method is not None:
+            raise refuse("plan.method", plan.method.name, "None with draft=")
         mesh = sharding.model_parallel_mesh(lm.params) if row_mesh(lm, request.mesh) is None else None
         config, drafting = add_drafter(
             request.draft, config, sampler, mesh, int(longest.max()), len(rows.committed), request.n
@@ -441,6 +443,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
         sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
+    check_method(config, sampling, padded, lm.params)
     return config, sampling, padded
 
 

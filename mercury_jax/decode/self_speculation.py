@@ -86,6 +86,14 @@ def verifying_pass(
     return feed, verifying, hidden, state
 
 
+def idle_frame(state: State) -> Frame:
+    """Makes the frame of a verifier before its verifying pass, in which no row denoised."""
+    zeros = jnp.zeros_like(state.used)
+    confidence = jnp.zeros(state.answer.shape, jnp.float32)
+    accepted = jnp.zeros(state.answer.shape, bool)
+    return Frame(state.cache_length + 1, zeros, state.answer, accepted, confidence, state.done)
+
+
 def hold_drafts(state: State, moved: State, denoising: Bool[Array, "B"]) -> tuple[Bool[Array, "B"], State]:
     """Takes back the commit of drafts that a denoising step has finished: their verifying pass commits them.
 

@@ -105,9 +105,7 @@ class State(NamedTuple):
     method: Any  # what the decoding method keeps from pass to pass; () if it keeps nothing
 
     def __repr__(self) -> str:
-        return fields_shown(
-            self, ("tokens", "canvas", "cache", "prompt", "committed", "limits", "step", "nfe", "done")
-        )
+        return fields_shown(self, ("tokens", "canvas", "cache", "prompt", "committed", "step", "nfe", "done"))
 
     @property
     def nfe(self) -> Int[Array, "B"]:
