@@ -16,7 +16,8 @@ from mercury_jax.bench.decode import QuestionSet, SweepEntry
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 from mercury_jax.config import CachePolicyLike, Plan, Refresh, nearest, refuse
-from mercury_jax.decode import cache_refresh, rules
+from mercury_jax.decode import rules
+from mercury_jax.decode.methods import cache_refresh
 from mercury_jax.decode.sampler import SamplerLike
 from mercury_jax.types import LM
 

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
+    from mercury_jax.decode import grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decode_config import Method
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
-    from mercury_jax.decode.drafting import Draft
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
+    from mercury_jax.decode.methods import cache_refresh
+    from mercury_jax.decode.methods.drafting import Draft
     from mercury_jax.decode.registration import (
         Above,
         AtLeast,
@@ -61,11 +62,12 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
+    "decode": ("grammar", "presets", "processors", "rules", "stopping"),
     "decode.decode_config": ("Method",),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
-    "decode.drafting": ("Draft",),
+    "decode.methods": ("cache_refresh",),
+    "decode.methods.drafting": ("Draft",),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
     "decode.search": ("SearchOutput", "best_of_n", "smc"),
@@ -95,8 +97,8 @@ __all__ = [
     "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort",
     "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "Method", "ModelConfig", "NoiseConfig", "Output", "Param",
     "Plan", "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session",
-    "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
-    "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
+    "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch",
+    "best_of_n", "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
     "logits_processor", "mesh", "presets", "processors", "prompt_ids",
     "propose", "rollout", "rule", "rules", "sample", "score",
     "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
@@ -110,8 +112,8 @@ def __getattr__(name: str) -> Any:
     home = importlib.import_module(f"mercury_jax.{_HOME[name]}")
     if name == "hub":
         value = home
-    elif name in _PUBLIC["decode"]:
-        value = importlib.import_module(f"mercury_jax.decode.{name}")
+    elif home.__name__.endswith((".decode", ".methods")):  # a module
+        value = importlib.import_module(f"{home.__name__}.{name}")
     else:
         value = getattr(home, name)
     globals()[name] = value

@@ -683,7 +683,7 @@ class Refresh:
 
 @runtime_checkable
 class CachePolicyLike(Protocol):
-    """The part of `decode.cache_refresh.CachePolicy` that a `Plan` can check without importing `decode`."""
+    """The part of `decode.methods.cache_refresh.CachePolicy` that a `Plan` can check without importing `decode`."""
 
     @property
     def limit(self) -> Callable[[int, dict[str, float]], int | None]:

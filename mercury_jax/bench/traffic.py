@@ -19,7 +19,7 @@ ALIASED = re.compile(r"\{\d*\}: \((\d+), \{\}")  # number of an operand that sha
 SMALL = 4 * 2**20  # a kernel that moves fewer bytes takes about as long as its launch
 LAUNCH = 3e-6  # seconds between the starts of two small kernels, 2 to 4 us
 # Denoising steps of a block and the pass that encodes it, for the tokens per second of `implied`. One row on a GPU
-# takes 16, one of them twice as wide (`decode.fused_commit`).
+# takes 16, one of them twice as wide (`decode.methods.fused_commit`).
 PASSES = 17
 EXPERTS = re.compile(
     r"\bexpert_tiles/"

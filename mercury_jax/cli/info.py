@@ -91,7 +91,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _choices() -> dict[str, Any]:
     """Registered rules, processors, stopping criteria and cache policies with their parameters, and tasks."""
-    from mercury_jax.decode import cache_refresh, processors, rules, stopping
+    from mercury_jax.decode import processors, rules, stopping
+    from mercury_jax.decode.methods import cache_refresh
     from mercury_jax.evaluate import TASKS
 
     found: dict[str, Any] = {}

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs, processors, rules
-from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.decode_config import (
     PREFILL,
     SEES_PADDING,
@@ -30,15 +29,16 @@ from mercury_jax.decode.decode_config import (
 )
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.denoise import check_parts
-from mercury_jax.decode.drafting import Draft, draft_rule, drafting
-from mercury_jax.decode.fused_commit import SEEDED, fused_commit, repeat_fused
-from mercury_jax.decode.key_reuse import key_reuse
-from mercury_jax.decode.lookahead import lookahead
+from mercury_jax.decode.methods.cache_refresh import CachePolicy, cache_vectors
+from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
+from mercury_jax.decode.methods.fused_commit import SEEDED, fused_commit, repeat_fused
+from mercury_jax.decode.methods.key_reuse import key_reuse
+from mercury_jax.decode.methods.lookahead import lookahead
+from mercury_jax.decode.methods.self_speculation import SELF_SPECULATION
 from mercury_jax.decode.passes import PLAIN
 from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
 from mercury_jax.decode.sampler import Sampler, call_part, check_sampler
-from mercury_jax.decode.self_speculation import SELF_SPECULATION
 from mercury_jax.decode.state import Frame, Rows, SamplingParams, State
 from mercury_jax.types import LM, Model, Params
 

@@ -68,6 +68,9 @@ class Method(NamedTuple):
     loop: Callable[[DecodeConfig, Callable[[Any], Array], Callable[[Step, Any], Any], Any], Any] | None = None
     report: Callable[[State], Mapping[str, Array]] | None = None
 
+    def __repr__(self) -> str:
+        return f"Method({self.name})"
+
 
 class DecodeConfig(NamedTuple):
     """What a compiled step closes over. Hashable: equal configs share one compilation."""

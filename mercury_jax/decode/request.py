@@ -19,9 +19,8 @@ from jax.sharding import AxisType, Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import guidance, inputs, processors, rules
+from mercury_jax.decode import inputs, processors, rules
 from mercury_jax.decode.build_config import add_drafter, build_config, check_method
-from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
@@ -32,6 +31,8 @@ from mercury_jax.decode.decode_config import (
 )
 from mercury_jax.decode.defaults import EffortLike, choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
+from mercury_jax.decode.methods import guidance
+from mercury_jax.decode.methods.cache_refresh import CachePolicy
 from mercury_jax.decode.sampler import Sampler, check_sampler
 from mercury_jax.decode.session import (
     Fork,

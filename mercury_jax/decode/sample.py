@@ -27,7 +27,6 @@ from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.decode_config import DecodeConfig, first_state, prefill_width
 from mercury_jax.decode.defaults import EffortLike, choose_sampler
-from mercury_jax.decode.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.grammar import Spec
 from mercury_jax.decode.inputs import (
     MAX_TOKENS,
@@ -39,6 +38,7 @@ from mercury_jax.decode.inputs import (
     check_whole,
     explain_wrong_params,
 )
+from mercury_jax.decode.methods.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.request import (
     Request,
     configure,

@@ -15,7 +15,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import models
 from mercury_jax.bench.timing import endless
-from mercury_jax.decode import cache_refresh as caches, key_reuse
+from mercury_jax.decode.methods import cache_refresh as caches, key_reuse
 from mercury_jax.models.cache import with_kv_kind
 from mercury_jax.types import Pass
 from tests.marks import slow_except

@@ -12,8 +12,9 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.config import NoiseConfig
-from mercury_jax.decode import chunked_vocab, guidance, processors
+from mercury_jax.decode import chunked_vocab, processors
 from mercury_jax.decode.inputs import Prompt
+from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.registration import logits_processor, rule
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler, accept

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode import guidance
+from mercury_jax.decode.methods import guidance
 from mercury_jax.types import LeaveOneOut, Model, Pass
 from tests.marks import slow_except
 from tests.tiny import PATTERNS, VOCAB, tiny

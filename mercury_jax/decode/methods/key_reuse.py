@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
-from mercury_jax.decode.cache_refresh import (
+from mercury_jax.decode.decode_config import DecodeConfig, Method
+from mercury_jax.decode.denoise import denoise, open_canvases
+from mercury_jax.decode.methods.cache_refresh import (
     NEVER,
     CachePolicy,
     CacheView,
@@ -27,8 +29,6 @@ from mercury_jax.decode.cache_refresh import (
     drift as key_drift,
     first_reuse,
 )
-from mercury_jax.decode.decode_config import DecodeConfig, Method
-from mercury_jax.decode.denoise import denoise, open_canvases
 from mercury_jax.decode.passes import Feed, next_feed, slice_rows, times
 from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, step_key
 from mercury_jax.decode.token_stats import write_at

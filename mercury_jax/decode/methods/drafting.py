@@ -42,9 +42,9 @@ from mercury_jax.decode import rules
 from mercury_jax.decode.decode_config import DecodeConfig, Method, first_state, prefill_width
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
+from mercury_jax.decode.methods.self_speculation import SELF_SPECULATION, idle_frame, verify, verifying_pass
 from mercury_jax.decode.passes import prefill
 from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
-from mercury_jax.decode.self_speculation import SELF_SPECULATION, idle_frame, verify, verifying_pass
 from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, position_uniforms, update_rows
 from mercury_jax.decode.token_stats import draw, search_cdf
 from mercury_jax.sharding import varying, varying_axes
