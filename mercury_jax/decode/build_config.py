@@ -28,7 +28,6 @@ from mercury_jax.decode.decode_config import (
     sampling_params,
 )
 from mercury_jax.decode.defaults import complete_sampler
-from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.methods.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
 from mercury_jax.decode.methods.fused_commit import SEEDED, fused_commit, repeat_fused
@@ -118,33 +117,45 @@ def _own_method(plan: Plan, sampler: Sampler) -> Method:
     return method
 
 
-def check_method(config: DecodeConfig, sampling: SamplingParams, rows: Rows, params: Params) -> None:
-    """Traces a pass of a user's method, to report errors before any compute; once for each method and shapes."""
-    functions = (config.method.step, config.method.init)
-    if all((getattr(f, "__module__", None) or "").startswith("mercury_jax.") for f in functions):
-        return
-    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", None) or np.asarray(x).dtype)
-    leaves, tree = jax.tree.flatten(jax.tree.map(shape, (sampling, rows, params)))
-    _trace_method(config, tree, tuple(leaves))
+def check_functions(config: DecodeConfig, sampling: SamplingParams, rows: Rows, params: Params) -> None:
+    """Traces a pass if it calls functions of the user, to report their errors before any compute.
+
+    Without this check a user's rule, processor, stopping criterion or method is first called when the decoding program
+    is traced, which is after the prefill of long prompts and, in a stream, at the first output. A pass is traced once
+    per structure and shapes, whatever the values.
+    """
+    parts = (part.function for part in sampling.sampler.parts)
+    functions = [f for part in parts for f in getattr(part, "functions", (part,))]
+    if not all(map(_is_ours, (*functions, config.method.step, config.method.init))):
+        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", None) or np.asarray(x).dtype)
+        leaves, tree = jax.tree.flatten(jax.tree.map(shape, (sampling, rows, params)))
+        _trace_pass(config, tree, tuple(leaves))
 
 
-@functools.lru_cache(maxsize=64)
-def _trace_method(config: DecodeConfig, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> None:
-    """Traces the first state and one pass from it, and checks the shapes of what they return."""
+def _is_ours(function: Any) -> bool:
+    """Returns whether a function is one of this package."""
+    return (getattr(function, "__module__", None) or "").startswith("mercury_jax.")
+
+
+@functools.lru_cache(maxsize=256)
+def _trace_pass(config: DecodeConfig, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    """Traces the first state and one pass from it, and checks the shapes of what a method returns."""
     (sampling, rows, params), method = tree.unflatten(leaves), config.method
     name, count = f"of the method {method.name}", rows.tokens.shape[0]
-    state = call_part(f"init {name}", jax.eval_shape, partial(first_state, config), sampling, rows)
+    # The parts of a sampler name themselves in their errors; a step of this package adds nothing to that.
+    call = (lambda _, function, *args: function(*args)) if _is_ours(method.step) else call_part
+    state = call(f"init {name}", jax.eval_shape, partial(first_state, config), sampling, rows)
     if any(x.shape[:1] != (count,) for x in jax.tree.leaves(state.method)):
         shapes = [x.shape for x in jax.tree.leaves(state.method)]
         raise refuse(f"what init {name} returned", shapes, f"arrays [{count}, ...]: one entry for each row")
-    made = call_part(f"step {name}", jax.eval_shape, partial(method.step, config), params, state)
+    made = call(f"step {name}", jax.eval_shape, partial(method.step, config), params, state)
     allowed = "(state, frame): the state with its shapes and dtypes unchanged, and a Frame"
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Frame)):
         raise refuse(f"what step {name} returned", type(made).__name__, allowed)
     form = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-    if form(made[0]) != form(state):
-        fields = [a for a, b, c in zip(State._fields, made[0], state, strict=True) if form(b) != form(c)]
-        raise refuse(f"what step {name} returned", f"another {', '.join(fields)}", allowed)
+    changed = [a for a, b, c in zip(State._fields, made[0], state, strict=True) if form(b) != form(c)]
+    if changed:
+        raise refuse(f"what step {name} returned", f"another {', '.join(changed)}", allowed)
 
 
 def with_rings(config: DecodeConfig, widest: int = 0) -> DecodeConfig:
@@ -290,13 +301,7 @@ def _sizes(
 
 
 def add_drafter(
-    draft: Draft,
-    config: DecodeConfig,
-    sampler: Sampler,
-    mesh: Mesh | None,
-    longest: int,
-    rows: int,
-    n: int,
+    draft: Draft, config: DecodeConfig, sampler: Sampler, mesh: Mesh | None, longest: int, rows: int, n: int
 ) -> tuple[DecodeConfig, SamplingParams]:
     """Chooses the static sizes and the sampling parameters of the drafter.
 
@@ -329,6 +334,5 @@ def add_drafter(
     drafter = drafter._replace(method=drafter.method._replace(position_draws=draft.method == "same_seed"))
     sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
     sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
-    check_parts(drafter, sampling)
     width = draft.tokens + 1  # the verifying pass feeds the last committed token and the draft
     return config._replace(width=width, block=width, method=drafting(drafter, draft.method)), sampling

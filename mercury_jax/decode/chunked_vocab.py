@@ -75,11 +75,7 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
 
 
 def chunked_stats(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    hidden: Any,
-    seen: Observation,
+    config: DecodeConfig, params: Params, state: State, hidden: Any, seen: Observation
 ) -> tuple[TokenStats, SelfCond]:
     """Computes the statistics of every row, and the self-conditioning for the next pass.
 

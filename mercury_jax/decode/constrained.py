@@ -115,12 +115,7 @@ def no_free_text(rows: int, vocab: int) -> FreeText:
 
 
 def run_free(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    passes: int,
-    limit: Int[Array, ""],
-    free: FreeText,
+    config: DecodeConfig, params: Params, state: State, passes: int, limit: Int[Array, ""], free: FreeText
 ) -> tuple[State, Frame, Int[Array, ""], Bool[Array, "B"]]:
     """Runs as `passes.run_limited`, and commits the tokens of constrained rows that are in free text.
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.build_config import build_config, check_method
+from mercury_jax.decode.build_config import build_config, check_functions
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
@@ -30,7 +30,6 @@ from mercury_jax.decode.decode_config import (
     slots_for,
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
-from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
 from mercury_jax.decode.passes import prefill, run_until_done
 from mercury_jax.decode.sampler import Sampler, SamplerLike
@@ -171,8 +170,7 @@ class Decoder:
             prompt=committed, max_end=last, answer_budget=jnp.zeros_like(last),
         )  # fmt: skip
         sampling = sampling_params(self.lm, config, self.sampler, self.steps, count)
-        check_parts(config, sampling)
-        check_method(config, sampling, rows, params)
+        check_functions(config, sampling, rows, params)
         state = first_state(config, sampling, rows)
         width = prefill_width(config, capacity)
         if width is None or longest <= config.own_prefill:

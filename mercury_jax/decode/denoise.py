@@ -17,30 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
-from mercury_jax.decode.decode_config import DecodeConfig, first_memory, first_state
+from mercury_jax.decode.decode_config import DecodeConfig, first_memory
 from mercury_jax.decode.sampler import call_part
-from mercury_jax.decode.state import (
-    Frame,
-    Rows,
-    SamplingParams,
-    State,
-    close_thinking,
-    step_key,
-    update_rows,
-)
-from mercury_jax.decode.token_stats import (
-    LogprobBuffer,
-    Trajectory,
-    draw,
-    draw_log_prob,
-    forbid,
-    most_probable,
-    slice_at,
-    token_stats,
-    update_logprobs,
-    write_at,
-    write_changed,
-)
+from mercury_jax.decode.state import Frame, State, Written, close_thinking, step_key, update_rows
+from mercury_jax.decode.token_stats import draw, forbid, most_probable, slice_at, token_stats, write_at
 from mercury_jax.decode.view import (
     Observation,
     Window,
@@ -50,7 +30,7 @@ from mercury_jax.decode.view import (
     process_logits,
     window_offset,
 )
-from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
+from mercury_jax.types import Params, Proposal, TokenStats, View
 
 
 def open_canvases(config: DecodeConfig, state: State) -> State:
@@ -192,24 +172,14 @@ def decide(
     is_nan = jnp.any(jnp.isnan(stats.entropy) & view.editable)
     changes, accepted = _commit(config, row, view, window, decision, stopped & ~is_nan)
     changes |= dict(memory=(rule_memory, stopping_memory), done=changes["done"] | is_nan)
-    records = row.records.with_nan(is_nan)
     # Positions whose log-probability this pass writes: those open before it, and those whose token it replaces. A
     # token that is remasked and accepted again thus has the log-probability of its last acceptance.
     source = decision.proposal.source if config.variable_length else None
     changed = view.masked | (decision.proposal.canvas != view.canvas)
-    answer = decision.proposal.answer
-    if isinstance(records.logprobs, LogprobBuffer):
-        assert raw is not None
-        kept = update_logprobs(
-            records.logprobs, raw, answer, changed, window.at[0], config.corruption.forbidden, source
-        )
-        records = records._replace(logprobs=kept)
-    if isinstance(records.trajectory, Trajectory):
-        drawn = draw_log_prob(view.draw_logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
-        new = Trajectory(jnp.full_like(answer, row.nfe), drawn)
-        write = lambda old, fresh: write_changed(old, fresh, changed, window.at[0], source)
-        records = records._replace(trajectory=jax.tree.map(write, records.trajectory, new))
-    changes["records"] = records
+    changes["records"] = row.records.with_nan(is_nan).with_tokens(Written(
+        decision.proposal.answer, changed, window.at[0], config.corruption.forbidden, raw, view.draw_logits,
+        jnp.asarray(sampler.temperature, jnp.float32), source,
+    ))  # fmt: skip
     return changes, accepted, stats.p_argmax
 
 
@@ -272,12 +242,7 @@ def _moved_proposal(
 
 
 def _commit(
-    config: DecodeConfig,
-    row: State,
-    view: View,
-    window: Window,
-    decision: Decision,
-    stopped: Bool[Array, ""],
+    config: DecodeConfig, row: State, view: View, window: Window, decision: Decision, stopped: Bool[Array, ""]
 ) -> tuple[dict[str, Any], Bool[Array, "L"]]:
     """Writes the proposal into the canvas, and commits the block to the row's tokens if it is finished."""
     proposal, at, params = decision.proposal, window.at, row.sampling
@@ -326,49 +291,3 @@ def _commit(
     for name in {"committed", "limits", "step", "used"} & set(changes):
         changes[name] = jax.tree.map(lambda x: x.astype(jnp.int32), changes[name])
     return changes, (proposal.canvas == answer) | finished
-
-
-def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
-    """Traces a user's rule, processors and stopping criterion as a step calls them, to report errors early.
-
-    Without this check a user's function is first called when the decoding program is traced, which is after the prefill
-    of long prompts and, in a stream, at the first output. Nothing is computed, and the model is not traced. Samplers
-    that use only functions of this package are skipped. Others are traced once per structure and shapes of their
-    parameters, whatever the values.
-    """
-    functions = [
-        f for part in sampling.sampler.parts for f in getattr(part.function, "functions", (part.function,))
-    ]
-    if all((getattr(f, "__module__", None) or "").startswith("mercury_jax.") for f in functions):
-        return
-    if callable(sampling.sampler.rule.needs_hidden):  # its head needs the model's parameters
-        return
-    leaves, tree = jax.tree.flatten(sampling)
-    _trace_parts(config, tree, tuple((x.shape[1:], jnp.result_type(x)) for x in leaves))
-
-
-@functools.lru_cache(maxsize=512)
-def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any], ...]) -> None:
-    """Traces the denoising step of one row, with zeros instead of the model's logits. Cached by its arguments."""
-    model_config, int32 = config.model.config, jnp.int32
-
-    def one_step(params: SamplingParams) -> Any:
-        zero, blank = jnp.zeros((1,), int32), jnp.zeros((1, config.width), int32)
-        none = jnp.zeros(blank.shape, bool)
-        rows = Rows(blank, none, zero, zero + 1, zero, none, zero, zero + 1, zero)  # type: ignore[arg-type]
-        state = first_state(config, jax.tree.map(lambda x: x[None], params), rows)
-        row = jax.tree.map(lambda x: x[0], state.without_cache())
-        dtype = accumulation_dtype(jnp.dtype(model_config.dtype))
-        raw = jnp.zeros((config.window, model_config.vocab), dtype)
-        seen = observe(config, row)
-        logits, draw_logits = process_logits(config, row, seen.view, seen.window.at, raw)
-        stats = token_stats(logits, seen.view.canvas, most_probable(logits), seen.view.eos)
-        if not chunked_vocab.applies(config, row.sampling.sampler):
-            seen = seen._replace(view=seen.view._replace(logits=logits, draw_logits=draw_logits))
-        if row.sampling.sampler.rule.needs_hidden:
-            hidden = jnp.zeros((config.window, model_config.width), model_config.dtype)
-            seen = seen._replace(view=seen.view._replace(hidden=hidden))
-        return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None)
-
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
-    jax.eval_shape(lambda traced: one_step(tree.unflatten(traced)), shapes)

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs, processors, rules
-from mercury_jax.decode.build_config import add_drafter, build_config, check_method
+from mercury_jax.decode.build_config import add_drafter, build_config, check_functions
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
@@ -30,7 +30,6 @@ from mercury_jax.decode.decode_config import (
     slots_for,
 )
 from mercury_jax.decode.defaults import EffortLike, choose_sampler, complete_sampler, find_effort
-from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
 from mercury_jax.decode.sampler import Sampler, check_sampler
@@ -443,8 +442,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
         join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
         sampling = jax.tree.map(join, sampling)
-    check_parts(config, sampling)
-    check_method(config, sampling, padded, lm.params)
+    with inputs.explain_wrong_params(lm):
+        check_functions(config, sampling, padded, lm.params)
     return config, sampling, padded
 
 

@@ -29,14 +29,7 @@ from mercury_jax.decode.registration import Above, AtLeast, Between, check_numbe
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.rollout import Reward, call_reward, repeat_prompts
 from mercury_jax.decode.sample import decode_answer, sample
-from mercury_jax.decode.sampler import (
-    LogitsProcessor,
-    Memory,
-    Sampler,
-    SamplerLike,
-    call_part,
-    check_sampler,
-)
+from mercury_jax.decode.sampler import LogitsProcessor, Memory, Sampler, SamplerLike, call_part, check_sampler
 from mercury_jax.decode.session import Session, check_nan
 from mercury_jax.decode.state import State
 from mercury_jax.decode.token_stats import NEVER, draw, draw_log_prob, token_stats

@@ -22,7 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax import decode
 from mercury_jax.decode.sampler import Memory, Sampler
-from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory
+from mercury_jax.decode.token_stats import (
+    LogprobBuffer,
+    Trajectory,
+    draw_log_prob,
+    update_logprobs,
+    write_changed,
+)
 from mercury_jax.types import Cache, Key, SelfCond, fields_shown
 
 ArrayLike: TypeAlias = np.ndarray | jax.Array
@@ -62,6 +68,23 @@ class Limits(NamedTuple):
     answer_budget: Int[Array, "B"]  # while the row thinks: tokens reserved for its answer; otherwise 0
 
 
+class Written(NamedTuple):
+    """The tokens that a pass has written in one row, and the logits from which they come."""
+
+    tokens: Int[Array, "L"]
+    changed: Bool[Array, "L"]  # positions whose token this pass has written
+    start: Int[Array, ""]  # absolute position of the first one
+    forbidden: tuple[
+        int, ...
+    ]  # ids that the model never emits, such as the mask; they have no share of `logprobs`
+    logits: Float[Array, "L V"] | None  # as the model computes them; None: not kept
+    draw_logits: Float[Array, "L V"] | None = (
+        None  # after the processors; None: the trajectory leaves them out
+    )
+    temperature: Any = 0.0  # float []
+    source: Int[Array, "L"] | None = None  # `Proposal.source` under variable length
+
+
 class Records(NamedTuple):
     """What decoding counts and keeps for the user; no pass decides by it."""
 
@@ -73,6 +96,19 @@ class Records(NamedTuple):
     def with_nan(self, is_nan: Bool[Array, ""]) -> Records:
         """Notes that the logits of a row were NaN in this pass, unless an earlier pass had any."""
         return self._replace(nan_step=jnp.where(is_nan & (self.nan_step < 0), self.nfe, self.nan_step))
+
+    def with_tokens(self, written: Written) -> Records:
+        """Records the tokens that this pass has written in one row: their log-probabilities and the pass."""
+        tokens, where = written.tokens, (written.changed, written.start, written.source)
+        logprobs, trajectory = self.logprobs, self.trajectory
+        if isinstance(logprobs, LogprobBuffer):
+            assert written.logits is not None
+            logprobs = update_logprobs(logprobs, written.logits, tokens, written.forbidden, *where)
+        if isinstance(trajectory, Trajectory) and written.draw_logits is not None:
+            drawn = draw_log_prob(written.draw_logits, tokens, written.temperature)
+            new = Trajectory(jnp.full_like(tokens, self.nfe), drawn)
+            trajectory = jax.tree.map(lambda old, x: write_changed(old, x, *where), trajectory, new)
+        return self._replace(logprobs=logprobs, trajectory=trajectory)
 
 
 class State(NamedTuple):

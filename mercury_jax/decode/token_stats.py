@@ -185,16 +185,12 @@ def update_logprobs(
     logprobs: LogprobBuffer,
     logits: Float[Array, "L V"],
     answer: Int[Array, "L"],
+    forbidden: tuple[int, ...],
     changed: Bool[Array, "L"],
     start: Int[Array, ""],
-    forbidden: tuple[int, ...],
-    source: Int[Array, "L"] | None = None,
+    source: Int[Array, "L"] | None,
 ) -> LogprobBuffer:
-    """Records the log-probabilities of the tokens that this pass has written in one row.
-
-    Args:
-        forbidden: Ids that the model never emits, such as the mask. They have no share, as in `score`.
-    """
+    """Writes the log-probabilities of tokens of one row; forbidden ids have no share, as in `score`."""
     k = logprobs.top_ids.shape[-1]
     log_p = jax.nn.log_softmax(forbid(logits, forbidden), axis=-1)
     top, ids = jax.lax.top_k(log_p, max(k, 1))

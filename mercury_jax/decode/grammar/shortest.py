@@ -263,10 +263,7 @@ class _Search:
 
     def merged(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> Any:
         made: dict[str, Any] = {**b, **a}
-        every = [
-            *a.get("allOf", ()),
-            *self.shared(b.get("allOf", ()), a.get("allOf", ()), False),
-        ]
+        every = [*a.get("allOf", ()), *self.shared(b.get("allOf", ()), a.get("allOf", ()), False)]
         for key in made.keys() & a.keys() & b.keys():
             x, y = a[key], b[key]
             if x == y:

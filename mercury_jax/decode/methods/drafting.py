@@ -369,7 +369,7 @@ class _DrawLast(NamedTuple):
 
     @property
     def functions(self) -> tuple[Callable[..., Any]]:
-        """What `denoise.check_parts` traces."""
+        """What `build_config.check_functions` looks at."""
         return (self.function,)
 
     def __call__(self, key: Key, view: View, memory: Memory, **params: Any) -> tuple[Proposal, Memory]:

@@ -24,8 +24,16 @@ from jaxtyping import Array, Bool, Float
 from mercury_jax.decode.decode_config import DecodeConfig, Method, Step
 from mercury_jax.decode.denoise import denoise, open_canvases
 from mercury_jax.decode.passes import Feed, forward, next_feed, plain_step, slice_rows, times
-from mercury_jax.decode.state import Frame, State, close_thinking, like_row, unpack_state, update_rows
-from mercury_jax.decode.token_stats import LogprobBuffer, update_logprobs, write_at
+from mercury_jax.decode.state import (
+    Frame,
+    State,
+    Written,
+    close_thinking,
+    like_row,
+    unpack_state,
+    update_rows,
+)
+from mercury_jax.decode.token_stats import write_at
 from mercury_jax.decode.view import ends_text, process_logits, row_view, window_offset
 from mercury_jax.types import Params, Pass
 
@@ -172,9 +180,5 @@ def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) 
         done=ended | (committed >= end),
     )
     changes |= close_thinking(row, changes)
-    if isinstance(row.logprobs, LogprobBuffer):
-        kept = update_logprobs(
-            row.logprobs, logits, token, open_token, row.committed, config.corruption.forbidden
-        )
-        changes["records"] = row.records._replace(logprobs=kept)
-    return like_row(row, changes)
+    written = Written(token, open_token, row.committed, config.corruption.forbidden, logits)
+    return like_row(row, changes | {"records": row.records.with_tokens(written)})

@@ -74,12 +74,7 @@ class PartialPass(NamedTuple):
     known: Bool[Array, "B W"] | None = None  # canvas positions whose slot holds their own keys
 
 
-def _refresh_forward(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    feed: Feed,
-) -> tuple[Any, State]:
+def _refresh_forward(config: DecodeConfig, params: Params, state: State, feed: Feed) -> tuple[Any, State]:
     """Runs one pass with a `Refresh`: rows that are due compute their whole canvas, the others a part of it.
 
     The part is the window with `before` positions before it and `after` positions after it. `after` None means all
@@ -117,12 +112,7 @@ def _refresh_forward(
     return hidden, state._replace(cache=cache)
 
 
-def _policy_forward(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    feed: Feed,
-) -> tuple[Any, State]:
+def _policy_forward(config: DecodeConfig, params: Params, state: State, feed: Feed) -> tuple[Any, State]:
     """Runs one pass over the positions that a cache policy chooses.
 
     The attention mask of a pass is a range of slots per row. If the policy hides positions, the keys of the attended
@@ -173,11 +163,7 @@ def _policy_forward(
 
 
 def _choose(
-    config: DecodeConfig,
-    policy: CachePolicy,
-    row: State,
-    old: Reuse,
-    used: Int[Array, ""],
+    config: DecodeConfig, policy: CachePolicy, row: State, old: Reuse, used: Int[Array, ""]
 ) -> tuple[Positions, Any]:
     """Builds the view of one row and calls the policy."""
     at = jnp.arange(config.width)

@@ -28,20 +28,13 @@ from mercury_jax.decode.state import (
     Rows,
     SamplingParams,
     State,
+    Written,
     close_thinking,
     like_row,
     position_uniforms,
     update_rows,
 )
-from mercury_jax.decode.token_stats import (
-    LogprobBuffer,
-    Trajectory,
-    draw,
-    draw_log_prob,
-    update_logprobs,
-    write_at,
-    write_changed,
-)
+from mercury_jax.decode.token_stats import draw, write_at
 from mercury_jax.decode.view import ends_text, process_logits, row_view
 from mercury_jax.types import Params
 
@@ -203,16 +196,8 @@ def verify_row(
     changes |= close_thinking(row, changes)
     # If the thinking section was closed, its closing token is the last committed one and is not encoded yet.
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
-    records = row.records.with_nan(is_nan)
-    if isinstance(records.logprobs, LogprobBuffer):
-        kept = update_logprobs(
-            records.logprobs, logits, drawn, new, row.committed, config.corruption.forbidden
-        )
-        records = records._replace(logprobs=kept)
-    if isinstance(records.trajectory, Trajectory):
-        fresh = Trajectory(jnp.full_like(drawn, row.nfe), draw_log_prob(processed, drawn, temperature))
-        write = lambda old, x: write_changed(old, x, new, row.committed)
-        records = records._replace(trajectory=jax.tree.map(write, records.trajectory, fresh))
+    written = Written(drawn, new, row.committed, config.corruption.forbidden, logits, processed, temperature)
+    records = row.records.with_nan(is_nan).with_tokens(written)
     return like_row(row, changes | {"records": records}), count, drawn
 
 

@@ -314,12 +314,7 @@ def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param, le
     source="LLaDA2.1's joint thresholds, arXiv 2602.08676; dllm/pipelines/llada21/sampler.py",
 )
 def editing(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Probability = 0.95,
-    p_edit: Probability = 0.9,
-    least: Count = 1,
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9, least: Count = 1
 ) -> tuple[Proposal, Memory]:
     """Fills masks by threshold, and replaces decided tokens that the model contradicts with high probability.
 
