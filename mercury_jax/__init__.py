@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import grammar, presets, processors, rules, stopping
-    from mercury_jax.decode.decode_config import Method
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.search import SearchOutput, best_of_n, smc
     from mercury_jax.decode.session import Session
+    from mercury_jax.decode.state import Method
     from mercury_jax.decode.stream import StreamOutput, stream
     from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
     "decode": ("grammar", "presets", "processors", "rules", "stopping"),
-    "decode.decode_config": ("Method",),
+    "decode.state": ("Method",),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.methods": ("cache_refresh",),

@@ -698,7 +698,7 @@ class CachePolicyLike(Protocol):
 
 @runtime_checkable
 class MethodLike(Protocol):
-    """The part of `decode.decode_config.Method` that a `Plan` can check without importing `decode`."""
+    """The part of `decode.state.Method` that a `Plan` can check without importing `decode`."""
 
     @property
     def name(self) -> str:

@@ -18,15 +18,6 @@ from jax.sharding import Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs, processors, rules
-from mercury_jax.decode.decode_config import (
-    PREFILL,
-    SEES_PADDING,
-    DecodeConfig,
-    Method,
-    bucket,
-    first_state,
-    sampling_params,
-)
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.methods.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
@@ -38,7 +29,19 @@ from mercury_jax.decode.passes import PLAIN
 from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
 from mercury_jax.decode.sampler import Sampler, call_part, check_sampler
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State
+from mercury_jax.decode.state import (
+    PREFILL,
+    SEES_PADDING,
+    DecodeConfig,
+    Frame,
+    Method,
+    Rows,
+    SamplingParams,
+    State,
+    bucket,
+    first_state,
+    sampling_params,
+)
 from mercury_jax.types import LM, Model, Params
 
 

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Param, Sampler
-from mercury_jax.decode.state import State
+from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.decode.token_stats import NEVER, block_of, in_blocks, most_probable, search_blocks
 from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes

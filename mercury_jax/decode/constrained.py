@@ -22,15 +22,14 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import processors
-from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.answer_text import check_stops
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, Without, compile
 from mercury_jax.decode.inputs import check_max_tokens, encode_prompts
 from mercury_jax.decode.passes import run_limited
 from mercury_jax.decode.request import Request
 from mercury_jax.decode.sampler import check_sampler
 from mercury_jax.decode.session import Session, advance
-from mercury_jax.decode.state import Frame, State
-from mercury_jax.decode.stop_texts import check_stops
+from mercury_jax.decode.state import DecodeConfig, Frame, State
 from mercury_jax.decode.token_stats import slice_at
 from mercury_jax.types import LM, Params
 

@@ -21,19 +21,21 @@ from jaxtyping import Array, Bool, Int
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.build_config import build_config, check_functions
-from mercury_jax.decode.decode_config import (
+from mercury_jax.decode.defaults import choose_sampler, complete_sampler
+from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
+from mercury_jax.decode.passes import prefill, run_until_done
+from mercury_jax.decode.sampler import Sampler, SamplerLike
+from mercury_jax.decode.state import (
     SEES_PADDING,
     DecodeConfig,
+    Frame,
+    Rows,
+    State,
     first_state,
     prefill_width,
     sampling_params,
     slots_for,
 )
-from mercury_jax.decode.defaults import choose_sampler, complete_sampler
-from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
-from mercury_jax.decode.passes import prefill, run_until_done
-from mercury_jax.decode.sampler import Sampler, SamplerLike
-from mercury_jax.decode.state import Frame, Rows, State
 from mercury_jax.decode.view import ends_text, window_of
 from mercury_jax.sharding import in_auto_axes, varying, varying_axes
 from mercury_jax.types import LM, Key, Params

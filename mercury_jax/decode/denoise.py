@@ -17,9 +17,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
-from mercury_jax.decode.decode_config import DecodeConfig, first_memory
 from mercury_jax.decode.sampler import call_part
-from mercury_jax.decode.state import Frame, State, Written, close_thinking, step_key, update_rows
+from mercury_jax.decode.state import (
+    DecodeConfig,
+    Frame,
+    State,
+    Written,
+    close_thinking,
+    first_memory,
+    step_key,
+    update_rows,
+)
 from mercury_jax.decode.token_stats import draw, forbid, most_probable, slice_at, token_stats, write_at
 from mercury_jax.decode.view import (
     Observation,

@@ -26,14 +26,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.decode_config import QUANTUM, bucket
 from mercury_jax.decode.defaults import complete_sampler, default_sampler
 from mercury_jax.decode.inputs import MAX_TOKENS, Ids, Seeds, check_ids, check_lm, check_whole, row_seeds
 from mercury_jax.decode.request import Request, start
 from mercury_jax.decode.sampler import Param, SamplerLike, Static, check_sampler
 from mercury_jax.decode.score import noised_document, weighted_nats
 from mercury_jax.decode.session import Session, advance, check_nan
-from mercury_jax.decode.state import Frame, Rows
+from mercury_jax.decode.state import QUANTUM, Frame, Rows, bucket
 from mercury_jax.types import LM
 
 SCORED_BEHIND = 16  # tokens of the following text that are scored together with a filling

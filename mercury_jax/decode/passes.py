@@ -9,7 +9,7 @@ The phase of a row is derived from its fields and never stored. The first that a
 Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
 rows denoise.
 
-`plain_step` is one pass of plain decoding. Other methods supply a step of their own (`decode_config.Method`), written
+`plain_step` is one pass of plain decoding. Other methods supply a step of their own (`state.Method`), written
 with the same functions. `run_until_done` and `run_limited` repeat passes of any method.
 """
 
@@ -23,9 +23,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig, Method, Step
 from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.state import Frame, PackedState, State, pack_state, unpack_state
+from mercury_jax.decode.state import (
+    DecodeConfig,
+    Frame,
+    Method,
+    PackedState,
+    State,
+    Step,
+    pack_state,
+    unpack_state,
+)
 from mercury_jax.decode.view import step_times, steps_of, window_of, window_offset
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import LeaveOneOut, Params, Pass

@@ -20,15 +20,8 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs, processors, rules
+from mercury_jax.decode.answer_text import check_stops, continuation_prompt, visible_ids
 from mercury_jax.decode.build_config import add_drafter, build_config, check_functions
-from mercury_jax.decode.decode_config import (
-    SEES_PADDING,
-    DecodeConfig,
-    check_equal_lengths,
-    prefill_width,
-    sampling_params,
-    slots_for,
-)
 from mercury_jax.decode.defaults import EffortLike, choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
@@ -40,9 +33,18 @@ from mercury_jax.decode.session import (
     forked_prefill_program,
     prefill_program,
 )
-from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, State
-from mercury_jax.decode.stop_texts import check_stops
-from mercury_jax.decode.thinking import continuation_prompt, visible_ids
+from mercury_jax.decode.state import (
+    SEES_PADDING,
+    ArrayLike,
+    DecodeConfig,
+    Rows,
+    SamplingParams,
+    State,
+    check_equal_lengths,
+    prefill_width,
+    sampling_params,
+    slots_for,
+)
 from mercury_jax.types import LM, Key
 
 

@@ -22,14 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.decode_config import bucket, check_equal_lengths
 from mercury_jax.decode.inputs import Seeds, WholeNumbers
 from mercury_jax.decode.registration import Between, check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import advance, read_answers
-from mercury_jax.decode.state import ArrayLike
+from mercury_jax.decode.state import ArrayLike, bucket, check_equal_lengths
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, Key, PackedPass, Params, fields_shown
 

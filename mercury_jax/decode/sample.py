@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from mercury_jax import decode, sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
-from mercury_jax.decode.decode_config import DecodeConfig, first_state, prefill_width
+from mercury_jax.decode.answer_text import closed_thinking, decode_answer, end_stopped_rows, watched_rows
 from mercury_jax.decode.defaults import EffortLike, choose_sampler
 from mercury_jax.decode.grammar import Spec
 from mercury_jax.decode.inputs import (
@@ -63,9 +63,7 @@ from mercury_jax.decode.session import (
     run_program,
     run_sharded_program,
 )
-from mercury_jax.decode.state import Frame
-from mercury_jax.decode.stop_texts import end_stopped_rows, watched_rows
-from mercury_jax.decode.thinking import closed_thinking, decode_answer
+from mercury_jax.decode.state import DecodeConfig, Frame, first_state, prefill_width
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM, shortened

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax import noise
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.decode_config import QUANTUM, bucket, check_equal_lengths
+from mercury_jax.decode.answer_text import closed_thinking
 from mercury_jax.decode.sample import sample
-from mercury_jax.decode.thinking import closed_thinking
+from mercury_jax.decode.state import QUANTUM, bucket, check_equal_lengths
 from mercury_jax.decode.token_stats import forbid, write_at
 from mercury_jax.types import LM, Key, LaidOutDocument, Model, PackedPass, Params, Pass
 

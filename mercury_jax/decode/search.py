@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import estimate_answers
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.inputs import Seeds, WholeNumbers
@@ -31,7 +30,7 @@ from mercury_jax.decode.rollout import Reward, call_reward, repeat_prompts
 from mercury_jax.decode.sample import decode_answer, sample
 from mercury_jax.decode.sampler import LogitsProcessor, Memory, Sampler, SamplerLike, call_part, check_sampler
 from mercury_jax.decode.session import Session, check_nan
-from mercury_jax.decode.state import State
+from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.decode.token_stats import NEVER, draw, draw_log_prob, token_stats
 from mercury_jax.decode.view import window_of
 from mercury_jax.types import LM, Key, Params, Proposal, View

@@ -17,10 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig, first_state
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params, refuse_nan
 from mercury_jax.decode.passes import prefill, run_limited, run_until_done
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State
+from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM, Params
 

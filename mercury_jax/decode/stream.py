@@ -17,6 +17,13 @@ from jax.sharding import Mesh
 from mercury_jax import decode
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained
+from mercury_jax.decode.answer_text import (
+    closed_thinking,
+    cut_at_stop,
+    decode_answer,
+    end_stopped_rows,
+    watched_rows,
+)
 from mercury_jax.decode.constrained import ConstrainedRow, Grammars
 from mercury_jax.decode.defaults import EffortLike
 from mercury_jax.decode.grammar import Spec
@@ -25,8 +32,6 @@ from mercury_jax.decode.request import Request, continue_request, encode_request
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame
-from mercury_jax.decode.stop_texts import cut_at_stop, end_stopped_rows, watched_rows
-from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM, shortened
 

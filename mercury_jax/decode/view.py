@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import LogitsProcessor
-from mercury_jax.decode.state import State, position_uniforms, step_key
+from mercury_jax.decode.state import DecodeConfig, State, position_uniforms, step_key
 from mercury_jax.decode.token_stats import NEVER, forbid, slice_at
 from mercury_jax.types import Key, View
 

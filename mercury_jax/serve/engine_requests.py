@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mercury_jax.config import nearest
-from mercury_jax.decode import rules, thinking as thinking_text
+from mercury_jax.decode import answer_text, rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve import errors
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
@@ -191,14 +191,14 @@ def continuation_of(
         return None
     answer, inside = tuple(last.tokens.tolist()), opened or request.thinking > 0
     left = context - len(request.prompt) - len(answer) - 1
-    unfinished = last.finish == "length" and thinking_text.is_thinking(tokenizer, answer, inside)
+    unfinished = last.finish == "length" and answer_text.is_thinking(tokenizer, answer, inside)
     if unfinished and not request.thinking and left >= 2:
         max_tokens = min(request.max_tokens, left - 1)
         budget = min(EFFORTS["low"].thinking, left - max_tokens)
         prompt = (*request.prompt, *answer)
         return last, dataclasses.replace(request, prompt=prompt, thinking=budget, max_tokens=max_tokens)
-    closed = thinking_text.close_thinking_ids(tokenizer, answer, inside)
-    behind, size = thinking_text.continuation_prompt(
+    closed = answer_text.close_thinking_ids(tokenizer, answer, inside)
+    behind, size = answer_text.continuation_prompt(
         tokenizer, request.prompt, closed, request.max_tokens, context
     )
     following = dataclasses.replace(

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from mercury_jax import models
-from mercury_jax.decode.decode_config import QUANTUM, bucket
 from mercury_jax.decode.sample import abstract_session
+from mercury_jax.decode.state import QUANTUM, bucket
 from tests.tiny import tiny
 
 

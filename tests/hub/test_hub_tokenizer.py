@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import mercury_jax as mj
+from mercury_jax.decode.answer_text import decode_answer
 from mercury_jax.decode.inputs import Prompt, encode_prompts
-from mercury_jax.decode.thinking import decode_answer
 from mercury_jax.hub.tokenizer import HFTokenizer
 from tests.hub.tiny_tokenizers import (
     BYTE_LEVEL,

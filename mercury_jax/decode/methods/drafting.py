@@ -39,13 +39,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import rules
-from mercury_jax.decode.decode_config import DecodeConfig, Method, first_state, prefill_width
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
 from mercury_jax.decode.methods.self_speculation import SELF_SPECULATION, idle_frame, verify, verifying_pass
 from mercury_jax.decode.passes import prefill
 from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, position_uniforms, update_rows
+from mercury_jax.decode.state import (
+    DecodeConfig,
+    Frame,
+    Method,
+    Rows,
+    SamplingParams,
+    State,
+    first_state,
+    position_uniforms,
+    prefill_width,
+    update_rows,
+)
 from mercury_jax.decode.token_stats import draw, search_cdf
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import LM, Key, Model, Params, Proposal, View, accumulation_dtype

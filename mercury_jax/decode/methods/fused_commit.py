@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mercury_jax.decode.decode_config import DecodeConfig, Method, Step
 from mercury_jax.decode.denoise import denoise, open_canvases
 from mercury_jax.decode.passes import Feed, forward, next_feed, plain_step, slice_rows, times
 from mercury_jax.decode.state import (
+    DecodeConfig,
     Frame,
+    Method,
     State,
+    Step,
     Written,
     close_thinking,
     like_row,

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
-from mercury_jax.decode.decode_config import DecodeConfig, Method
 from mercury_jax.decode.denoise import denoise, open_canvases
 from mercury_jax.decode.methods.cache_refresh import (
     NEVER,
@@ -30,7 +29,7 @@ from mercury_jax.decode.methods.cache_refresh import (
     first_reuse,
 )
 from mercury_jax.decode.passes import Feed, next_feed, slice_rows, times
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, step_key
+from mercury_jax.decode.state import DecodeConfig, Frame, Method, Rows, SamplingParams, State, step_key
 from mercury_jax.decode.token_stats import write_at
 from mercury_jax.decode.view import window_of, window_offset
 from mercury_jax.sharding import varying, varying_axes

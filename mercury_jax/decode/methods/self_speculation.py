@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.decode_config import DecodeConfig, Method
 from mercury_jax.decode.denoise import denoise, open_canvases
 from mercury_jax.decode.passes import Feed, forward, next_feed
 from mercury_jax.decode.state import (
+    DecodeConfig,
     Frame,
+    Method,
     Rows,
     SamplingParams,
     State,

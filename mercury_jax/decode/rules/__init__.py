@@ -4,10 +4,9 @@ masked            rules that accept masks (LLaDA, Fast-dLLM, dParallel, MDLM, SD
 position          rules that use the position of a mask (PC-Sampler, AdaBlock, WavefrontDiffusion, DUS)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
-planned           planner and remasker heads (P2, PRISM)
 variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
 uniform           uniform noise (EB-Sampler, DiffusionGemma, DUO)
-combined          several rules chosen per row; autoregressive decoding and self-speculation
+combined          several rules chosen per row; rules with drafts; planner and quality heads (P2, PRISM)
 
 The decorators of `registration.py` register every rule in `ALL`. `mj.rules.<name>` reads `ALL`, so it also finds rules
 that users define.
@@ -20,7 +19,6 @@ from mercury_jax.decode.rules import (
     combined,
     history,
     masked,
-    planned,
     position,
     remask,
     uniform,
@@ -30,7 +28,7 @@ from mercury_jax.decode.rules.combined import leftmost_first, one_of
 from mercury_jax.decode.rules.masked import confidence_without
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
-    from mercury_jax.decode.rules.combined import autoregressive, self_speculation
+    from mercury_jax.decode.rules.combined import autoregressive, p2, prism, self_speculation
     from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
     from mercury_jax.decode.rules.masked import (
         ancestral,
@@ -52,7 +50,6 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         threshold,
         topk_margin,
     )  # fmt: skip
-    from mercury_jax.decode.rules.planned import p2, prism
     from mercury_jax.decode.rules.position import adablock, dilated, pc_sampler, wavefront
     from mercury_jax.decode.rules.remask import (
         blind_editing,

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mercury_jax.decode.stop_texts import StopMatcher
+from mercury_jax.decode.answer_text import StopMatcher
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.serve.chat.messages import ToolFormat, tool_format
 from mercury_jax.serve.chat.tool_calls import SPACE, CallParser, MalformedCall

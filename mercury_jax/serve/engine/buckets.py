@@ -24,9 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mercury_jax.config import Plan
 from mercury_jax.decode.build_config import choose_method, with_rings
 from mercury_jax.decode.constrained import no_free_text, no_tokens
-from mercury_jax.decode.decode_config import QUANTUM, DecodeConfig, bucket as padded_size, slots_for
 from mercury_jax.decode.sampler import LeaveOneOutMasks
-from mercury_jax.decode.state import State
+from mercury_jax.decode.state import QUANTUM, DecodeConfig, State, bucket as padded_size, slots_for
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet

@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.constrained import FreeText, run_free, write_committed
-from mercury_jax.decode.decode_config import DecodeConfig, first_state
 from mercury_jax.decode.passes import prefill, run_limited
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, admit
+from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, admit, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import Params
 

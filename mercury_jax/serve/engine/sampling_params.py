@@ -22,11 +22,11 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import defaults, processors, rules as all_rules
+from mercury_jax.decode.answer_text import visible_ids
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static
 from mercury_jax.decode.state import SamplingParams
-from mercury_jax.decode.thinking import visible_ids
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 

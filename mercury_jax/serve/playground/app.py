@@ -27,10 +27,10 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from mercury_jax.decode import rules as all_rules
+from mercury_jax.decode.answer_text import decode_answer
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import Grammar, JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
-from mercury_jax.decode.thinking import decode_answer
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat import messages as conversation

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.decode.decode_config import bucket as padded_size
 from mercury_jax.decode.rules import autoregressive
+from mercury_jax.decode.state import bucket as padded_size
 from mercury_jax.decode.stream import stream
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order

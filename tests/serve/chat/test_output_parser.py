@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mercury_jax.decode.stop_texts import StopMatcher
+from mercury_jax.decode.answer_text import StopMatcher
 from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat import answers
