@@ -260,17 +260,12 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     for name, value in others.items():
         if value is not None:
             raise refuse(name, value, "None with schema= or bad_words=")
-    revise = request.plan.revise
-    if revise:
-        raise refuse(
-            "plan.revise", revise, "0 with schema= or bad_words=: tokens that the grammar has accepted stay"
-        )
-    if request.plan.lookahead:
-        allowed = "0 with schema= or bad_words=: the grammar judges the tokens of each pass"
-        raise refuse("plan.lookahead", request.plan.lookahead, allowed)
-    if request.plan.method is not None:
-        allowed = "None with schema= or bad_words=: the grammar judges the tokens of each pass"
-        raise refuse("plan.method", request.plan.method.name, allowed)
+    judges = "the grammar judges the tokens of each pass"
+    reasons = {"revise": "tokens that the grammar has accepted stay", "lookahead": judges, "method": judges}
+    for name, reason in reasons.items():
+        if value := getattr(request.plan, name):
+            allowed = f"{None if name == 'method' else 0} with schema= or bad_words=: {reason}"
+            raise refuse(f"plan.{name}", value, allowed)
     sampler = None if request.sampler is None else check_sampler(request.sampler)
     if sampler is not None and sampler.rule.variable_length:
         allowed = "a rule that keeps the number of tokens, with schema= or bad_words="

@@ -89,22 +89,11 @@ def observe(config: DecodeConfig, row: State) -> Observation:
     limit = jnp.minimum(row.limits.max_end, row.cache_length + config.width)
     growth = jnp.maximum(limit - row.limits.end, 0) if config.variable_length else jnp.zeros_like(window.used)
     view = row_view(
-        config,
-        row,
-        canvas=canvas,
-        answer=slice_at(row.answer, window.offset, config.window),
-        editable=window.editable,
-        masked=masked,
-        used=window.used,
-        growth=growth,
-        noise=noise.astype(jnp.int32),
-        t=t,
-        s=s,
-        alpha_t=corruption.alpha(t),
-        alpha_s=corruption.alpha(s),
-        steps=steps,
+        config, row, canvas=canvas, answer=slice_at(row.answer, window.offset, config.window),
+        editable=window.editable, masked=masked, used=window.used, growth=growth, noise=noise.astype(jnp.int32),
+        t=t, s=s, alpha_t=corruption.alpha(t), alpha_s=corruption.alpha(s), steps=steps,
         position=window.at[0] - row.prompt,
-    )
+    )  # fmt: skip
     return Observation(view, window, rule_key)
 
 

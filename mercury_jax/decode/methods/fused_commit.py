@@ -102,16 +102,9 @@ def wide_step(config: DecodeConfig, params: Params, state: State) -> tuple[State
 
     time = times(config, state, ~denoising)
     given = Pass(
-        tokens,
-        state.cache,
-        start,
-        used,
-        start + used,
-        committed,
-        jax.tree.map(on_canvas, state.self_cond),
-        None if time is None else jnp.where(committed, 0.0, time[:, None]),
-        length=state.limits.max_end,
-    )
+        tokens, state.cache, start, used, start + used, committed, jax.tree.map(on_canvas, state.self_cond),
+        None if time is None else jnp.where(committed, 0.0, time[:, None]), length=state.limits.max_end,
+    )  # fmt: skip
     hidden, cache = config.model.forward(params, given)
 
     # 3. The canvas of each row begins after what the row has encoded.

@@ -171,21 +171,12 @@ def _choose(
     block = (at >= row.committed - row.cache_length) & (at < window.end - row.cache_length)
     undecided = ~row.frozen & exists
     view = CacheView(
-        canvas=row.canvas,
-        changed=exists & (row.canvas != old.canvas),
-        masked=undecided & (row.canvas == mask) if mask is not None else undecided,
-        exists=exists,
-        prompt=at < row.prompt - row.cache_length,
-        block=block & exists,
-        step=row.step,
-        passes=row.nfe,
-        age=jnp.minimum(old.age + 1, NEVER),
-        attended=old.attended,
-        key_drift=old.key_drift,
-        value_drift=old.value_drift,
-        confidence=old.confidence,
-        hidden=old.hidden,
-    )
+        canvas=row.canvas, changed=exists & (row.canvas != old.canvas),
+        masked=undecided & (row.canvas == mask) if mask is not None else undecided, exists=exists,
+        prompt=at < row.prompt - row.cache_length, block=block & exists, step=row.step, passes=row.nfe,
+        age=jnp.minimum(old.age + 1, NEVER), attended=old.attended, key_drift=old.key_drift,
+        value_drift=old.value_drift, confidence=old.confidence, hidden=old.hidden,
+    )  # fmt: skip
     key = jax.random.fold_in(step_key(row.key, row.committed, row.step), 2)
     return policy(key, view, old.memory)
 
@@ -358,17 +349,11 @@ def _run_rows(
     """
     at = work.at[:, :width]
     gather = lambda x: jax.vmap(lambda row, index: row[index])(x, at)
+    dense = work.slots is None
     given = Pass(
-        tokens=gather(rows.canvas),
-        cache=rows.cache,
-        start=rows.cache_length if work.slots is not None else at[:, 0],
-        used=work.count,
-        end=work.end,
-        encoding=work.encoding,
-        self_cond=jax.tree.map(gather, rows.self_cond),
-        time=time,
-        positions=None if work.slots is None else rows.cache_length[:, None] + at,
-        slots=None if work.slots is None else gather(work.slots),
-        length=rows.limits.max_end,
-    )
+        tokens=gather(rows.canvas), cache=rows.cache, start=at[:, 0] if dense else rows.cache_length,
+        used=work.count, end=work.end, encoding=work.encoding, self_cond=jax.tree.map(gather, rows.self_cond),
+        time=time, positions=None if dense else rows.cache_length[:, None] + at,
+        slots=None if dense else gather(work.slots), length=rows.limits.max_end,
+    )  # fmt: skip
     return config.model.forward(params, given)

@@ -168,24 +168,14 @@ def denoise_ahead(
         guessed = live & ~walk.known
         slot = jnp.where(guessed, walk.count, most)
         put = lambda old, new: old.at[each, slot].set(new, mode="drop")
-        found = Drafts(
-            put(walk.drafts.canvas, moved.canvas),
-            put(walk.drafts.used, moved.used),
-            put(walk.drafts.step, moved.step),
-            walk.drafts.computed,
-        )
+        named = ("canvas", "used", "step")
+        found = walk.drafts._replace(**{x: put(getattr(walk.drafts, x), getattr(moved, x)) for x in named})
         count = walk.count + guessed
         return _Walk(
-            real=real,
-            ahead=moved,
-            frame=frame,
-            branch=jnp.where(known, jnp.argmax(same, axis=1), walk.branch).astype(jnp.int32),
-            known=known,
-            live=live & (count < most),
-            drafts=found,
-            count=count,
-            links=walk.links + 1,
-        )
+            real=real, ahead=moved, frame=frame,
+            branch=jnp.where(known, jnp.argmax(same, axis=1), walk.branch).astype(jnp.int32), known=known,
+            live=live & (count < most), drafts=found, count=count, links=walk.links + 1,
+        )  # fmt: skip
 
     bare = state._replace(cache=(), method=())
     zeros = lambda shape: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
