@@ -759,24 +759,13 @@ class Plan:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        fields = (
-            ("block", 1, ", or None"),
-            ("steps", 1, ", or None"),
-            ("revise", 0, ""),
-            ("lookahead", 0, ""),
-            ("fuse_commit", 0, ", or None"),
-        )
-        for name, least, other in fields:
-            value = getattr(self, name)
-            if value is None and other:
+        for name, least in {"block": 1, "steps": 1, "revise": 0, "lookahead": 0, "fuse_commit": 0}.items():
+            value, optional = getattr(self, name), getattr(type(self), name) is None
+            if optional and value is None:
                 continue
-            if (
-                not isinstance(value, numbers.Real)
-                or isinstance(value, bool)
-                or value != value // 1
-                or value < least
-            ):
-                raise refuse(name, value, f"a whole number from {least} on{other}")
+            number = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else -1
+            if number != number // 1 or number < least:
+                raise refuse(name, value, f"a whole number from {least} on{', or None' if optional else ''}")
         if not isinstance(self.refresh, Refresh | CachePolicyLike | None):
             allowed = (
                 "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None"

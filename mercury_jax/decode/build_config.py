@@ -42,7 +42,7 @@ from mercury_jax.decode.state import (
     first_state,
     sampling_params,
 )
-from mercury_jax.types import LM, Model, Params
+from mercury_jax.types import LM, Model, Params, Pass, accumulation_dtype
 
 
 def build_config(
@@ -68,19 +68,11 @@ def build_config(
     width, block = _sizes(lm, plan, sampler, block, longest, region)
     method = choose_method(lm, plan, sampler)
     built = DecodeConfig(
-        model=model,
-        corruption=lm.corruption,
-        width=width,
-        block=block,
-        method=method,
-        forbidden=(config.eos, *config.ends) if infilling else (),
+        model, lm.corruption, width, block, method, forbidden=(config.eos, *config.ends) if infilling else (),
         revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
-        leave_one_out=rule.leave_one_out,
-        variable_length=rule.variable_length,
-        logprobs=logprobs,
-        times=plan.times,
-        trajectory=trajectory,
-    )
+        leave_one_out=rule.leave_one_out, variable_length=rule.variable_length, logprobs=logprobs,
+        times=plan.times, trajectory=trajectory,
+    )  # fmt: skip
     if isinstance(plan.refresh, CachePolicy):  # reads the keys of every position
         return built
     return with_rings(built, max(draft + 1, 2 * width if method.loop is repeat_fused else 0))
@@ -112,27 +104,29 @@ def _own_method(plan: Plan, sampler: Sampler) -> Method:
         hash(method)
     except TypeError:
         raise refuse("plan.method.settings", method.settings, "hashable values: they are static") from None
-    others = {"refresh": plan.refresh, "lookahead": plan.lookahead, "fuse_commit": plan.fuse_commit}
-    for name, value in (*others.items(), ("speculate", sampler.speculate)):
+    others = {f"plan.{name}": getattr(plan, name) for name in ("refresh", "lookahead", "fuse_commit")}
+    for name, value in (others | {"sampler.speculate": sampler.speculate}).items():
         if value:
-            where = "sampler" if name == "speculate" else "plan"
-            raise refuse(f"{where}.{name}", value, f"None or 0 with plan.method: {method.name} decodes")
+            raise refuse(name, value, f"None or 0 with plan.method: {method.name} decodes")
     return method
 
 
-def check_functions(config: DecodeConfig, sampling: SamplingParams, rows: Rows, params: Params) -> None:
+def check_functions(config: DecodeConfig, sampling: SamplingParams, params: Params) -> None:
     """Traces a pass if it calls functions of the user, to report their errors before any compute.
 
     Without this check a user's rule, processor, stopping criterion or method is first called when the decoding program
-    is traced, which is after the prefill of long prompts and, in a stream, at the first output. A pass is traced once
-    per structure and shapes, whatever the values.
+    is traced, which is after the prefill of long prompts and, in a stream, at the first output. The model itself is
+    not traced, and a pass only once per structure and shapes, whatever the values.
     """
     parts = (part.function for part in sampling.sampler.parts)
     functions = [f for part in parts for f in getattr(part, "functions", (part,))]
-    if not all(map(_is_ours, (*functions, config.method.step, config.method.init))):
-        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", None) or np.asarray(x).dtype)
-        leaves, tree = jax.tree.flatten(jax.tree.map(shape, (sampling, rows, params)))
-        _trace_pass(config, tree, tuple(leaves))
+    if all(map(_is_ours, (*functions, config.method.step, config.method.init))):
+        return
+    if callable(sampling.sampler.rule.needs_hidden):  # its head needs what the model computes
+        return
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+    leaves, tree = jax.tree.flatten(jax.tree.map(shape, (sampling, params)))
+    _trace_pass(config, tree, tuple(leaves))
 
 
 def _is_ours(function: Any) -> bool:
@@ -140,17 +134,42 @@ def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith("mercury_jax.")
 
 
-@functools.lru_cache(maxsize=256)
+def _silent(model: Model) -> Model:
+    """Makes a model whose passes compute nothing: hidden states and logits are zeros."""
+    sizes = model.config
+    dtype = accumulation_dtype(jnp.dtype(sizes.dtype))
+
+    def forward(params: Params, given: Pass) -> tuple[Any, Any]:
+        masks = 0 if given.leave_one_out is None else given.leave_one_out.columns.shape[1]
+        return jnp.zeros(
+            (len(given.tokens), given.tokens.shape[1] + masks, sizes.width), sizes.dtype
+        ), given.cache
+
+    return model._replace(
+        forward=forward,
+        head=lambda params, hidden: jnp.zeros((*hidden.shape[:-1], sizes.vocab), dtype),
+        head_chunk=model.head_chunk
+        and (lambda p, hidden, first, n: jnp.zeros((*hidden.shape[:-1], n), dtype)),
+        condition=lambda params, logits: model.condition(None, logits),
+    )
+
+
+@functools.lru_cache(maxsize=512)
 def _trace_pass(config: DecodeConfig, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> None:
-    """Traces the first state and one pass from it, and checks the shapes of what a method returns."""
-    (sampling, rows, params), method = tree.unflatten(leaves), config.method
-    name, count = f"of the method {method.name}", rows.tokens.shape[0]
+    """Traces the first state of two rows and one pass from it, and checks the shapes of what a method returns."""
+    (sampling, params), method = tree.unflatten(leaves), config.method
+    sampling = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), sampling)
+    zero, none = np.zeros(2, np.int32), np.zeros((2, config.slots_after), bool)
+    rows = Rows(none * 1, none, zero, zero + 1, zero, none, zero, zero + 1, zero)
+    config, name = config._replace(model=_silent(config.model)), f"of the method {method.name}"
     # The parts of a sampler name themselves in their errors; a step of this package adds nothing to that.
     call = (lambda _, function, *args: function(*args)) if _is_ours(method.step) else call_part
-    state = call(f"init {name}", jax.eval_shape, partial(first_state, config), sampling, rows)
-    if any(x.shape[:1] != (count,) for x in jax.tree.leaves(state.method)):
+    state = call(f"init {name}", jax.eval_shape, lambda s: first_state(config, s, rows), sampling)
+    if any(x.shape[:1] != (2,) for x in jax.tree.leaves(state.method)):
         shapes = [x.shape for x in jax.tree.leaves(state.method)]
-        raise refuse(f"what init {name} returned", shapes, f"arrays [{count}, ...]: one entry for each row")
+        raise refuse(
+            f"what init {name} returned for 2 rows", shapes, "arrays [2, ...]: one entry for each row"
+        )
     made = call(f"step {name}", jax.eval_shape, partial(method.step, config), params, state)
     allowed = "(state, frame): the state with its shapes and dtypes unchanged, and a Frame"
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Frame)):
@@ -337,5 +356,6 @@ def add_drafter(
     drafter = drafter._replace(method=drafter.method._replace(position_draws=draft.method == "same_seed"))
     sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
     sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
+    check_functions(drafter, sampling, lm.params)
     width = draft.tokens + 1  # the verifying pass feeds the last committed token and the draft
     return config._replace(width=width, block=width, method=drafting(drafter, draft.method)), sampling

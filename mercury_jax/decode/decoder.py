@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -172,7 +173,7 @@ class Decoder:
             prompt=committed, max_end=last, answer_budget=jnp.zeros_like(last),
         )  # fmt: skip
         sampling = sampling_params(self.lm, config, self.sampler, self.steps, count)
-        check_functions(config, sampling, rows, params)
+        check_functions(config, sampling, params)
         state = first_state(config, sampling, rows)
         width = prefill_width(config, capacity)
         if width is None or longest <= config.own_prefill:
@@ -192,12 +193,14 @@ class Decoder:
         Raises:
             ValueError: Names the argument that does not fit.
         """
+        return self._run(functools.partial(self.config.method.step, self.config), params, state)
+
+    def _run(self, function: Callable[..., Any], params: Params, state: State, **more: Any) -> Any:
+        """Calls function(params, state), after checking both."""
         _check_arrays(params)
         self._check_state(state)
         with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
-            return in_auto_axes(
-                functools.partial(self.config.method.step, self.config), state.tokens, params, state
-            )
+            return in_auto_axes(function, state.tokens, params, state, **more)
 
     @overload
     def run(self, params: Params, state: State, passes: None = None) -> State: ...
@@ -218,13 +221,10 @@ class Decoder:
         Raises:
             ValueError: `passes` is not a whole number from 1 on.
         """
-        _check_arrays(params)
-        self._check_state(state)
-        explained = explain_wrong_params(dataclasses.replace(self.lm, params=params), "params")
         if passes is None:
-            until_done = lambda params, state: run_until_done(self.config, params, state)[0]
-            with explained:
-                return in_auto_axes(until_done, state.tokens, params, state)
+            return self._run(
+                lambda params, state: run_until_done(self.config, params, state)[0], params, state
+            )
         check_whole("passes", passes, 1, 2**31 - 1)
 
         def scan(params: Params, state: State) -> tuple[State, Frame]:
@@ -233,8 +233,7 @@ class Decoder:
             return jax.lax.scan(one, varying(state, axes), length=passes)
 
         frames_too = lambda row: (PartitionSpec(row), PartitionSpec(None, row))
-        with explained:
-            return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
+        return self._run(scan, params, state, out=frames_too)
 
     def answer(self, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
         """Extracts the answers from a state.
@@ -283,9 +282,7 @@ class Decoder:
             if low < 0 or high >= state.tokens.shape[0]:
                 raise refuse("rows", found, allowed)
         key = _check_key(key, "a key of jax.random.key", ())
-        state = jax.tree.map(
-            lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state
-        )  # numpy's too
+        state = jax.tree.map(jnp.asarray, state)  # a state of numpy arrays too
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 

@@ -67,14 +67,10 @@ def open_canvases(config: DecodeConfig, state: State) -> State:
     canvas, frozen, window = jax.vmap(lay)(state.without_cache())
     used = jnp.minimum(config.width, state.limits.end - state.cache_length)
     fresh: dict[str, Any] = dict(
-        canvas=canvas,
-        answer=canvas,
-        frozen=frozen,
-        used=used,
-        step=jnp.zeros_like(state.step),
+        canvas=canvas, answer=canvas, frozen=frozen, used=used, step=jnp.zeros_like(state.step),
         self_cond=jax.tree.map(jnp.zeros_like, state.self_cond),
         memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
-    )
+    )  # fmt: skip
     return update_rows(state, opening, fresh)
 
 

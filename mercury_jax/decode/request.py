@@ -444,8 +444,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
         join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
         sampling = jax.tree.map(join, sampling)
-    with inputs.explain_wrong_params(lm):
-        check_functions(config, sampling, padded, lm.params)
+    check_functions(config, sampling, lm.params)
     return config, sampling, padded
 
 

@@ -387,33 +387,23 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
     trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
     seeds = jnp.asarray(rows.seeds)
+    keys = jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key)
     return State(
-        tokens=int32(rows.tokens),
-        given=jnp.asarray(rows.given),
-        draft=jnp.asarray(rows.draft),
-        prompt=int32(rows.prompt),
-        cache_length=zeros,
-        committed=committed,
+        tokens=int32(rows.tokens), given=jnp.asarray(rows.given), draft=jnp.asarray(rows.draft),
+        prompt=int32(rows.prompt), cache_length=zeros, committed=committed,
         limits=Limits(end, int32(rows.max_end), int32(rows.answer_budget)),
         cache=config.model.empty_cache(count, slots),
-        canvas=blank,
-        answer=blank,
-        frozen=jnp.zeros((count, config.width), bool),
-        used=zeros,
-        step=zeros - 1,
+        canvas=blank, answer=blank, frozen=jnp.zeros((count, config.width), bool), used=zeros, step=zeros - 1,
         self_cond=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self_cond),
         memory=jax.vmap(functools.partial(first_memory, config))(sampling.sampler, blank[:, : config.window]),
-        key=seeds if jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key) else jax.vmap(jax.random.key)(seeds),
+        key=seeds if keys else jax.vmap(jax.random.key)(seeds),
         done=committed >= end,
         records=Records(
-            nfe=zeros,
-            nan_step=zeros - 1,
-            logprobs=() if config.logprobs is None else logprobs,
-            trajectory=trajectory if config.trajectory else (),
+            zeros, zeros - 1, () if config.logprobs is None else logprobs, trajectory if config.trajectory else ()
         ),
         sampling=sampling._replace(method=()),
         method=config.method.init(config, sampling, rows),
-    )
+    )  # fmt: skip
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:

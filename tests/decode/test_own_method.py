@@ -74,7 +74,7 @@ WRONG = {
     ),
     "a slot that is not of the rows": (
         own(init=lambda config, sampling, rows: jnp.zeros((3,))),
-        r"what init of the method mine returned is \[\(3,\)\]",
+        r"what init of the method mine returned for 2 rows is \[\(3,\)\]",
     ),
 }
 

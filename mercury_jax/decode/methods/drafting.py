@@ -339,12 +339,10 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
     known = jnp.arange(slots) < state.committed[:, None]
     end = jnp.minimum(state.limits.end, state.committed + most).astype(jnp.int32)
     fresh: dict[str, Any] = dict(
-        tokens=jnp.where(known, verified, drafter.tokens),
-        committed=state.committed,
-        limits=drafter.limits._replace(end=end, max_end=end),
+        tokens=jnp.where(known, verified, drafter.tokens), committed=state.committed,
+        limits=drafter.limits._replace(end=end, max_end=end), step=jnp.full_like(drafter.step, -1),
         cache_length=jnp.minimum(drafter.cache_length, state.committed),
-        step=jnp.full_like(drafter.step, -1),
-    )
+    )  # fmt: skip
     return update_rows(drafter, rows, fresh)._replace(done=~rows)
 
 

@@ -97,14 +97,9 @@ def forward_drafts(
     source = jnp.repeat(jnp.arange(used.shape[0]), count)
     rows = jax.tree.map(lambda x: x[source], state._replace(method=()))
     rows = rows._replace(step=beside(state.step, drafts.step))
-    hidden, leave_one_out, moved = forward(
-        config,
-        params,
-        rows,
-        beside(tokens, drafts.canvas),
-        beside(used, drafts.used * denoising[:, None]),
-        beside(causal, jnp.zeros(drafts.used.shape, bool)),
-    )
+    tokens, used = beside(tokens, drafts.canvas), beside(used, drafts.used * denoising[:, None])
+    causal = beside(causal, jnp.zeros(drafts.used.shape, bool))
+    hidden, leave_one_out, moved = forward(config, params, rows, tokens, used, causal)
     cache = jax.tree.map(lambda x: x[::count], moved.cache)
     return hidden, leave_one_out, state._replace(cache=cache)
 

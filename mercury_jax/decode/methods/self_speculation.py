@@ -128,15 +128,11 @@ def verify(
     changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposed)
     moved = update_rows(moved, rows, changes)
     moved = moved._replace(records=moved.records._replace(nfe=moved.nfe + rows))
-    shown = Frame(
-        start=state.cache_length + 1,
-        # At least one: a pass that finds only the end of text counts as a pass of the row, too.
-        used=jnp.where(rows, jnp.clip(moved.limits.end - state.cache_length - 1, 1, count), 0),
-        answer=drawn,
-        accepted=jnp.ones(drawn.shape, bool),
-        confidence=jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype),
-        done=moved.done,
-    )
+    start, accepted = state.cache_length + 1, jnp.ones(drawn.shape, bool)
+    # At least one: a pass that finds only the end of text counts as a pass of the row, too.
+    used = jnp.where(rows, jnp.clip(moved.limits.end - start, 1, count), 0)
+    confidence = jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype)
+    shown = Frame(start, used, drawn, accepted, confidence, moved.done)
     return moved, update_rows(frame, rows, shown._asdict())
 
 
