@@ -7,7 +7,7 @@ hide positions from the attention.
 
     plan = mj.Plan(block=32, refresh=mj.cache_refresh.dkv_decode(every=8))
 
-`forward.py` runs the chosen positions. The others keep their keys and values in the cache, and their last hidden
+`key_reuse.py` runs the chosen positions. The others keep their keys and values in the cache, and their last hidden
 states, from which the head computes logits inside the window.
 """
 
