@@ -16,41 +16,26 @@ from mercury_jax import decode as _decode
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mercury_jax import hub
+    from mercury_jax import hub, rl
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
-    from mercury_jax.decode.edit import EditOutput, edit
-    from mercury_jax.decode.infill import Hole, InfillOutput, infill
+    from mercury_jax.decode.edit import edit
+    from mercury_jax.decode.infill import Hole, infill
     from mercury_jax.decode.methods import cache_refresh
     from mercury_jax.decode.methods.drafting import Draft
-    from mercury_jax.decode.registration import (
-        Above,
-        AtLeast,
-        Between,
-        logits_processor,
-        rule,
-        stopping_criterion,
-    )
+    from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
     from mercury_jax.decode.request import prompt_ids
-    from mercury_jax.decode.rollout import AnswerBatch, Rollout, answer_batch, rollout, token_log_probs
-    from mercury_jax.decode.sample import LogProbs, Output, sample
-    from mercury_jax.decode.sampler import (
-        LogitsProcessor,
-        Param,
-        Rule,
-        Sampler,
-        StoppingCriterion,
-        accept,
-        propose,
-    )
+    from mercury_jax.decode.rollout import rollout
+    from mercury_jax.decode.sample import Output, sample
+    from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, StoppingCriterion
     from mercury_jax.decode.score import Score, logits, score
-    from mercury_jax.decode.search import SearchOutput, best_of_n, smc
+    from mercury_jax.decode.search import best_of_n, smc
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.state import Method
-    from mercury_jax.decode.stream import StreamOutput, stream
+    from mercury_jax.decode.stream import stream
     from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
     from mercury_jax.models.transformer import soft_masking
@@ -68,23 +53,22 @@ _PUBLIC = {
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.methods": ("cache_refresh",),
     "decode.methods.drafting": ("Draft",),
-    "decode.edit": ("EditOutput", "edit"),
-    "decode.infill": ("Hole", "InfillOutput", "infill"),
-    "decode.search": ("SearchOutput", "best_of_n", "smc"),
+    "decode.edit": ("edit",),
+    "decode.infill": ("Hole", "infill"),
+    "decode.search": ("best_of_n", "smc"),
     "decode.request": ("prompt_ids",),
-    "decode.rollout": ("AnswerBatch", "Rollout", "answer_batch", "rollout", "token_log_probs"),
-    "decode.sample": ("LogProbs", "Output", "sample"),
-    "decode.registration": ("Above", "AtLeast", "Between", "logits_processor", "rule", "stopping_criterion"),
-    "decode.sampler": (
-        "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
-    ),
+    "decode.rollout": ("rollout",),
+    "decode.sample": ("Output", "sample"),
+    "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
+    "decode.sampler": ("LogitsProcessor", "Rule", "Sampler", "StoppingCriterion"),
     "decode.score": ("Score", "logits", "score"),
     "decode.session": ("Session",),
-    "decode.stream": ("StreamOutput", "stream"),
+    "decode.stream": ("stream",),
     "hub": ("hub",),
     "hub.function": ("from_function",),
     "hub.load": ("load",),
     "models.transformer": ("soft_masking",),
+    "rl": ("rl",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "api": ("train",),
@@ -94,14 +78,12 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort",
-    "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "Method", "ModelConfig", "NoiseConfig", "Output", "Param",
-    "Plan", "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session",
-    "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch",
-    "best_of_n", "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
-    "logits_processor", "mesh", "presets", "processors", "prompt_ids",
-    "propose", "rollout", "rule", "rules", "sample", "score",
-    "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
+    "EFFORTS", "LM", "Decoder", "Draft", "Effort", "Hole", "LogitsProcessor", "Method", "ModelConfig",
+    "NoiseConfig", "Output", "Plan", "Proposal", "Refresh", "Rule", "Sampler", "Score", "Session",
+    "StoppingCriterion", "TokenStats", "Tokenizer", "TrainConfig", "View", "best_of_n", "cache_refresh",
+    "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits", "logits_processor",
+    "mesh", "presets", "processors", "prompt_ids", "rl", "rollout", "rule", "rules", "sample", "score",
+    "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 
@@ -110,7 +92,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'mercury_jax' has no attribute {name!r}; it has {', '.join(__all__)}")
     home = importlib.import_module(f"mercury_jax.{_HOME[name]}")
-    if name == "hub":
+    if name in ("hub", "rl"):
         value = home
     elif home.__name__.endswith((".decode", ".methods")):  # a module
         value = importlib.import_module(f"{home.__name__}.{name}")

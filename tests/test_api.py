@@ -1,6 +1,7 @@
 """The public face: every name is there, the embedded model works, and what does not fit is refused."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -11,6 +12,11 @@ import mercury_jax as mj
 from mercury_jax import hub, tasks
 from mercury_jax.checkpoint import CheckpointError, manifest
 from mercury_jax.config import NoiseConfig
+from mercury_jax.decode.edit import EditOutput
+from mercury_jax.decode.infill import InfillOutput
+from mercury_jax.decode.sample import LogProbs
+from mercury_jax.decode.search import SearchOutput
+from mercury_jax.decode.stream import StreamOutput
 from mercury_jax.tokenizer import Tokenizer
 from tests.tiny import tiny
 
@@ -21,6 +27,23 @@ def test_every_public_name_is_there_and_no_other():
     assert set(mj.__all__) <= set(dir(mj))
     with pytest.raises(AttributeError, match="nosuch"):
         mj.nosuch  # noqa: B018
+
+
+def test_every_field_of_a_public_record_is_described_where_help_shows_it():
+    records = [
+        mj.rl.AnswerBatch,
+        mj.rl.Rollout,
+        EditOutput,
+        InfillOutput,
+        LogProbs,
+        SearchOutput,
+        StreamOutput,
+    ]
+    records += [x for name in mj.__all__ if isinstance(x := getattr(mj, name), type)]
+    for record in records:
+        own = record._fields if hasattr(record, "_fields") else record.__dataclass_fields__
+        missing = [f for f in own if f[0] != "_" and not re.search(rf"\b{f}\b.*:", record.__doc__ or "")]
+        assert not missing, f"{record.__name__}: {missing}"
 
 
 def test_the_embedded_model_solves_sudoku_it_has_not_seen():

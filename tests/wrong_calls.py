@@ -104,8 +104,8 @@ def init(ids: Any = ((5, 6),), made: Any = None, **more: Any) -> Any:
 
 def log_probs(batch: Any = None, **more: Any) -> Any:
     """Log-probabilities of one answer."""
-    batch = mj.answer_batch(tiny(), "x", [[5, 6]]) if batch is None else batch
-    return mj.token_log_probs(model(), tiny().params, batch, **{"key": jax.random.key(0)} | more)
+    batch = mj.rl.answer_batch(tiny(), "x", [[5, 6]]) if batch is None else batch
+    return mj.rl.token_log_probs(model(), tiny().params, batch, **{"key": jax.random.key(0)} | more)
 
 
 def recipe(**changes: Any) -> Any:
@@ -130,7 +130,7 @@ class Letters:
 
 
 def rule(key, view, memory):
-    return mj.accept(view, view.masked), memory
+    return mj.rules.accept(view, view.masked), memory
 
 
 threshold, Sampler, user = mj.rules.threshold, mj.Sampler, [{"role": "user", "content": "x"}]
@@ -405,14 +405,15 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "one_of a rule": (lambda: mj.rules.one_of(threshold()), "one_of"),
         "one_of factories": (lambda: mj.rules.one_of([threshold, threshold]), "one_of|its call"),
         "effects of accept": (
-            lambda: sample(sampler=lambda key, view, memory: (mj.accept(view, True), memory)), "which of mj.accept"),
+            lambda: sample(sampler=lambda key, view, memory: (mj.rules.accept(view, True), memory)),
+            "which of mj.rules.accept"),
         "propose another length": (
-            lambda: sample(sampler=lambda key, view, memory: (mj.propose(view, view.canvas[:2]), memory)),
-            "canvas of mj.propose",
+            lambda: sample(sampler=lambda key, view, memory: (mj.rules.propose(view, view.canvas[:2]), memory)),
+            "canvas of mj.rules.propose",
         ),
         "propose a list": (
-            lambda: sample(sampler=lambda key, view, memory: (mj.propose(view, [1, 2]), memory)),
-            "canvas of mj.propose",
+            lambda: sample(sampler=lambda key, view, memory: (mj.rules.propose(view, [1, 2]), memory)),
+            "canvas of mj.rules.propose",
         ),
     },
     "processors, stopping": {
@@ -452,12 +453,12 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a name by position": (lambda: mj.rule("mine"), "function of a rule is 'mine'"),
         "two positions": (lambda: mj.rule(rule, rule), "positional"),
         "a class": (lambda: mj.rule(dict), "function of a rule|arguments of the rule"),
-        "a range out of order": (lambda: mj.Between(1, 0), "1"),
-        "a range of texts": (lambda: mj.AtLeast("0"), "'0'"),
+        "a range out of order": (lambda: mj.rules.Between(1, 0), "1"),
+        "a range of texts": (lambda: mj.rules.AtLeast("0"), "'0'"),
         "a rule that returns None": (
             lambda: sample(sampler=lambda key, view, memory: None), "what the rule <lambda> returned is 'None'"),
         "a rule that returns a list": (
-            lambda: sample(sampler=lambda key, view, memory: [mj.accept(view, view.masked), memory]),
+            lambda: sample(sampler=lambda key, view, memory: [mj.rules.accept(view, view.masked), memory]),
             "what the rule",
         ),
     },
@@ -586,21 +587,22 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "temper -1": (lambda: mj.smc(model(), "x", reward=len, temper=-1), "temper.* -1"),
         "a twist that is a rule": (lambda: mj.smc(model(), "x", reward=len, twist=threshold()), "twist is"),
         "a reward that is no function": (lambda: mj.smc(model(), "x", reward=None), "reward is None"),
-        "answers of other rows": (lambda: mj.answer_batch(model(), ["x", "y"], ["a"]), "prompts is 'a list of 2'"),
-        "no answers": (lambda: mj.answer_batch(model(), "x", []), r"answers is \[\]"),
-        "a size below the answers": (lambda: mj.answer_batch(model(), "x", "value", size=0), "size is 0"),
-        "answers of uniform noise": (lambda: mj.answer_batch(model(kind="uniform"), "x", "y"), "lm is"),
-        "steps of other lengths": (lambda: mj.answer_batch(model(), "x", [[5, 6]], commit_step=[[0]]), "commit_step"),
+        "answers of other rows": (lambda: mj.rl.answer_batch(model(), ["x", "y"], ["a"]), "prompts is 'a list of 2'"),
+        "no answers": (lambda: mj.rl.answer_batch(model(), "x", []), r"answers is \[\]"),
+        "a size below the answers": (lambda: mj.rl.answer_batch(model(), "x", "value", size=0), "size is 0"),
+        "answers of uniform noise": (lambda: mj.rl.answer_batch(model(kind="uniform"), "x", "y"), "lm is"),
+        "steps of other lengths": (
+            lambda: mj.rl.answer_batch(model(), "x", [[5, 6]], commit_step=[[0]]), "commit_step"),
         "an unknown estimator": (lambda: log_probs(estimator="elbow"), "estimator is 'elbow'; allowed: diffu_grpo"),
         "ratios out of order": (lambda: log_probs(estimator="coupled_grpo", ratios=(0.8, 0.2)), "ratios is"),
         "ratios as a number": (lambda: log_probs(estimator="coupled_grpo", ratios=0.5), "ratios is 0.5"),
         "a rollout as batch": (lambda: log_probs(batch=5), "batch is 'int'"),
         "no steps of the trajectory": (
             lambda: log_probs(estimator="trajectory", key=None), "commit_step|passes|batch"),
-        "steps as a number": (lambda: mj.answer_batch(model(), "x", [[5, 6]], commit_step=3), "commit_step is 3"),
-        "a size of a function without an end": (lambda: mj.answer_batch(own(), [1], [[2]], size=4), "size is 4"),
+        "steps as a number": (lambda: mj.rl.answer_batch(model(), "x", [[5, 6]], commit_step=3), "commit_step is 3"),
+        "a size of a function without an end": (lambda: mj.rl.answer_batch(own(), [1], [[2]], size=4), "size is 4"),
         "answers of several lengths of a function": (
-            lambda: mj.answer_batch(own(), [1], [[2], [3, 4]]), "lengths of the prompts with their answers"),
+            lambda: mj.rl.answer_batch(own(), [1], [[2], [3, 4]]), "lengths of the prompts with their answers"),
     },
     "mesh": {
         "devices that are missing": (lambda: mj.mesh(data=3), "mesh is .* number of devices"),

@@ -38,13 +38,21 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class EditOutput:
-    """Edited texts; lists and arrays have one entry per text."""
+    """Edited texts; lists and arrays have one entry per text.
+
+    Attributes:
+        texts: The edited texts.
+        tokens: Ids of the edited texts, without the prompt.
+        changes: Tokens that changed, in the order of the text.
+        forwards: int [B], denoising passes of each row (NFE).
+        seconds: Wall time of decoding, compilation included.
+    """
 
     texts: list[str]
-    tokens: list[np.ndarray] = field(repr=False)  # ids of the edited texts, without the prompt
-    changes: list[list[Change]]  # the tokens that changed, in the order of the text
-    forwards: np.ndarray  # int [B], denoising passes of each row (NFE)
-    seconds: float  # wall time of decoding, compilation included
+    tokens: list[np.ndarray] = field(repr=False)
+    changes: list[list[Change]]
+    forwards: np.ndarray
+    seconds: float
 
     @property
     def text(self) -> str:

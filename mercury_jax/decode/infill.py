@@ -128,13 +128,22 @@ class LengthSearch(NamedTuple):
 
 @dataclass(frozen=True)
 class InfillOutput:
-    """Completed texts; lists have one entry per request."""
+    """Completed texts; lists have one entry per request.
+
+    Attributes:
+        texts: The whole texts, holes filled.
+        fillings: Texts of the holes, one per hole of each request, from left to right.
+        tokens: The whole sequences as ids.
+        filled: Number of tokens in the holes of each request.
+        forwards: Forward passes of each row (NFE).
+        seconds: Wall time of decoding, compilation included.
+    """
 
     texts: list[str]
-    fillings: list[list[str]]  # one per hole of each request, from left to right
-    tokens: list[np.ndarray] = field(repr=False)  # the whole sequences as ids
-    filled: list[int] = field(repr=False)  # number of tokens in the holes of each request
-    forwards: np.ndarray  # forward passes of each row (NFE)
+    fillings: list[list[str]]
+    tokens: list[np.ndarray] = field(repr=False)
+    filled: list[int] = field(repr=False)
+    forwards: np.ndarray
     seconds: float
 
     @property

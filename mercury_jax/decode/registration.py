@@ -421,7 +421,7 @@ def rule(
     Example:
         >>> @mj.rule(noise="absorbing", needs_logits=False)
         ... def leftmost(key, view, memory, count: Annotated[Param, AtLeast(1, integer=True)] = 1):
-        ...     return mj.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
+        ...     return mj.rules.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
     """
     if noise is not None and noise not in NOISE:
         raise refuse("noise of a rule", noise, ", ".join(NOISE) + ", or None for both")

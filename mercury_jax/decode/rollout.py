@@ -78,21 +78,32 @@ class Rollout:
 
     Row i answers prompt i // n. If the model ended an answer, its last token is the end-of-text token: the policy drew
     that token as well.
+
+    Attributes:
+        prompts: int [B, P], ids of the prompts, left-aligned.
+        prompt_lengths: int [B], tokens of each prompt.
+        tokens: int [B, S], ids of the answers; S is the largest max_tokens.
+        lengths: int [B], tokens of each answer.
+        ended: bool [B], whether the model ended the answer; False: `max_tokens` did.
+        commit_step: int [B, S], index of the row's denoising pass that accepted the token. It also covers the
+            tokens that fill the last canvas beyond the length, and is -1 where there was no canvas.
+        log_probs: float [B, S], log-probability of each token when it was accepted, see `rollout`; 0 beyond
+            the length.
+        forwards: int [B], denoising and verifying passes (NFE).
+        rewards: float [B], reward of each answer.
+        texts: Texts, as in `sample`; dropped by JAX transforms.
     """
 
-    prompts: np.ndarray  # int [B, P], left-aligned
-    prompt_lengths: np.ndarray  # int [B]
-    tokens: np.ndarray  # int [B, S], S = the largest max_tokens
-    lengths: np.ndarray  # int [B]
-    ended: np.ndarray  # bool [B], whether the model ended the answer; False: `max_tokens` did
-    # int [B, S], index of the row's denoising pass that accepted the token. It also covers the tokens that fill the
-    # last canvas beyond the length, and is -1 where there was no canvas.
+    prompts: np.ndarray
+    prompt_lengths: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    ended: np.ndarray
     commit_step: np.ndarray
-    # float [B, S], log-probability of each token when it was accepted, see `rollout`; 0 beyond the length
     log_probs: np.ndarray
-    forwards: np.ndarray  # int [B], denoising and verifying passes (NFE)
-    rewards: np.ndarray | None = None  # float [B]
-    texts: list[str] = field(repr=False, default_factory=list)  # as in `sample`; dropped by JAX transforms
+    forwards: np.ndarray
+    rewards: np.ndarray | None = None
+    texts: list[str] = field(repr=False, default_factory=list)
 
     def __repr__(self) -> str:
         return fields_shown(self, _ARRAYS)
@@ -219,17 +230,28 @@ class AnswerBatch(NamedTuple):
 
     N is the length of the longest text, S of the longest answer. Block-wise models attend to clean tokens before a
     noised canvas: a row has T slots, which hold the clean tokens followed by the noised canvases.
+
+    Attributes:
+        ids: Ids of prompt and answer.
+        prompt_lengths: Tokens of each prompt.
+        lengths: Number of tokens of the answer that have a log-probability.
+        index: Index into `ids` of the token that each slot holds; N for none.
+        positions: Position of the token of each slot in its text.
+        ranges: Key ranges that each slot attends to.
+        canvas: Index of the slot's canvas; -1 outside of canvases.
+        slots: Slot at which answer token j is noised; T for none.
+        order: Rank within its canvas of the pass that accepted it; -1: not known.
     """
 
-    ids: Int[ArrayLike, "B N"]  # prompt and answer
+    ids: Int[ArrayLike, "B N"]
     prompt_lengths: Int[ArrayLike, "B"]
-    lengths: Int[ArrayLike, "B"]  # tokens of the answer that have a log-probability
-    index: Int[ArrayLike, "B T"]  # index into `ids` of the token that each slot holds; N for none
+    lengths: Int[ArrayLike, "B"]
+    index: Int[ArrayLike, "B T"]
     positions: Int[ArrayLike, "B T"]
     ranges: Int[ArrayLike, "B T R 2"]
-    canvas: Int[ArrayLike, "B T"]  # index of the canvas; -1 outside of canvases
-    slots: Int[ArrayLike, "B S"]  # slot at which answer token j is noised; T for none
-    order: Int[ArrayLike, "B S"]  # rank within its canvas of the pass that accepted it; -1: not known
+    canvas: Int[ArrayLike, "B T"]
+    slots: Int[ArrayLike, "B S"]
+    order: Int[ArrayLike, "B S"]
 
 
 def answer_batch(
@@ -536,7 +558,7 @@ def token_log_probs(
 
     Example:
         >>> batch = mj.rollout(lm, prompts, n=8).batch(lm)
-        >>> loss = lambda params: -(advantages[:, None] * mj.token_log_probs(lm, params, batch, key)).sum()
+        >>> loss = lambda params: -(advantages[:, None] * mj.rl.token_log_probs(lm, params, batch, key)).sum()
         >>> jax.grad(loss)(lm.params)
     """
     if not isinstance(estimator, str) or estimator not in ESTIMATORS:

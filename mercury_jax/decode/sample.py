@@ -80,11 +80,16 @@ class LogProbs:
     """Log-probabilities of the n tokens of one answer, in nats, computed before any logits processor.
 
     The log-probability of a token comes from the pass that accepted it, conditioned on the canvas of that pass.
+
+    Attributes:
+        tokens: float [n], log-probabilities of the emitted tokens.
+        top_ids: int [n, k], the k most probable ids at each position, most probable first.
+        top: float [n, k], log-probabilities of `top_ids`.
     """
 
-    tokens: np.ndarray  # float [n], of the emitted tokens
-    top_ids: np.ndarray  # int [n, k], the k most probable ids at each position, most probable first
-    top: np.ndarray  # float [n, k], log-probabilities of `top_ids`
+    tokens: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -93,29 +98,43 @@ class Output:
 
     Lists and arrays have one entry per answer, B in all: first the `n` answers to prompt 0, then the `n` answers to
     prompt 1, and so on. Answer k belongs to prompt k // n.
+
+    Attributes:
+        texts: The answers; for conversations, without the thinking.
+        tokens: Emitted ids, without the end-of-text token.
+        forwards: int [B], denoising and verifying passes of each row (NFE); prefill is not counted.
+        finish: What ended each answer: "stop", the model or a stop text; "length", max_tokens; "paused", passes=.
+        seconds: Wall time of the call, compilation included.
+        thinking: The thinking of each answer; None: without thinking.
+        passes: Iterations of the decoding loop: the passes of the slowest row, those that only encode
+            included.
+        encoded: int [B], tokens written to the KV cache. The prompt is encoded once, and counts for the first
+            of its n answers.
+        history: One frame per pass, if `history=True` was asked for.
+        logprobs: Log-probabilities, if `logprobs=` was asked for.
+        state: The session to continue, with `keep=True`, `state=` or `passes=`.
+        evaluated: int [B], canvases computed for each row. Equal to `forwards` except with
+            `Plan(lookahead=)`, where a pass also computes drafts of later canvases.
+        n: Number of answers to each prompt.
+        draft: Counts of the drafter, with `draft=`; `forwards` counts the passes of `lm` only.
+        first: int [B], absolute position of each answer's first token, to show the history.
+        tokenizer: The model's tokenizer, to show the history.
     """
 
-    texts: list[str]  # the answers; for conversations, without the thinking
-    tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end-of-text token
-    forwards: np.ndarray  # int [B], denoising and verifying passes of each row (NFE); prefill is not counted
-    # "stop": ended by the model or a stop text; "length": by max_tokens; "paused": by passes=
+    texts: list[str]
+    tokens: list[np.ndarray] = field(repr=False)
+    forwards: np.ndarray
     finish: list[str]
-    seconds: float  # wall time of the call, compilation included
-    thinking: list[str | None] = field(repr=False)  # the thinking of each answer; None: without thinking
-    # iterations of the decoding loop: the passes of the slowest row, those that only encode included
+    seconds: float
+    thinking: list[str | None] = field(repr=False)
     passes: int = 0
-    # int [B], tokens written to the KV cache. The prompt is encoded once, and counts for the first of its n answers.
     encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
-    history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, with `history=True`
-    logprobs: list[LogProbs] | None = field(repr=False, default=None)  # with `logprobs=`
-    state: Session | None = field(repr=False, default=None)  # with `keep=True`, `state=` or `passes=`
-    # int [B], canvases computed for each row. Equal to `forwards` except with `Plan(lookahead=)`, where a pass also
-    # computes drafts of later canvases.
+    history: list[Frame] = field(repr=False, default_factory=list)
+    logprobs: list[LogProbs] | None = field(repr=False, default=None)
+    state: Session | None = field(repr=False, default=None)
     evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
-    n: int = 1  # answers to each prompt
-    # Counts of the drafter, with `draft=`; `forwards` counts the passes of `lm` only.
+    n: int = 1
     draft: DraftOutput | None = field(repr=False, default=None)
-    # To show the history: the absolute position of each answer's first token (int [B]), and the model's tokenizer.
     first: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     tokenizer: AnyTokenizer | None = field(repr=False, default=None)
 

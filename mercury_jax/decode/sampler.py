@@ -233,7 +233,7 @@ class Rule:
         name = f"the rule {self.name}"
         returned = call_part(name, self.function, key, view, memory, **self.params)
         if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], Proposal):
-            allowed = "(Proposal, memory); mj.accept makes a Proposal"
+            allowed = "(Proposal, memory); mj.rules.accept makes a Proposal"
             raise refuse(f"what {name} returned", _describe(returned), allowed)
         length = view.canvas.shape[0]
         shapes = {"canvas": (length,), "answer": (length,), "used": (), "source": (length,)}
@@ -485,7 +485,7 @@ def accept(view: View, which: Bool[Array, "L"], answer: Int[Array, "L"] | None =
     """
     length = view.canvas.shape
     if getattr(which, "shape", None) != length or getattr(which, "dtype", None) != jnp.bool_:
-        raise refuse("which of mj.accept", _describe(which), f"bool{list(length)}, as view.masked")
+        raise refuse("which of mj.rules.accept", _describe(which), f"bool{list(length)}, as view.masked")
     drawn = view.stats.sample
     canvas = jnp.where(which, drawn, jnp.where(view.masked, view.noise, view.canvas))
     if answer is None:
@@ -511,7 +511,7 @@ def propose(view: View, canvas: Int[Array, "L"], answer: Int[Array, "L"] | None 
         kind = getattr(value, "dtype", None)
         if kind is None or not jnp.issubdtype(kind, jnp.integer) or value.shape != view.canvas.shape:
             allowed = f"whole numbers {list(view.canvas.shape)}, as view.canvas"
-            raise refuse(f"{name} of mj.propose", _describe(value), allowed)
+            raise refuse(f"{name} of mj.rules.propose", _describe(value), allowed)
     at = jnp.arange(canvas.shape[0], dtype=jnp.int32)
     return Proposal(canvas, canvas if answer is None else answer, view.used, at)
 

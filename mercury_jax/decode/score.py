@@ -33,12 +33,18 @@ class Score(NamedTuple):
 
     The fields are numbers for one answer, and arrays [B] for a list of answers. The bound is exact, with `se` 0, for
     autoregressive models and for canvases of one token. Otherwise `se` is NaN if `samples` is 1.
+
+    Attributes:
+        log_p: Log-likelihood of each answer, or its bound: the mean over the samples.
+        se: Standard error of that mean.
+        tokens: Number of tokens of each answer.
+        samples: Noised canvases per row; 0: one causal pass, exact.
     """
 
-    log_p: float | np.ndarray  # mean over the samples
-    se: float | np.ndarray  # standard error of that mean
-    tokens: int | np.ndarray  # length of the answer
-    samples: int  # noised canvases per row; 0: one causal pass, exact
+    log_p: float | np.ndarray
+    se: float | np.ndarray
+    tokens: int | np.ndarray
+    samples: int
 
     @property
     def nats_per_token(self) -> float | np.ndarray:

@@ -38,17 +38,29 @@ from mercury_jax.types import LM, Key, Params, Proposal, View
 
 @dataclass(frozen=True)
 class SearchOutput:
-    """The best answer to each of P prompts, and the n answers that it was chosen from."""
+    """The best answer to each of P prompts, and the n answers that it was chosen from.
 
-    texts: list[str]  # of the highest reward, one per prompt
-    rewards: np.ndarray  # float [P], of these
-    answers: list[list[str]] = field(repr=False)  # all n of each prompt
-    answer_rewards: np.ndarray = field(repr=False)  # float [P, n]
-    weights: np.ndarray = field(repr=False)  # float [P, n], of the answers as samples of the target; sum to 1
-    forwards: np.ndarray  # int [P], denoising passes of a prompt's n rows together (NFE)
-    passes: int  # of the device loop, encoding included
-    ess: np.ndarray = field(repr=False)  # float [R, P], effective sample size at each of the R evaluations
-    resampled: np.ndarray = field(repr=False)  # bool [R, P]
+    Attributes:
+        texts: Answers of the highest reward, one per prompt.
+        rewards: float [P], rewards of `texts`.
+        answers: All n answers to each prompt.
+        answer_rewards: float [P, n], rewards of `answers`.
+        weights: float [P, n], weights of the answers as samples of the target; sum to 1.
+        forwards: int [P], denoising passes of a prompt's n rows together (NFE).
+        passes: Passes of the device loop, encoding included.
+        ess: float [R, P], effective sample size at each of the R evaluations.
+        resampled: bool [R, P], whether the answers were resampled at each evaluation.
+    """
+
+    texts: list[str]
+    rewards: np.ndarray
+    answers: list[list[str]] = field(repr=False)
+    answer_rewards: np.ndarray = field(repr=False)
+    weights: np.ndarray = field(repr=False)
+    forwards: np.ndarray
+    passes: int
+    ess: np.ndarray = field(repr=False)
+    resampled: np.ndarray = field(repr=False)
 
     @property
     def text(self) -> str:

@@ -31,18 +31,26 @@ class Session:
     Pass it to `sample(..., state=)` to continue. A finished session continues with new text or messages, and does not
     encode the earlier tokens again. A session that was stopped by `passes=` continues where it stopped, with
     `prompt=None`. The same session can be continued several times.
+
+    Attributes:
+        config: Static configuration of the decoder.
+        state: State of all rows.
+        rows: Number of rows of the request; further rows of the state pad it to its bucket.
+        mesh: The mesh whose devices decode rows of their own; None: all rows together.
+        prompts: Prompts of the rows.
+        stops: Stop texts of each row; []: no row has any.
+        stopped: Answers of rows that a stop text has ended.
+        n: Number of answers to each prompt.
     """
 
     config: DecodeConfig = field(repr=False)
     state: State = field(repr=False)
-    rows: int  # rows of the request; further rows of the state pad it to its bucket
-    mesh: Mesh | None = field(repr=False)  # devices decode rows of their own; None: all rows together
+    rows: int
+    mesh: Mesh | None = field(repr=False)
     prompts: list[Prompt] = field(repr=False, default_factory=list)
-    stops: list[tuple[str, ...]] = field(repr=False, default_factory=list)  # of each row; []: no row has any
-    stopped: dict[int, str] = field(
-        repr=False, default_factory=dict
-    )  # answers of rows that a stop text has ended
-    n: int = 1  # answers to each prompt
+    stops: list[tuple[str, ...]] = field(repr=False, default_factory=list)
+    stopped: dict[int, str] = field(repr=False, default_factory=dict)
+    n: int = 1
 
     @property
     def done(self) -> bool:

@@ -38,19 +38,33 @@ from mercury_jax.types import LM, shortened
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """One answer after a pass. Arrays have one entry per token of the answer so far."""
+    """One answer after a pass. Arrays have one entry per token of the answer so far.
 
-    text: str  # the answer up to an end of text, including tokens that are not accepted yet
-    tokens: np.ndarray  # int32 [t]
-    accepted: np.ndarray  # bool [t]: the canvas holds this token; the others are the current guess
-    confidence: np.ndarray  # float32 [t], probability of the argmax; 1 in finished blocks
-    start: int  # index of the first token of the active block
-    step: int  # denoising and verifying passes of this row so far
-    forwards: int  # the same number, under its name in `Output` (NFE)
+    Attributes:
+        text: The answer up to an end of text, including tokens that are not accepted yet.
+        tokens: int32 [t], ids of `text`.
+        accepted: bool [t], whether the canvas holds this token; the others are the current guess.
+        confidence: float32 [t], probability of the argmax; 1 in finished blocks.
+        start: Index of the first token of the active block.
+        step: Denoising and verifying passes of this row so far.
+        forwards: The same number, under its name in `Output` (NFE).
+        done: Whether the row has finished.
+        thinking: The thinking of a conversation; None: without thinking.
+        row: Index of the answer: i * n + k for answer k to prompt i.
+        tokenizer: The model's tokenizer.
+    """
+
+    text: str
+    tokens: np.ndarray
+    accepted: np.ndarray
+    confidence: np.ndarray
+    start: int
+    step: int
+    forwards: int
     done: bool
-    thinking: str | None = None  # the thinking of a conversation; None: without thinking
-    row: int = 0  # index of the answer: i * n + k for answer k to prompt i
-    tokenizer: AnyTokenizer | None = field(repr=False, compare=False, default=None)  # of the model
+    thinking: str | None = None
+    row: int = 0
+    tokenizer: AnyTokenizer | None = field(repr=False, compare=False, default=None)
 
     def __repr__(self) -> str:
         tokens = f"{int(self.accepted.sum())} of {len(self.tokens)} tokens accepted"

@@ -1,7 +1,7 @@
 """GRPO for diffusion models: a clipped policy gradient on estimates of each token's log-probability.
 
 A diffusion model has no tractable log p of an answer. `GRPO.estimator` selects an estimate: diffu-GRPO, coupled-GRPO,
-the ELBO, or the product along the recorded decoding trajectory (TraceRL); `mj.token_log_probs` defines them.
+the ELBO, or the product along the recorded decoding trajectory (TraceRL); `mj.rl.token_log_probs` defines them.
 `rollouts.py` makes the batches.
 """
 

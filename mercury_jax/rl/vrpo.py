@@ -63,9 +63,9 @@ class VRPO:
 
         -log sigmoid(beta [(B(chosen) - B_ref(chosen)) - (B(rejected) - B_ref(rejected))]), averaged over pairs.
 
-    B is the "elbo" estimate of `mj.token_log_probs`, summed over the answer. The three variance reductions of the paper
-    are all used: the budget of `samples` forward passes goes to different noise levels, each level has one mask, and
-    the policy and the reference see the same masks (antithetic sampling). The levels are stratified in addition.
+    B is the "elbo" estimate of `mj.rl.token_log_probs`, summed over the answer. The three variance reductions of the
+    paper are all used: the budget of `samples` forward passes goes to different noise levels, each level has one mask,
+    and the policy and the reference see the same masks (antithetic sampling). The levels are stratified in addition.
 
     Attributes:
         beta: Strength of the regularisation towards the reference policy (DPO's beta).

@@ -242,7 +242,7 @@ import mercury_jax as mj
 @mj.rule
 def least_certain(key, view, memory, *, share: float = 0.5):
     "Accepts every mask at once."
-    return mj.accept(view, view.masked), memory
+    return mj.rules.accept(view, view.masked), memory
 """
 
 

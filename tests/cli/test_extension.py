@@ -23,7 +23,7 @@ def every_second(key, view, memory, *, share: float = 0.5):
     """Accepts the masks whose argmax has at least the probability `share`, and the first mask always."""
     sure = view.stats.p_argmax >= share
     first = view.masked.cumsum() == 1
-    return mj.accept(view, view.masked & (sure | first)), memory
+    return mj.rules.accept(view, view.masked & (sure | first)), memory
 '''
 
 

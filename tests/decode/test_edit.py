@@ -52,7 +52,7 @@ def test_edit_writes_wrong_cells_of_a_sudoku_anew(several):
 def upper(key, view, memory):
     """Whatever stands there becomes the id above it, once."""
     first = view.editable & (view.step == 0)
-    return mj.propose(view, view.canvas + first), memory
+    return mj.rules.propose(view, view.canvas + first), memory
 
 
 @pytest.mark.long
@@ -69,7 +69,9 @@ def test_edit_starts_from_the_text_itself_and_never_changes_the_prompt(pattern):
 def tells_the_end(key, view, memory):
     """Each token of the text becomes 280 + the number of end-of-text tokens that the model was shown."""
     ends = (view.canvas == SPECIAL.eos) & (jnp.arange(view.canvas.shape[0]) < view.used)
-    return mj.propose(view, jnp.where(view.editable, 280 + ends.sum(), view.canvas).astype(jnp.int32)), memory
+    return mj.rules.propose(
+        view, jnp.where(view.editable, 280 + ends.sum(), view.canvas).astype(jnp.int32)
+    ), memory
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ def rule_that(change, **kind):
 
     @mj.rule(**kind)
     def mine(key, view, memory):
-        return change(mj.accept(view, view.masked), memory)
+        return change(mj.rules.accept(view, view.masked), memory)
 
     return mine()
 
@@ -47,7 +47,7 @@ def deciding(decide):
 
     @mj.rule
     def mine(key, view, memory):
-        return mj.accept(view, decide(view)), memory
+        return mj.rules.accept(view, decide(view)), memory
 
     return mine()
 
@@ -164,7 +164,7 @@ WRONG = {
     ),
     "a rule that accepts numbers": (
         lambda: sampled(sampler=deciding(lambda view: view.stats.p_sample)),
-        r"^the rule mine fails: which of mj.accept is 'float32\[8\]'; allowed: bool\[8\]",
+        r"^the rule mine fails: which of mj.rules.accept is 'float32\[8\]'; allowed: bool\[8\]",
     ),
     "a processor that asks a traced value": (
         lambda: sampled(sampler=Sampler(threshold(), (iffy(),))),
@@ -317,7 +317,7 @@ def test_a_sampler_is_checked_once_for_all_values_of_its_parameters():
     @mj.rule
     def counted(key, view, memory, *, p=0.5):
         calls.append(1)
-        return mj.accept(view, view.masked & (view.stats.p_sample > p)), memory
+        return mj.rules.accept(view, view.masked & (view.stats.p_sample > p)), memory
 
     for p in (0.0, 0.1, 0.2):
         mj.sample(tiny(), "x", max_tokens=4, sampler=counted(p), plan=mj.Plan(steps=1))

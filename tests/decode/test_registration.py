@@ -15,7 +15,7 @@ import mercury_jax as mj
 from mercury_jax.decode.registration import Finite, Probability
 
 KINDS = {
-    "rule": (mj.rules, "key, view, memory", "mj.accept(view, view.masked), memory"),
+    "rule": (mj.rules, "key, view, memory", "mj.rules.accept(view, view.masked), memory"),
     "logits_processor": (mj.processors, "logits, view", "logits * p"),
     "stopping_criterion": (mj.stopping, "view, proposal, memory", "view.step > p, memory"),
 }
@@ -49,9 +49,7 @@ def test_a_decorated_function_is_registered_under_its_own_name(kind):
 
 
 def test_a_notebooks_cell_may_run_twice_and_its_last_run_counts():
-    source = (
-        "@mj.rule\ndef users_own(key, view, memory, p={}):\n    return mj.accept(view, view.masked), memory"
-    )
+    source = "@mj.rule\ndef users_own(key, view, memory, p={}):\n    return mj.rules.accept(view, view.masked), memory"
     execute(source.format(0.1))
     execute(source.format(0.2))
     assert mj.rules.users_own().params == {"p": 0.2}
@@ -69,7 +67,9 @@ def test_a_module_may_be_imported_under_two_names():
 )
 def test_the_name_of_another_modules_rule_is_refused(decorator):
     name = "threshold" if "name" not in decorator else "users_own"
-    source = f"{decorator}\ndef {name}(key, view, memory):\n    return mj.accept(view, view.masked), memory"
+    source = (
+        f"{decorator}\ndef {name}(key, view, memory):\n    return mj.rules.accept(view, view.masked), memory"
+    )
     with pytest.raises(ValueError, match="mercury_jax.decode.rules.masked defines threshold"):
         execute(source)
     assert mj.rules.threshold().params == {"p": 0.9}
@@ -78,10 +78,12 @@ def test_the_name_of_another_modules_rule_is_refused(decorator):
 def test_a_function_inside_another_one_is_a_value_only():
     @mj.rule
     def users_own(key, view, memory):
-        return mj.accept(view, view.masked), memory
+        return mj.rules.accept(view, view.masked), memory
 
     assert users_own().name == "users_own" and "users_own" not in mj.rules.ALL
-    assert mj.rule(lambda key, view, memory: (mj.accept(view, view.masked), memory))().name == "<lambda>"
+    assert (
+        mj.rule(lambda key, view, memory: (mj.rules.accept(view, view.masked), memory))().name == "<lambda>"
+    )
     assert "<lambda>" not in mj.rules.ALL
 
 
@@ -144,8 +146,8 @@ def test_numbers_of_rows_are_checked_one_by_one_and_traced_ones_pass():
 
 def test_a_rule_of_ones_own_states_its_range_and_is_checked():
     @mj.rule
-    def mine(key, view, memory, *, p: Annotated[float, mj.Between(0, 1)] = 0.5, free=3.0):
-        return mj.accept(view, view.masked), memory
+    def mine(key, view, memory, *, p: Annotated[float, mj.rules.Between(0, 1)] = 0.5, free=3.0):
+        return mj.rules.accept(view, view.masked), memory
 
     assert mine(1, -7.0).params == {"p": 1.0, "free": -7.0}
     for wrong in (dict(p=2), dict(p="1"), dict(p=True), dict(free=math.nan), dict(free=None)):
@@ -155,7 +157,7 @@ def test_a_rule_of_ones_own_states_its_range_and_is_checked():
 
 def test_a_range_may_be_stated_by_the_name_of_an_alias():
     def mine(key, view, memory, p: Probability = 0.5, q=1.0):
-        return mj.accept(view, view.masked), memory
+        return mj.rules.accept(view, view.masked), memory
 
     mine.__annotations__ |= {"p": "Probability", "q": "NameOfALocalScope"}
     assert set(mj.rule(mine).ranges) == {"p"}
@@ -167,10 +169,10 @@ def test_ranges_say_what_they_hold():
     said = {
         str(x): x
         for x in (
-            mj.Between(0, 1),
-            mj.Between(0, 3, integer=True),
-            mj.AtLeast(1, integer=True),
-            mj.Above(0),
+            mj.rules.Between(0, 1),
+            mj.rules.Between(0, 3, integer=True),
+            mj.rules.AtLeast(1, integer=True),
+            mj.rules.Above(0),
             Finite(),
         )
     }
@@ -178,7 +180,7 @@ def test_ranges_say_what_they_hold():
         "a number in [0, 1]", "a whole number in [0, 3]", "a whole number, 1 or more", "a number, above 0",
         "a number, finite",
     ]  # fmt: skip
-    assert str(mj.AtLeast(0, infinite=True)) == "a number, 0 or more, or infinity"
+    assert str(mj.rules.AtLeast(0, infinite=True)) == "a number, 0 or more, or infinity"
 
 
 def test_truncation_by_all_of_the_probability_keeps_every_id():

@@ -68,17 +68,17 @@ def test_the_commit_step_is_the_first_pass_whose_frame_shows_the_token_as_accept
 def test_log_probs_are_those_of_the_pass_that_accepted_the_token(pattern):
     # Recomputed from the answers by passes without a cache: tokens that were accepted later are masked.
     lm, r = tiny(pattern), drawn(pattern)
-    again = mj.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory")
+    again = mj.rl.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory")
     np.testing.assert_allclose(again, r.log_probs, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_merged_passes_lose_a_little_and_one_pass_is_the_fully_masked_answer():
     lm, r = tiny("bidirectional"), drawn("bidirectional")
-    one = mj.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory", passes=1)
-    full = mj.token_log_probs(lm, lm.params, r.batch(lm), KEY, mask_prompt=0.0)
+    one = mj.rl.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory", passes=1)
+    full = mj.rl.token_log_probs(lm, lm.params, r.batch(lm), KEY, mask_prompt=0.0)
     np.testing.assert_allclose(one, full, atol=1e-5)
-    some = mj.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory", passes=4)
+    some = mj.rl.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory", passes=4)
     assert not np.allclose(some, one, atol=1e-3) and not np.allclose(some, r.log_probs, atol=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_of_a_remasked_token_the_last_acceptance_counts():
     ):  # accepts everything, puts the first half back to the mask, accepts it again
         canvas = jnp.where(view.masked, view.stats.sample, view.canvas)
         back = view.editable & (jnp.arange(canvas.shape[0]) < 4) & (view.step == 0)
-        return mj.propose(view, jnp.where(back, view.noise, canvas), canvas), memory
+        return mj.rules.propose(view, jnp.where(back, view.noise, canvas), canvas), memory
 
     r = mj.rollout(tiny(), "x y", max_tokens=8, sampler=twice(), plan=mj.Plan(block=8, steps=2))
     assert r.commit_step[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0] and r.forwards.tolist() == [2]
@@ -174,8 +174,8 @@ def under(lm, masked):
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_diffu_grpo_without_masks_in_the_prompt_is_the_fully_masked_pass(pattern):
     lm = tiny(pattern)
-    batch = mj.answer_batch(lm, [PROMPT], [ANSWER])
-    found = mj.token_log_probs(lm, lm.params, batch, KEY, mask_prompt=0.0)
+    batch = mj.rl.answer_batch(lm, [PROMPT], [ANSWER])
+    found = mj.rl.token_log_probs(lm, lm.params, batch, KEY, mask_prompt=0.0)
     np.testing.assert_allclose(found[0], under(lm, [1, 1, 1]), atol=1e-5)
 
 
@@ -184,11 +184,11 @@ def test_diffu_grpo_without_masks_in_the_prompt_is_the_fully_masked_pass(pattern
 def test_diffu_grpo_masks_prompt_tokens_of_every_copy(pattern):
     # All prompt tokens masked: whatever they were, the answer's log-probabilities are those of a prompt of masks.
     lm = tiny(pattern)
-    batch = mj.answer_batch(lm, [PROMPT, PROMPT[::-1]], [ANSWER, ANSWER])
-    found = mj.token_log_probs(lm, lm.params, batch, KEY, mask_prompt=1.0)
+    batch = mj.rl.answer_batch(lm, [PROMPT, PROMPT[::-1]], [ANSWER, ANSWER])
+    found = mj.rl.token_log_probs(lm, lm.params, batch, KEY, mask_prompt=1.0)
     masked = exact(lm, [lm.corruption.mask] * len(PROMPT), [lm.corruption.mask] * 3)[np.arange(3), ANSWER]
     np.testing.assert_allclose(found, np.stack([masked, masked]), atol=1e-5)
-    half = mj.token_log_probs(lm, lm.params, batch, KEY, mask_prompt=0.5)
+    half = mj.rl.token_log_probs(lm, lm.params, batch, KEY, mask_prompt=0.5)
     assert not np.allclose(half[0], found[0], atol=1e-3) and not np.allclose(
         half[0], under(lm, [1, 1, 1]), atol=1e-3
     )
@@ -197,8 +197,8 @@ def test_diffu_grpo_masks_prompt_tokens_of_every_copy(pattern):
 @pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_coupled_grpo_is_one_of_the_complementary_pairs(pattern):
     lm, ratio = tiny(pattern), 0.4
-    batch = mj.answer_batch(lm, [PROMPT], [ANSWER])
-    estimate = jax.jit(lambda key: mj.token_log_probs(
+    batch = mj.rl.answer_batch(lm, [PROMPT], [ANSWER])
+    estimate = jax.jit(lambda key: mj.rl.token_log_probs(
         lm, lm.params, batch, key, estimator="coupled_grpo", ratios=(ratio, ratio)
     )[0])  # fmt: skip
     pairs = {}
@@ -218,12 +218,12 @@ def test_coupled_grpo_is_one_of_the_complementary_pairs(pattern):
 @pytest.mark.parametrize("pattern", slow_except(["causal_encoder", "bidirectional"], "causal_encoder"))
 def test_the_expectation_of_elbo_is_the_bound_that_enumeration_gives(pattern):
     lm = tiny(pattern)
-    batch = mj.answer_batch(lm, [PROMPT], [ANSWER])
+    batch = mj.rl.answer_batch(lm, [PROMPT], [ANSWER])
     subsets = [m for m in itertools.product([0, 1], repeat=3) if any(m)]
     count = {1: 3, 2: 3, 3: 1}
     want = sum(3 / sum(m) * np.dot(m, under(lm, m)) / 3 / count[sum(m)] for m in subsets)
     found = jax.jit(jax.vmap(
-        lambda key: mj.token_log_probs(lm, lm.params, batch, key, estimator="elbo", samples=6).sum()
+        lambda key: mj.rl.token_log_probs(lm, lm.params, batch, key, estimator="elbo", samples=6).sum()
     ))(jax.random.split(KEY, 200))  # fmt: skip
     error = float(found.std() / np.sqrt(200))
     assert abs(float(found.mean()) - want) < 4 * error < 0.5
@@ -235,12 +235,12 @@ def test_the_expectation_of_elbo_is_the_bound_that_enumeration_gives(pattern):
 @pytest.mark.slow
 def test_of_one_token_all_estimators_know_the_exact_value(pattern):
     lm = tiny(pattern)
-    batch = mj.answer_batch(lm, [PROMPT], [ANSWER[:1]], commit_step=[[0]])
+    batch = mj.rl.answer_batch(lm, [PROMPT], [ANSWER[:1]], commit_step=[[0]])
     want = exact(lm, PROMPT, [lm.corruption.mask])[0, ANSWER[0]]
     for estimator, more in (("diffu_grpo", dict(mask_prompt=0.0)), ("elbo", {}), ("trajectory", {})):
-        found = mj.token_log_probs(lm, lm.params, batch, KEY, estimator=estimator, **more)
+        found = mj.rl.token_log_probs(lm, lm.params, batch, KEY, estimator=estimator, **more)
         np.testing.assert_allclose(found, [[want]], atol=1e-5)
-    half = mj.token_log_probs(lm, lm.params, batch, KEY, estimator="coupled_grpo", ratios=(0.5, 0.5))
+    half = mj.rl.token_log_probs(lm, lm.params, batch, KEY, estimator="coupled_grpo", ratios=(0.5, 0.5))
     np.testing.assert_allclose(half, [[1.5 * want]], atol=1e-4)  # as the reference: the pair counts it twice
 
 
@@ -250,7 +250,7 @@ def test_it_is_differentiable_and_one_program_serves_other_answers(estimator):
     lm = tiny("block_causal")
     chex.clear_trace_counter()  # it counts by the code of a function, so over all estimators
     traced = chex.assert_max_traces(
-        lambda params, batch, key: mj.token_log_probs(
+        lambda params, batch, key: mj.rl.token_log_probs(
             lm,
             params,
             batch,
@@ -263,7 +263,7 @@ def test_it_is_differentiable_and_one_program_serves_other_answers(estimator):
     slope = jax.jit(jax.grad(traced))
     for prompts, answers in (([PROMPT, [5, 6]], [[40, 41], [42] * 6]), ([[9], [7, 8, 9]], [[50] * 6, [51]])):
         steps = [list(range(len(answer))) for answer in answers]
-        batch = mj.answer_batch(lm, prompts, answers, size=6, commit_step=steps)
+        batch = mj.rl.answer_batch(lm, prompts, answers, size=6, commit_step=steps)
         grad = jax.tree.map(np.asarray, slope(lm.params, batch, KEY))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(grad))
         assert max(np.abs(x).max() for x in jax.tree.leaves(grad)) > 1e-3
@@ -273,10 +273,10 @@ def test_padding_and_neighbours_change_nothing():
     lm = tiny("block_causal")
     how = dict(estimator="trajectory", passes=3)
     answers, prompts = [[40, 41], [42, 43, 44, 45, 46]], [PROMPT, [5, 6, 7]]
-    both = mj.answer_batch(lm, prompts, answers, commit_step=[[0, 1], [2, 0, 1, 1, 0]])
-    alone = mj.answer_batch(lm, prompts[:1], answers[:1], commit_step=[[0, 1]])
-    found = mj.token_log_probs(lm, lm.params, both, **how)
-    np.testing.assert_allclose(found[0, :2], mj.token_log_probs(lm, lm.params, alone, **how)[0], atol=1e-5)
+    both = mj.rl.answer_batch(lm, prompts, answers, commit_step=[[0, 1], [2, 0, 1, 1, 0]])
+    alone = mj.rl.answer_batch(lm, prompts[:1], answers[:1], commit_step=[[0, 1]])
+    found = mj.rl.token_log_probs(lm, lm.params, both, **how)
+    np.testing.assert_allclose(found[0, :2], mj.rl.token_log_probs(lm, lm.params, alone, **how)[0], atol=1e-5)
     assert (found[0, 2:] == 0).all()
 
 
@@ -289,7 +289,7 @@ def test_a_policy_gradient_raises_the_reward():
     assert r.rewards is not None
     batch, advantage = r.batch(lm), r.rewards - r.rewards.mean()
     value = lambda params: (
-        advantage[:, None] * mj.token_log_probs(lm, params, batch, KEY, mask_prompt=0.0)
+        advantage[:, None] * mj.rl.token_log_probs(lm, params, batch, KEY, mask_prompt=0.0)
     ).mean()
     before, slope = jax.value_and_grad(value)(lm.params)
     after = value(jax.tree.map(lambda p, g: p + 0.05 * g, lm.params, slope))
@@ -308,30 +308,35 @@ def test_a_policy_gradient_raises_the_reward():
         (lambda lm, b: mj.rollout(lm, "x", n=2, max_tokens=1, reward=lambda p, t: [1.0]), "what reward returned"),
         (lambda lm, b: mj.rollout(lm, "x", max_tokens=1, reward=lambda p, t: [float("nan")]), "nan for text 0"),
         (lambda lm, b: mj.rollout(lm, "x", temperature=-1.0), "temperature is -1.0"),
-        (lambda lm, b: mj.answer_batch(lm, "x", "y", size=0), "size is 0"),
-        (lambda lm, b: mj.answer_batch(lm, ["x", "y"], ["z"]), "prompts is"),
-        (lambda lm, b: mj.answer_batch(lm, "x", [[40, 999]]), "answers"),
-        (lambda lm, b: mj.answer_batch(lm, "x", [[40] * 300]), "prompt and answer 0"),
-        (lambda lm, b: mj.answer_batch(lm, "x", [[40, 41]], commit_step=[[1]]), "commit_step is"),
-        (lambda lm, b: mj.answer_batch(lm, "x", [[40, 41]], commit_step=[[0, 0]] * 2), "commit_step is"),
-        (lambda lm, b: mj.answer_batch(lm, "x", [[40]], size=3, commit_step=[[0, 0]]), "commit_step is"),
-        (lambda lm, b: mj.answer_batch(tiny(kind="uniform"), "x", "y"), "lm is"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, KEY, estimator="grpo"), "estimator is 'grpo'"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b), "key is None"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, 7), "key is 7"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, "x", KEY), "batch is"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, KEY, mask_prompt=2.0), "mask_prompt is 2.0"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, KEY, samples=0), "samples is 0"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, KEY, ratios=(0.2, 0.8)), "ratios is"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, KEY, estimator="coupled_grpo", ratios=(0, 1)), "ratios is"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, estimator="trajectory"), "commit_step"),
-        (lambda lm, b: mj.token_log_probs(lm, lm.params, b, estimator="trajectory", passes=0), "passes is 0"),
+        (lambda lm, b: mj.rl.answer_batch(lm, "x", "y", size=0), "size is 0"),
+        (lambda lm, b: mj.rl.answer_batch(lm, ["x", "y"], ["z"]), "prompts is"),
+        (lambda lm, b: mj.rl.answer_batch(lm, "x", [[40, 999]]), "answers"),
+        (lambda lm, b: mj.rl.answer_batch(lm, "x", [[40] * 300]), "prompt and answer 0"),
+        (lambda lm, b: mj.rl.answer_batch(lm, "x", [[40, 41]], commit_step=[[1]]), "commit_step is"),
+        (lambda lm, b: mj.rl.answer_batch(lm, "x", [[40, 41]], commit_step=[[0, 0]] * 2), "commit_step is"),
+        (lambda lm, b: mj.rl.answer_batch(lm, "x", [[40]], size=3, commit_step=[[0, 0]]), "commit_step is"),
+        (lambda lm, b: mj.rl.answer_batch(tiny(kind="uniform"), "x", "y"), "lm is"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, KEY, estimator="grpo"), "estimator is 'grpo'"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b), "key is None"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, 7), "key is 7"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, "x", KEY), "batch is"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, KEY, mask_prompt=2.0), "mask_prompt is 2.0"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, KEY, samples=0), "samples is 0"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, KEY, ratios=(0.2, 0.8)), "ratios is"),
+        (
+            lambda lm, b: mj.rl.token_log_probs(
+                lm, lm.params, b, KEY, estimator="coupled_grpo", ratios=(0, 1)
+            ),
+            "ratios is",
+        ),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, estimator="trajectory"), "commit_step"),
+        (lambda lm, b: mj.rl.token_log_probs(lm, lm.params, b, estimator="trajectory", passes=0), "passes is 0"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(call, names):
     lm = tiny()
     with pytest.raises(ValueError) as error:
-        call(lm, mj.answer_batch(lm, [PROMPT], [ANSWER]))
+        call(lm, mj.rl.answer_batch(lm, [PROMPT], [ANSWER]))
     assert names in str(error.value)
 
 

@@ -200,7 +200,7 @@ def test_a_rule_may_read_the_hidden_states_of_its_window(pattern):
     def judge(key, view, memory, states):
         logits = states(view.hidden)
         same = jnp.max(jnp.abs(jnp.where(view.logits > -1e29, logits - view.logits, 0.0))) < 1e-4
-        return mj.accept(view, view.masked & same), memory
+        return mj.rules.accept(view, view.masked & same), memory
 
     states = lambda hidden: hidden @ lm.params["embed"].T
     plain = mj.rule(needs_hidden=True)(lambda key, view, memory: judge(key, view, memory, states))()
@@ -215,7 +215,7 @@ def test_a_rule_may_read_the_hidden_states_of_its_window(pattern):
     guided = mj.sample(lm, ["def x"], max_tokens=8, sampler=plain, guidance=0.0, plan=mj.Plan(steps=5))
     assert guided.forwards.max() <= 2
     blind = mj.rule()(
-        lambda key, view, memory: (mj.accept(view, view.masked & (view.hidden is None)), memory)
+        lambda key, view, memory: (mj.rules.accept(view, view.masked & (view.hidden is None)), memory)
     )()
     assert mj.sample(lm, ["def x"], max_tokens=8, sampler=blind).forwards.max() <= 2
 

@@ -155,7 +155,7 @@ def test_batches_of_a_function_are_its_rows():
 def test_the_log_probabilities_of_a_rollout_are_those_of_its_trajectory(apply):
     lm = own(apply, eos=None)
     made = mj.rollout(lm, [PROMPT, [1, 2, 6]], n=2, max_tokens=4, sampler=mj.rules.random(), temperature=1.0)
-    again = mj.token_log_probs(lm, lm.params, made.batch(lm), estimator="trajectory")
+    again = mj.rl.token_log_probs(lm, lm.params, made.batch(lm), estimator="trajectory")
     np.testing.assert_allclose(again, made.log_probs, rtol=1e-4, atol=1e-4)
 
 
@@ -238,7 +238,7 @@ def test_every_rule_runs_or_says_what_it_needs(name):
 def test_leave_one_out_predictions_do_not_see_the_token_at_their_position():
     @mj.rule(leave_one_out=True)
     def blind(key, view, memory):
-        return mj.propose(view, view.leave_one_out.argmax), memory
+        return mj.rules.propose(view, view.leave_one_out.argmax), memory
 
     lm, text = own(masked), [1, 2, 3, 4, 5]
     found = mj.edit(lm, text, sampler=blind(), plan=mj.Plan(steps=1)).tokens[0]
@@ -269,7 +269,7 @@ def test_a_function_of_time_gets_the_time_of_each_step():
 
     @mj.rule
     def leftmost(key, view, memory):
-        return mj.accept(view, view.masked & (jnp.cumsum(view.masked) == 1)), memory
+        return mj.rules.accept(view, view.masked & (jnp.cumsum(view.masked) == 1)), memory
 
     out = mj.sample(own(clock), [5], max_tokens=4, sampler=leftmost())
     assert out.tokens[0].tolist() == [4, 3, 2, 1]

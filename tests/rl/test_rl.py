@@ -46,8 +46,8 @@ def test_padded_answers_have_the_same_log_probs_and_a_short_row_is_refused():
     lm, r, padded = drawn()
     assert padded.ids.shape == (8, 64) and padded.index.shape == (8, 64)
     for how in (dict(estimator="trajectory"), dict(estimator="diffu_grpo", key=KEY, mask_prompt=0.0)):
-        want = mj.token_log_probs(lm, lm.params, r.batch(lm), **how)
-        np.testing.assert_allclose(mj.token_log_probs(lm, lm.params, padded, **how), want, atol=1e-5)
+        want = mj.rl.token_log_probs(lm, lm.params, r.batch(lm), **how)
+        np.testing.assert_allclose(mj.rl.token_log_probs(lm, lm.params, padded, **how), want, atol=1e-5)
     with pytest.raises(ValueError, match="row is 8; allowed: 1[0-9] positions or more"):
         pad_answers(r.batch(lm), 8)
 
@@ -82,7 +82,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(estimator, normalise):
     share = 1 / lengths[:, None] / 8 if normalise == "answer" else 1 / lengths.sum()
 
     def plain(params):
-        log_p = mj.token_log_probs(lm, params, data.answers, jax.random.key(7), estimator=estimator)
+        log_p = mj.rl.token_log_probs(lm, params, data.answers, jax.random.key(7), estimator=estimator)
         return -(log_p * data.advantages[:, None] * share).sum()
 
     want = jax.jit(jax.grad(plain))(lm.params)
@@ -94,7 +94,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(estimator, normalise):
 @pytest.mark.long
 def test_what_left_the_clip_range_has_no_gradient_and_the_penalty_pulls_back():
     lm, data = tiny(), batch()
-    old = np.array(mj.token_log_probs(lm, lm.params, data.answers, jax.random.key(7)))
+    old = np.array(mj.rl.token_log_probs(lm, lm.params, data.answers, jax.random.key(7)))
     far = old - np.sign(data.advantages)[:, None]  # the new policy already moved by e where it should
     objective = rl.GRPO(estimator="diffu_grpo", clip=0.2)
     clipped, found = gradient(objective, batch(old=far))
@@ -119,7 +119,7 @@ def test_few_steps_is_the_cross_entropy_of_what_the_teacher_accepts_from_there_o
     lm, data = tiny(), batch(rewards=np.array([1, 0, 1, 1, 0, 1, 1, 1], np.float32))
     _, found = gradient(rl.FewSteps(certainty=0.0, early=1.0), data)
     whole = jnp.asarray(data.answers.order) >= 0
-    log_p = mj.token_log_probs(lm, lm.params, data.answers, KEY, mask_prompt=0.0)
+    log_p = mj.rl.token_log_probs(lm, lm.params, data.answers, KEY, mask_prompt=0.0)
     counted = np.asarray(whole).sum(1) * (data.rewards > 0)
     np.testing.assert_allclose(found.weight, counted)
     inside = np.asarray(data.editable)

@@ -61,7 +61,7 @@ def test_with_the_reference_as_policy_the_loss_is_log_2_and_its_gradient_that_of
         """By hand: chosen answers have even places, rejected ones odd places."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.answers)
         key = jax.random.key(batch.seed[0])
-        found = mj.token_log_probs(lm, params, flat, key, estimator="elbo", samples=2).sum(1)
+        found = mj.rl.token_log_probs(lm, params, flat, key, estimator="elbo", samples=2).sum(1)
         gap = found - reference
         margin = 0.5 * (gap[0::2] - gap[1::2])
         return jnp.log1p(jnp.exp(-margin)).mean(), margin

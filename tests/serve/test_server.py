@@ -364,7 +364,7 @@ import mercury_jax as mj
 @mj.rule(name="leftmost", noise="absorbing")
 def leftmost(key, view, memory, count=1.0):
     """Accepts the `count` leftmost masks."""
-    return mj.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
+    return mj.rules.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
 '''
 
 

@@ -9,15 +9,17 @@ uniform           uniform noise (EB-Sampler, DiffusionGemma, DUO)
 combined          several rules chosen per row; rules with drafts; planner and quality heads (P2, PRISM)
 
 The decorators of `registration.py` register every rule in `ALL`. `mj.rules.<name>` reads `ALL`, so it also finds rules
-that users define.
+that users define. A rule of one's own returns `accept` or `propose`, and declares the ranges of its parameters by
+`Param`, `Above`, `AtLeast` and `Between`.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from mercury_jax.decode.registration import RULES, no_such_part, rule
+from mercury_jax.decode.registration import RULES, Above, AtLeast, Between, no_such_part, rule
 from mercury_jax.decode.rules import combined, history, masked, position, remask, uniform, variable_length
 from mercury_jax.decode.rules.combined import leftmost_first, one_of
 from mercury_jax.decode.rules.masked import confidence_without
+from mercury_jax.decode.sampler import Param, accept, propose
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, p2, prism, self_speculation
@@ -58,6 +60,11 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
     from mercury_jax.decode.rules.variable_length import daedal, expand, levenshtein
 
 ALL = RULES
+# What is no rule here: combinations of rules, and what a rule of one's own needs.
+HELPERS = (
+    "ALL", "Above", "AtLeast", "Between", "Param", "accept", "confidence_without", "leftmost_first", "one_of",
+    "propose",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -67,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(["ALL", "confidence_without", "leftmost_first", "one_of", *RULES])
+    return sorted([*HELPERS, *RULES])
