@@ -140,6 +140,8 @@ def model_cases(small: bool = False) -> list[GpuCase]:
     for kind in kinds:
         args = {"model": name, "quantise": kind, "batch": 1, "prefix": prefix, "turns": 3}
         todo.append((f"decoding {name}, {kind or BF16}", "decoding", args, 240.0))
+        long = args | {"prefix": 64 if small else 256, "tokens": 64 if small else 1024}
+        todo.append((f"decoding {name}, {kind or BF16}, {long['tokens']} tokens", "decoding", long, 240.0))
         if not small:
             todo.append((f"decoding {name}, {kind or BF16}, {LOOPS}", "decoding", args, 240.0))
     args = {"model": name, "prefix": prefix, "device": "cpu" if small else "cuda"}

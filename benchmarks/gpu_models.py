@@ -42,11 +42,13 @@ def decoding(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
 
     Args:
-        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `tokens` of an answer (default: one
+            canvas), `turns` that are timed.
         stage: Called with what is being done.
 
     Yields:
-        One row with `seconds_per_forward`, bytes and FLOP of a pass.
+        One row with `seconds_per_forward`, bytes and FLOP of a pass, and `tokens_per_second_of_a_call`, prefill
+        included.
     """
     lm, call = decoding_call(args, stage)
     c, batch, prefix = lm.model.config, args["batch"], args["prefix"]
@@ -57,6 +59,8 @@ def decoding(args: Row, stage: Stage) -> Iterator[Row]:
     pairs = [(call(FEW, n), call(MANY, n)) for n in range(args["turns"])]
     each = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
     seconds, (bytes, flops) = statistics.median(each), load(lm, batch, prefix)
+    tokens = args.get("tokens", c.block)
+    whole = statistics.median(call(DENOISING, n)[0] for n in range(args["turns"]))
     if seconds <= 0:
         why = f"{MANY} steps took no longer than {FEW}: too small to time here"
         yield {"model": args["model"], "left_out": why}
@@ -67,6 +71,7 @@ def decoding(args: Row, stage: Stage) -> Iterator[Row]:
         "canvas": c.block, "passes": [a[1] for a in pairs[0]], "seconds_per_forward": seconds,
         "seconds_per_forward_all": each, "seconds_of_a_call": statistics.median(b[0] for _, b in pairs),
         "first_call_seconds": first, "tokens_per_second": c.block * batch / (seconds * (DENOISING + 1)),
+        "max_tokens": tokens, "tokens_per_second_of_a_call": batch * tokens / whole,
         "bytes": bytes, "flops": flops, "parameter_bytes": size(lm.params), "peak_bytes": peak(),
         "kernels": status["rule"], "kernels_on": status["on"], "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }  # fmt: skip

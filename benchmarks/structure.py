@@ -167,6 +167,7 @@ def counts(found: list[Source]) -> dict[str, float]:
         "median_lines": statistics.median(lines),
         "longest": max(lines),
         "functions": defined,
+        "functions_per_1000_code_lines": round(1000 * defined / code, 1),
         "comment_share": round(comments / (code + comments), 4),
         "public": sum(len(list(public(source))) for source in found),
         "undocumented": len(undocumented(found)),

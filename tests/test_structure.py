@@ -11,7 +11,7 @@ SOURCES = structure.sources()
 COUNTS = structure.counts(SOURCES)
 
 # The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks.
-AT_MOST = {"files": 247, "code_lines": 42_200}
+AT_MOST = {"files": 247, "code_lines": 42_188, "functions_per_1000_code_lines": 76.8}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, a kernel and its form for one chip, and the like.
@@ -25,8 +25,6 @@ SAME_NAME = {
     "grouped_matmul.py": {"kernels", "kernels/hopper"},
     "infill.py": {"cli", "decode"},
     "masked.py": {"decode/rules", "training/objectives"},
-    "qk_norm_rope.py": {"kernels", "kernels/hopper"},
-    "quantised_rows.py": {"kernels", "kernels/hopper"},
     "report.py": {"cli", "training"},
     "request.py": {"decode", "serve/engine"},
     "runner.py": {"bench/gpu", "evaluate"},
@@ -59,6 +57,4 @@ def test_a_file_name_stands_for_several_files_only_where_the_folder_says_which()
         name: {path.rpartition("/")[0] for path in paths}
         for name, paths in structure.twice(structure.files(SOURCES)).items()
     }
-    assert {
-        name: folders for name, folders in found.items() if not folders <= SAME_NAME.get(name, set())
-    } == {}
+    assert found == SAME_NAME

@@ -290,7 +290,8 @@ def norms(
     """Computes RMS norms of hidden states with some factors; of a `ResidualStream` in the kernel, if there is one.
 
     Args:
-        rounded: Dtypes of 8 bits of the norms of a stream, from `row_dtype`, or None.
+        rounded: Dtypes of 8 bits to which the kernel rounds the norms of a stream, from `row_dtype`, or None. What no
+            kernel computes stays as it is: the products round it.
     """
     if not isinstance(x, ResidualStream):
         return x, [(plain_norms.rms_normalise(x, eps) * factor).astype(x.dtype) for factor in factors]

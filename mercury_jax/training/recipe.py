@@ -148,7 +148,7 @@ class TrainConfig:
         init: A saved model to start from, its tokenizer included; "": fresh parameters.
         ignore_config: Keys of config.json of `init` that change no logit, by your word.
         out: Folder of the run; "": runs/<name>.
-        resume: Continue from the newest checkpoint in `out`, or begin if there is none.
+        resume: Continue from the newest checkpoint in `out`; start a new run if `out` has no checkpoint.
         distributed: Several processes: start jax.distributed (SLURM, GKE, ... are detected).
         join_timeout: Seconds within which all processes must have started.
         heartbeat: Seconds without a heartbeat after which a process counts as dead, and the job ends.

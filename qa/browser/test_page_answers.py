@@ -116,7 +116,7 @@ def test_thinking_is_folded(page, nano):
 
 
 def test_a_tool_is_called_and_its_result_goes_back(wide, nano):
-    """The embedded model was not trained on tools; the grammar makes the call valid all the same."""
+    """The embedded model was not trained on tools. The grammar makes the call valid."""
     open_page(wide, nano)
     wide.uncheck("#compare")
     wide.locator("#tools-box summary").click()

@@ -11,7 +11,7 @@ from benchmarks.serving_client import BrokenResponse, LoadRequest
 from qa.load.load_clients import MODEL, disconnecting_clients, requests, resources, run, wait_for_counters
 
 MEBI = 1 << 20
-FULL = 500  # with at least so many clients, times are checked too
+FULL = 500  # number of clients from which on times are checked, too
 
 
 async def quiet(client):

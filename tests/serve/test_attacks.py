@@ -81,7 +81,7 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("field", TOO_MUCH)
 def test_05_numbers_out_of_range_are_refused_before_anything_is_allocated(nano, field):
-    # With so many slots the values themselves are refused; a prompt that is too long would have an error code.
+    # The prompt fits into 2,000,000 slots, so the value is refused and not its length, whose error has a code.
     scripted_app = ScriptedApp(nano, slots=2 * 10**6)
     more = {"logprobs": True} if field == "top_logprobs" else {}
     for value in TOO_MUCH[field]:

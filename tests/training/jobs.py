@@ -72,11 +72,11 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def begin(root: Path, processes: int, out: str, *more: str, only: Sequence[int] | None = None) -> list:
-    """`mercury train` in so many processes, which know of each other by the variables that JAX names.
+    """Starts `mercury train` in several processes, which find each other by JAX's environment variables.
 
     Args:
         root: Where the recipe is.
-        processes: How many.
+        processes: Number of processes.
         out: The run's folder in `root`.
         more: Options.
         only: Start only these of the processes.

@@ -38,7 +38,7 @@ GRAPHS = ("XLA_FLAGS", GRAPH_FLAGS)
 
 
 class Unmeasured(RuntimeError):
-    """The device failed before its roofline was measured."""
+    """The device failed before any case ran."""
 
     exit_code = 1
 

@@ -53,10 +53,10 @@ def find(name: str) -> ap.ModelSource:
 
 
 def decoding_call(args: Row, stage: Stage) -> tuple[LM, Callable[..., tuple[float, int]]]:
-    """A model with random weights, and a call of `mj.sample` that decodes one canvas with it.
+    """A model with random weights, and a call of `mj.sample` that decodes with it.
 
     Args:
-        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts.
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `tokens` of an answer (default: one canvas).
     """
     found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
     stage(f"filling the weights of {found.name}")
@@ -67,7 +67,8 @@ def decoding_call(args: Row, stage: Stage) -> tuple[LM, Callable[..., tuple[floa
 
     def call(steps: int, seed: int = 0) -> tuple[float, int]:
         out, seconds = timed(lambda: mj.sample(
-            lm, prompts, max_tokens=c.block, sampler=rule, plan=Plan(block=c.block, steps=steps), seed=seed
+            lm, prompts, max_tokens=args.get("tokens", c.block), sampler=rule, seed=seed,
+            plan=Plan(block=c.block, steps=steps),
         ))  # fmt: skip
         return seconds, out.passes
 

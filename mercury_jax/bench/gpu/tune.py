@@ -216,10 +216,8 @@ def _attention(shape: Row, device: Device | None, calls: int) -> Tunable:
         return result, result[0]
 
     (q, k, v, ranges), sets = drawn[0][0], [given[1:] for given, _ in drawn]
-    form, moved = (
-        attention_form(q, k, a.softcap),
-        sum(x.nbytes for x in jax.tree.leaves((k, v))) + 2 * q.nbytes,
-    )
+    form = attention_form(q, k, a.softcap)
+    moved = sum(x.nbytes for x in jax.tree.leaves((k, v))) + 2 * q.nbytes
     shapes = attention_kernel.shapes_of(AttentionCall(q, k, v, ranges, 1.0))
     default, unfit = choices("attention", shape, device)
     return Tunable(

@@ -35,7 +35,7 @@ def run(
     eps: float,
     device: Device | None = None,
 ) -> tuple[Float[Array, "B T H K"], KVArrays]:
-    """Computes `kernels.fused_norms.norm_rope_write`."""
+    """Computes `models.rope.norm_rope_write`."""
     (batch, tokens, heads, width), groups = x.q.shape, x.k.shape[2]
     per_group, count = heads // groups, batch * tokens
     # XLA computes the projections as one product, of which this concatenation is the whole: it reads no copies.

@@ -38,7 +38,7 @@ def residual_norms(
     rounded: tuple[Any, ...] = (),
     device: Device | None = None,
 ) -> tuple[Float[Array, "M D"], list[Rows]]:
-    """Computes `kernels.fused_norms.residual_norms`."""
+    """Computes `models.norms.residual_norms`."""
     interpret = None if device is None else device.interpret
     inputs, structure = jax.tree.flatten((x, residual, factors))
     like: Any = lambda dtype: jax.ShapeDtypeStruct(x.shape, dtype)
