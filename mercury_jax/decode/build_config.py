@@ -7,7 +7,7 @@ decides which method decodes.
 from __future__ import annotations
 
 import functools
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,9 +124,9 @@ def check_functions(config: DecodeConfig, sampling: SamplingParams, params: Para
         return
     if callable(sampling.sampler.rule.needs_hidden):  # its head needs what the model computes
         return
-    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-    leaves, tree = jax.tree.flatten(jax.tree.map(shape, (sampling, params)))
-    _trace_pass(config, tree, tuple(leaves))
+    leaves, tree = jax.tree.flatten((sampling, params))
+    shapes = (jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in leaves)
+    _trace_pass(config, tree, tuple(shapes))
 
 
 def _is_ours(function: Any) -> bool:
@@ -157,27 +157,53 @@ def _silent(model: Model) -> Model:
 @functools.lru_cache(maxsize=512)
 def _trace_pass(config: DecodeConfig, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> None:
     """Traces the first state of two rows and one pass from it, and checks the shapes of what a method returns."""
-    (sampling, params), method = tree.unflatten(leaves), config.method
-    sampling = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), sampling)
+    method, name = config.method, f"of the method {config.method.name}"
+    config = config._replace(model=_silent(config.model))
     zero, none = np.zeros(2, np.int32), np.zeros((2, config.slots_after), bool)
     rows = Rows(none * 1, none, zero, zero + 1, zero, none, zero, zero + 1, zero)
-    config, name = config._replace(model=_silent(config.model)), f"of the method {method.name}"
     # The parts of a sampler name themselves in their errors; a step of this package adds nothing to that.
     call = (lambda _, function, *args: function(*args)) if _is_ours(method.step) else call_part
-    state = call(f"init {name}", jax.eval_shape, lambda s: first_state(config, s, rows), sampling)
-    if any(x.shape[:1] != (2,) for x in jax.tree.leaves(state.method)):
-        shapes = [x.shape for x in jax.tree.leaves(state.method)]
-        raise refuse(
-            f"what init {name} returned for 2 rows", shapes, "arrays [2, ...]: one entry for each row"
-        )
-    made = call(f"step {name}", jax.eval_shape, partial(method.step, config), params, state)
-    allowed = "(state, frame): the state with its shapes and dtypes unchanged, and a Frame"
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Frame)):
-        raise refuse(f"what step {name} returned", type(made).__name__, allowed)
-    form = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-    changed = [a for a, b, c in zip(State._fields, made[0], state, strict=True) if form(b) != form(c)]
-    if changed:
-        raise refuse(f"what step {name} returned", f"another {', '.join(changed)}", allowed)
+
+    def begin(given: tuple[SamplingParams, Params]) -> tuple[State, Params]:
+        sampling = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (2, *x.shape[1:])), given[0])
+        state = call(f"init {name}", first_state, config, sampling, rows)
+        shapes = [np.shape(x) for x in jax.tree.leaves(state.method)]
+        if any(shape[:1] != (2,) for shape in shapes):
+            allowed = "arrays [2, ...]: one entry for each row"
+            raise refuse(f"what init {name} returned for 2 rows", shapes, allowed)
+        return state, given[1]
+
+    def step(given: tuple[State, Params]) -> Any:
+        made = call(f"step {name}", method.step, config, given[1], given[0])
+        allowed = "(state, frame): the state with its shapes and dtypes unchanged, and a Frame"
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Frame)):
+            raise refuse(f"what step {name} returned", type(made).__name__, allowed)
+        fields = zip(State._fields, made[0], given[0], strict=True)
+        changed = [field for field, new, old in fields if _form(new) != _form(old)]
+        if changed:
+            raise refuse(f"what step {name} returned", f"another {', '.join(changed)}", allowed)
+        return made
+
+    _shapes(step, *_shapes(begin, tree, leaves))
+
+
+def _form(tree: Any) -> tuple[Any, ...]:
+    """Returns the structure of a tree, and the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(np.shape(x), jnp.result_type(x)) for x in leaves]
+
+
+def _shapes(function: Callable[[Any], Any], tree: Any, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Returns the structure and the shapes of what a function makes of a tree, which holds tracers, never shapes."""
+    made = []
+
+    def flat(leaves: Sequence[Any]) -> list[Any]:
+        leaves, structure = jax.tree.flatten(function(tree.unflatten(leaves)))
+        made.append(structure)
+        return leaves
+
+    shapes = jax.eval_shape(flat, leaves)
+    return made[0], shapes
 
 
 def with_rings(config: DecodeConfig, widest: int = 0) -> DecodeConfig:
