@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import mercury_jax as mj
+from benchmarks import card
 from mercury_jax import tasks
-from mercury_jax.evaluate import card
 from mercury_jax.evaluate.runner import wilson
 
 TASKS = {"sudoku4": 32, "add3": 64}  # tokens that an answer may have

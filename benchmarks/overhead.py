@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks import card
 from benchmarks.script import Ints, run_script
 from benchmarks.timing import alternate, prompt_ids, quartiles, ratio
 from mercury_jax.bench.decode import SweepPoint, sweep
@@ -31,7 +32,6 @@ from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import Output, sample
 from mercury_jax.decode.session import Session
 from mercury_jax.decode.state import DecodeConfig, State
-from mercury_jax.evaluate import card
 from mercury_jax.types import LM, Params, Pass
 
 GOAL = 1.10  # most that sample() may take, in times of its forward passes

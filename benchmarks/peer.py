@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks import card
 from benchmarks.script import run_script
 from benchmarks.timing import quartiles
 from mercury_jax import install, models, noise
@@ -32,7 +33,6 @@ from mercury_jax.config import Experts, Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.sample import sample
 from mercury_jax.decode.sampler import Sampler
-from mercury_jax.evaluate import card
 from mercury_jax.hub import save_hf
 from mercury_jax.hub.params import count_parameters
 from mercury_jax.hub.tokenizer import IdTokenizer

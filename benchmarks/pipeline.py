@@ -21,12 +21,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from benchmarks import pipeline_worker
+from benchmarks import card, pipeline_worker
 from benchmarks.script import Ints, run_script
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
 from mercury_jax.config import at_least
-from mercury_jax.evaluate import card
 from mercury_jax.hub import NANO
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from mercury_jax.training import data

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import card
 from benchmarks.script import Ints, run_script
 from mercury_jax import models
 from mercury_jax.bench.timing import endless, steady
@@ -33,7 +34,6 @@ from mercury_jax.decode.inputs import Prompt, check_seed
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.state import PREFILL, Rows
-from mercury_jax.evaluate import card
 from mercury_jax.kernels import attend
 from mercury_jax.kernels.attention_inputs import AttentionResult
 from mercury_jax.types import LM

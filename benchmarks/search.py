@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mercury_jax as mj
+from benchmarks import card
 from mercury_jax import tasks
-from mercury_jax.evaluate import card
 from mercury_jax.evaluate.runner import wilson
 
 TEMPERATURES = (1.0, 1.5, 2.0)

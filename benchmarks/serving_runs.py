@@ -24,12 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import serving_client, serving_process
+from benchmarks import card, serving_client, serving_process
 from benchmarks.serving_client import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
 from benchmarks.timing import prompt_ids, quartiles
 from mercury_jax.bench.timing import endless, timed
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate import card
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import make_buckets
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest

@@ -25,12 +25,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import card
 from benchmarks.timing import quartiles, ratio
 from mercury_jax import checkpoint, models, noise, sharding
 from mercury_jax.bench.timing import matmul_loop
 from mercury_jax.compilation import compilations
 from mercury_jax.config import ModelConfig, at_least, refuse
-from mercury_jax.evaluate import card
 from mercury_jax.models import masks
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.training import data as pipelines, loop, optim

@@ -8,7 +8,6 @@ runner   tasks by name; `run` evaluates one, `compare` with several decoding rul
 code     the code tasks: a bound on the bits per byte, and infilling
 exact    the task `exact`: questions of one's own from a file
 harness  our models in lm-evaluation-harness, `python -m mercury_jax.evaluate.harness`
-card     writes the model card, `python -m mercury_jax.evaluate.card`
 """
 
 from mercury_jax.evaluate import (

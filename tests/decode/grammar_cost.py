@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-from mercury_jax.evaluate import card
+from benchmarks import card
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest

@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 import mercury_jax as mj
+from benchmarks import card
 from mercury_jax import models
 from mercury_jax.decode.grammar import Grammar, GrammarError, JSONSchema, compile
-from mercury_jax.evaluate import card
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest, RequestHandle

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import card
 from mercury_jax import evaluate, models, tasks
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.sample import Output
-from mercury_jax.evaluate import card, runner
+from mercury_jax.evaluate import runner
 from mercury_jax.hub import NANO
 from tests.tiny import tiny
 

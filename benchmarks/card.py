@@ -1,6 +1,6 @@
 """Writes the card of a model: its training data, its results, and the command that reproduces each figure.
 
-    python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out DIR/README.md
+    python -m benchmarks.card --model DIR --run DIR --planning DIR --out DIR/README.md
 
 Every task with questions is decoded twice, with one token per step and with the model's default rule. The summaries are
 also written to `evaluation.json` beside the card.
@@ -147,7 +147,7 @@ def card(
         ),
         "## Commands",
         "Each figure alone, with its seed; the files are those of the planning test sets. The whole card: "
-        "`python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out README.md`.",
+        "`python -m benchmarks.card --model DIR --run DIR --planning DIR --out README.md`.",
         "```\n" + "\n".join(command(s) for s in summaries) + "\n```",
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
@@ -262,7 +262,7 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main, prog="python -m mercury_jax.evaluate.card")
+        tyro.cli(main, prog="python -m benchmarks.card")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
