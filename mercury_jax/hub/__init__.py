@@ -10,7 +10,7 @@
     generation.py        published sampling settings, and generation_config.json
     tokenizer.py         tokenizers of checkpoints, built from the files that tokenizer_files.py reads
     tiny.py              `tiny_random`: small random checkpoints in a family's format, to try commands
-    chat_template.py     chat templates, in the sandbox of template_sandbox.py
+    chat_template.py     chat templates, in a sandbox with limits of time and memory
 
 To add a family, write one file in families/ that passes a `Family` to `register`.
 """

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from mercury_jax.hub.chat_template import ChatTemplate, RenderLimits
-from mercury_jax.hub.template_sandbox import TracedText, joined, mask_of, own
+from mercury_jax.hub.chat_template import ChatTemplate, RenderLimits, TracedText, joined, mask_of, own
 from mercury_jax.hub.tokenizer import HFTokenizer
 from tests.hub.tiny_tokenizers import TEMPLATES, byte_level, reference
 
@@ -61,6 +60,7 @@ def test_rendered_text_equals_transformers_and_contents_are_not_marked_as_the_te
         "{% set t %}{{ messages[3].content }}!{% endset %}{{ t | indent(2, true) }}"
         "{% filter upper %}ab{{ t }}{% endfilter %}{% for k, v in {'a': 1}.items() %}{{ k }}={{ v }}{% endfor %}",
         "{{ [3, 1, 2] | sort | join }}{{ ['a', 'b'] | last }}{{ [1, none, true] }}{{ 1.5 | round | int }}",
+        "{% for m in [[1, [2]], [3]] recursive %}<{{ m if m is number else loop(m) }}>{% endfor %}",
         "{{ [1, 2] | sum }}{{ [[1], [2]] | sum(start=[]) }}{{ ['b', 'a', 'b'] | unique | list }}{{ 'x' | safe }}",
     ],
 )  # fmt: skip
@@ -186,13 +186,12 @@ def test_a_method_that_is_not_supported_is_named(method: str):
         ("{{ ('b' * 300000) | trim('a' * 100000 ~ 'b') }}", "too much text"),
         ("{% for i in range(999) %}" + "x" * 50000 + "{% endfor %}", "too much text"),
         ("{% for i in range(9999) %}{{ messages[0].content ~ 'x' * 999 }}{% endfor %}", "too much text"),
-        ("{% if " + "==".join(["messages"] * 10) + " %}{% endif %}", "more than 9 values"),
         ("{{ 'a' | center(10**9) }}", "No filter named 'center'"),
         ("{{ strftime_now('%99999999d') }}", "strftime_now"),
         ("{{ 'x' | indent(10**9) }}", "too much text"),
         ("{{ 'x' | indent(-(10**9)) }}{{ 'a' * -(10**9) }}{{ ('a' * 10**8) | length }}", "too much text"),
         ("{{ 1.5 | round(10**9, 'ceil') }}", "round"),
-        ("{% for i in [1] recursive %}{{ loop([i]) }}{% endfor %}", "recursive"),
+        ("{% for i in [1] recursive %}{{ loop([i]) }}{% endfor %}", "too deeply"),
         ("{% include 'x' %}", "include"),
         ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "too deeply"),
         ("{{ " + "+".join(["1"] * 9999) + " }}", "too deeply"),
@@ -303,7 +302,7 @@ def test_the_sizes_of_data_and_templates_are_limited():
 
 def test_without_jinja2_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    ours = ("jinja2.", "mercury_jax.hub.template_sandbox", "mercury_jax.hub.chat_template")
+    ours = ("jinja2.", "mercury_jax.hub.chat_template")
     for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=r"jinja2 is not installed.*pip install .*\[hub\]"):
@@ -335,7 +334,7 @@ def test_traced_text_equals_the_text_and_keeps_its_mask():
             assert got == getattr(plain, name)(*args)
             for part in got if isinstance(got, list) else [got]:
                 assert isinstance(part, tuple) or len(mask_of(part)) == len(part)
-    filled = own("<|%s|>%%%3d") % ("x", 7)
-    assert filled == "<|x|>%  7" and mask_of(filled) == b"\1\1\0\1\1\1\0\0\0"
+    filled = own("<|%s|>%%%3s") % ("x", "7")
+    assert filled == "<|x|>%  7" and mask_of(filled) == b"\1\1\0\1\1\1\1\1\0"
     with pytest.raises(TypeError):
         _ = own("%s") % (1, 2)
