@@ -9,17 +9,14 @@ also written to `evaluation.json` beside the card.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from mercury_jax import hub
-from mercury_jax.compilation import processor_name
+from mercury_jax.compilation import hardware
 from mercury_jax.config import at_least, refuse
 from mercury_jax.evaluate.runner import LEFT_TO_RIGHT, ONE_A_STEP, Summary, compare, line, run, table
 from mercury_jax.types import LM
@@ -223,13 +220,6 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     tokens = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *rows], rows)]
     seconds = sum(n / r["tokens_per_second"] for n, r in zip(tokens, rows) if r.get("tokens_per_second"))
     return recipe, {"step": rows[-1]["step"], "tokens": rows[-1]["tokens"], "seconds": seconds}
-
-
-def hardware() -> str:
-    """Describes the devices and CPU of this machine in words, without its host name."""
-    device = jax.devices()[0]
-    cores = f"{os.cpu_count()} cores of {processor_name()}"
-    return cores if device.platform == "cpu" else f"{len(jax.devices())} x {device.device_kind}, {cores}"
 
 
 def main(

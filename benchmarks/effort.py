@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import mercury_jax as mj
-from benchmarks import card
 from mercury_jax import tasks
+from mercury_jax.compilation import hardware
 from mercury_jax.evaluate.runner import wilson
 
 TASKS = {"sudoku4": 32, "add3": 64}  # tokens that an answer may have
@@ -43,7 +43,7 @@ def measure(lm: mj.LM, task: str, effort: str | None, limit: int, seed: int) -> 
     return {
         "task": task, "effort": effort, "n": limit, "correct": right, "accuracy": right / limit, "low": low,
         "high": high, "forwards": float(np.mean(out.forwards)), "tokens": float(np.mean(out.lengths)), "seed": seed,
-        "model": lm.name, "rule": lm.decoding, "hardware": card.hardware(),
+        "model": lm.name, "rule": lm.decoding, "hardware": hardware(),
     }  # fmt: skip
 
 

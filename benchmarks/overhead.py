@@ -18,14 +18,13 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import card
 from benchmarks.script import Ints, run_script
 from benchmarks.timing import alternate, prompt_ids, quartiles, ratio
 from mercury_jax.bench.decode import SweepPoint, sweep
 from mercury_jax.bench.timing import endless, timed
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
-from mercury_jax.compilation import compilations
+from mercury_jax.compilation import compilations, hardware
 from mercury_jax.config import at_least
 from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.request import Request, encode_request, start
@@ -153,7 +152,7 @@ def _measure(lm: LM, setting: SweepPoint, batch: int, tokens: int, pairs: int, s
         "at_most": GOAL,
         "within": found <= GOAL and again == 0,
         "model": lm.name,
-        "hardware": card.hardware(),
+        "hardware": hardware(),
         "seed": seed,
         "compared_with": COMPARED,
     }

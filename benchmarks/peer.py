@@ -21,14 +21,13 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import card
 from benchmarks.script import run_script
 from benchmarks.timing import quartiles
 from mercury_jax import install, models, noise
 from mercury_jax.bench.timing import timed
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
-from mercury_jax.compilation import compilations
+from mercury_jax.compilation import compilations, hardware
 from mercury_jax.config import Experts, Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.sample import sample
@@ -191,7 +190,7 @@ def _row(name: str, lm: LM, steps: int, pairs: int, python: str) -> dict[str, An
         "pairs": pairs,
         "recompilations": again,
         "compared_with": f"transformers {peer['transformers']} generate, dynamic cache, torch {peer['torch']}, fp32",
-        "hardware": card.hardware(),
+        "hardware": hardware(),
     }
 
 

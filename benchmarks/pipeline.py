@@ -21,10 +21,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from benchmarks import card, pipeline_worker
+from benchmarks import pipeline_worker
 from benchmarks.script import Ints, run_script
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
+from mercury_jax.compilation import hardware
 from mercury_jax.config import at_least
 from mercury_jax.hub import NANO
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
@@ -124,7 +125,7 @@ def measure(
     Yields:
         The records.
     """
-    about = {"hardware": card.hardware(), "rows": ROWS, "block": 32, "seed": 0}
+    about = {"hardware": hardware(), "rows": ROWS, "block": 32, "seed": 0}
     for number, size in enumerate(sorted(megabytes)):
         packed = folder / f"corpus{number}"
         documents = write_corpus(packed, size * 10**6)

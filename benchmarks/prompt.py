@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import card
 from benchmarks.script import Ints, run_script
 from mercury_jax import models
 from mercury_jax.bench.timing import endless, steady
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
+from mercury_jax.compilation import hardware
 from mercury_jax.config import ModelConfig, Plan, at_least
 from mercury_jax.decode import rules
 from mercury_jax.decode.inputs import Prompt, check_seed
@@ -176,7 +176,7 @@ def _measure(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
         "sample_seconds": sampling,
         "layers": config.layers,
         "width": config.width,
-        "hardware": card.hardware(),
+        "hardware": hardware(),
         "seed": seed,
         "compared_with": "the shortest length of the same call",
     }

@@ -24,10 +24,11 @@ from benchmarks.script import run_script
 from mercury_jax import evaluate
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
+from mercury_jax.compilation import hardware
 from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
 from mercury_jax.decode.token_stats import NEVER
-from mercury_jax.evaluate import card, code
+from mercury_jax.evaluate import code
 from mercury_jax.evaluate.runner import EvalReport, Z, paired
 from mercury_jax.models import cache
 from mercury_jax.types import LM, LaidOutDocument
@@ -309,7 +310,7 @@ def _about(variant: Variant) -> dict[str, Any]:
     full = str(variant.lm.model.config.dtype)
     return {
         "weights": variant.weights, "kv": variant.kv, "parameter_bytes": variant.bytes,
-        "cache_bytes_per_token": variant.bytes_per_token, "model": variant.lm.name, "hardware": card.hardware(),
+        "cache_bytes_per_token": variant.bytes_per_token, "model": variant.lm.name, "hardware": hardware(),
         "compared_with": f"{full} weights, {full} KV cache",
     }  # fmt: skip
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mercury_jax as mj
-from benchmarks import card
 from mercury_jax import tasks
+from mercury_jax.compilation import hardware
 from mercury_jax.evaluate.runner import wilson
 
 TEMPERATURES = (1.0, 1.5, 2.0)
@@ -125,7 +125,7 @@ def compare(
             )  # fmt: skip
             if name == "smc":
                 record |= _difference("solved", solved, best[0]) | _difference("reward", rewards, best[1])
-            yield record | {"rule": "ancestral", "model": lm.name, "hardware": card.hardware()}
+            yield record | {"rule": "ancestral", "model": lm.name, "hardware": hardware()}
 
 
 def _solve(

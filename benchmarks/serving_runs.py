@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import card, serving_client, serving_process
+from benchmarks import serving_client, serving_process
 from benchmarks.serving_client import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
 from benchmarks.timing import prompt_ids, quartiles
 from mercury_jax.bench.timing import endless, timed
+from mercury_jax.compilation import hardware
 from mercury_jax.config import at_least, refuse
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import make_buckets
@@ -164,7 +165,7 @@ def against(
                 allowed = f"a server whose /v1/models answers 200, not {answer.status}"
                 raise refuse("url", client.url, allowed)
             model = answer.json()["data"][0]["id"]
-            about = {"url": url, "model": model, "hardware": card.hardware(), **(more or {})}
+            about = {"url": url, "model": model, "hardware": hardware(), **(more or {})}
             asks = questions(model, load)
             parts = {} if keep is None else keep
             parts.update(loop.run(alternate_loads(client, asks, load)))
@@ -281,7 +282,7 @@ def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Js
         "bound": explain(gain["throughput_ratio"], found, GOAL),
         "pass_seconds": {str(n): s for n, s in found.seconds.items()}, "device_gain": found.gain,
         "gflops": {str(n): r for n, r in found.rates.items()}, "matmul_gflops": found.matmul, "model": lm.name,
-        "hardware": card.hardware(),
+        "hardware": hardware(),
     }  # fmt: skip
 
 

@@ -25,11 +25,10 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import card
 from benchmarks.timing import quartiles, ratio
 from mercury_jax import checkpoint, models, noise, sharding
 from mercury_jax.bench.timing import matmul_loop
-from mercury_jax.compilation import compilations
+from mercury_jax.compilation import compilations, hardware
 from mercury_jax.config import ModelConfig, at_least, refuse
 from mercury_jax.models import masks
 from mercury_jax.tokenizer import AnyTokenizer
@@ -398,7 +397,7 @@ def _measured(config: TrainConfig, tokenizer: AnyTokenizer, steps: int, peak_wid
         "attention_flops_per_step": attention,
         "at_least": GOAL,
         "within": found["ratio"] >= GOAL and found["recompilations"] == 0,
-        "hardware": card.hardware(),
+        "hardware": hardware(),
         "seed": config.seed,
         "compared_with": COMPARED,
     }

@@ -89,6 +89,14 @@ def processor_name() -> str:
     return " ".join(name.split()) + (f" ({', '.join(extra)})" if extra else "")
 
 
+def hardware() -> str:
+    """Names the devices and the processor of this machine, for the figures that were measured on them."""
+    import jax
+
+    devices, cores = jax.devices(), f"{os.cpu_count()} cores of {processor_name()}"
+    return cores if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}, {cores}"
+
+
 # --- announcing compilation
 
 # Programs of the decoding calls -> what the message calls them.

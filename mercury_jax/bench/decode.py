@@ -22,13 +22,13 @@ import numpy as np
 from mercury_jax import install, tasks
 from mercury_jax.bench.recommend import RuleResult
 from mercury_jax.bench.timing import steady
+from mercury_jax.compilation import hardware
 from mercury_jax.config import Plan, at_least, nearest, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.sampler import Rule, Sampler
 from mercury_jax.decode.stream import stream
-from mercury_jax.evaluate import card
 from mercury_jax.evaluate.runner import ONE_A_STEP, paired, wilson
 from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
@@ -397,7 +397,7 @@ def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str
         about = {
             "rule": trial.entry.rule, "curve": trial.entry.curve, "task": question_set.task.name,
             "seed": question_set.seed, "batch": question_set.batch, "max_tokens": question_set.max_tokens,
-            "steps": trial.entry.plan.steps, "model": trial.entry.lm.name, "hardware": card.hardware(),
+            "steps": trial.entry.plan.steps, "model": trial.entry.lm.name, "hardware": hardware(),
             "compared_with": ONE_A_STEP,
         }  # fmt: skip
         if trial.refused is not None:

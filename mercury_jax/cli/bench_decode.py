@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from mercury_jax import compilation
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 
@@ -172,4 +173,4 @@ def _print_advice(advice: Advice, args: BenchDecode) -> None:
     if not advice.ruled_out:
         print("  there, a loss of 2 points is not ruled out on every task: ask more questions (--limit)")
     rate = f"{advice.tokens_per_second:,.0f} tokens/s over all tasks in batches of {args.batch}"
-    print(f"  {rate} on {show.device()}")
+    print(f"  {rate} on {compilation.hardware()}")

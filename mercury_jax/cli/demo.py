@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from mercury_jax import compilation
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Group, Int, Loading
 from mercury_jax.config import count
@@ -102,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     arguments.check_request(args.seed, None)
     lm = args.loading.load()
     say = (lambda text: None) if args.json else (lambda text: print(readable(text), flush=True))
-    say(f"{lm.name}: {lm.parameters:,} parameters, on {show.device()}")
+    say(f"{lm.name}: {lm.parameters:,} parameters, on {compilation.hardware()}")
     live = show.terminal() and not (args.no_live or args.json)
     asked, began = scenes(lm, args.seed), time.perf_counter()
     with show.progress(text="compiling, once for all that follows"), ThreadPoolExecutor() as pool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from mercury_jax import compilation
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import (
     Decoding,
@@ -107,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
             print(report)
         if not args.json and "tokens_per_second" in report.summary:
             rate = f"{report.summary['tokens_per_second']:,.0f} tokens/s in batches of {args.batch}"
-            show.say(f"  {rate} on {show.device()}, {report.summary['seconds']:.0f} s in all")
+            show.say(f"  {rate} on {compilation.hardware()}, {report.summary['seconds']:.0f} s in all")
         # After every task, so that one that fails does not take the others along.
         rows += [{"task": name, **row} for row in report.rows]
         show.write_records(args.dump, rows)

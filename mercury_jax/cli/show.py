@@ -200,7 +200,7 @@ def progress(
         yield lambda **changes: bar.update(item, **changes)
 
 
-# --- model and machine
+# --- model
 
 
 def load(source: str | None, **how: Any) -> LM:
@@ -214,15 +214,3 @@ def load(source: str | None, **how: Any) -> LM:
         from mercury_jax.hub import load
 
         return load(source, **how)
-
-
-def device() -> str:
-    """What figures were measured on, such as "2 CPU cores of Intel Xeon Processor (AVX-512)" or "1 x NVIDIA H200"."""
-    import jax
-
-    from mercury_jax.compilation import processor_name
-
-    devices = jax.devices()
-    if devices[0].platform == "cpu":
-        return f"{os.cpu_count()} CPU cores of {processor_name()}"
-    return f"{len(devices)} x {devices[0].device_kind}"

@@ -108,7 +108,7 @@ class TracedText(str):
         known = not re.search(r"%(?!-?\d*s)", self.replace("%%", ""))
         return _filled(self, text, lambda masks, _: str.__mod__(self, masks), arguments) if known else text
 
-    def strip(self, chars: str | None = None) -> TracedText:
+    def strip(self, chars: str | None = None) -> Any:
         """As in `str`; keeps the mask."""
         return self.lstrip(chars).rstrip(chars)
 

@@ -3,7 +3,7 @@
 A family is one file in `families/`. It describes its checkpoints in a `Family` and passes that to `register`; `load`,
 `info`, `convert` and the documentation use the registry. Code outside of this package can register families too.
 
-Every family has a table of the config.json keys that it understands (`ConfigKeys`). Keys of `WITHOUT_EFFECT`, which no
+Every family has a table of the config.json keys that it understands (`allow`). Keys of `WITHOUT_EFFECT`, which no
 class reads for its arithmetic, are ignored. Any other key is refused by name, because it could change the arithmetic
 (YaRN's `mscale` moves logits by more than 1), unless the user vouches for it (`ignore_config`). Values must have the
 types that transformers 5 requires; the string "false", for example, would otherwise count as true.
@@ -19,7 +19,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from types import EllipsisType, FunctionType, NoneType, UnionType
 from typing import Any, NamedTuple, get_args
 
 from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, RopeScaling, refuse
@@ -27,15 +27,12 @@ from mercury_jax.hub import generation
 from mercury_jax.hub.params import TensorSource
 
 Json = Mapping[str, Any]
-# Names of JSON types in the tables of `ConfigKeys`: their Python types, and words for messages.
-_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"),
-    "number": ((int, float), "a number"),
-    "bool": ((bool,), "true or false"),
-    "text": ((str,), "a string"),
-    "list": ((list,), "a list"),
-    "null": ((type(None),), "null"),
-}
+# key -> what its value may be, and for nested objects their table; see `allow`
+Keys = Mapping[str, Any]
+UNUSED = ...
+_TYPES: Mapping[type, str] = {
+    int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list"
+}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of keys that change no logit in any family, whatever their value.
 WITHOUT_EFFECT = re.compile(
@@ -53,88 +50,61 @@ WITHOUT_EFFECT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class ConfigKeys:
-    """The keys that may occur in one object of a config.json.
-
-    An entry of the tables may name several keys, separated by spaces; `__post_init__` splits them.
-
-    Attributes:
-        used: Keys that are converted to our config -> types of their values (int, number, bool, text, list, null),
-            separated by spaces.
-        only: Keys that could change the arithmetic -> the values that our models implement.
-        unused: Keys that change no logit, whatever their value -> the reason.
-        nested: Keys whose value is an object or null -> the table of that object, or a function from the object to its
-            table.
+def allow(table: Keys) -> dict[str, Any]:
+    """Makes a table of the keys that may occur in one object of a config.json; tables are merged by `|`.
 
     Keys of `WITHOUT_EFFECT`, and the settings of generation (`generation.KEYS`), are known to all tables.
 
+    Args:
+        table: Keys, several in one text separated by spaces -> a type or a union of types, for a key that is converted
+            to our config; a tuple of the values that our models implement, for a key that could change the arithmetic;
+            `UNUSED`, for a key that changes no logit, whatever its value; or the table of an object, or a function from
+            the object to its table, for a key whose value is an object or null.
+
     Example:
-        >>> ConfigKeys(used={"vocab_size n_heads": "int"}, only={"rope": (True,)}, unused={"dropout": "training only"})
+        >>> allow({"vocab_size n_heads": int, "rope": (True,), "dropout": UNUSED})
     """
+    return {name: kind for names, kind in table.items() for name in names.split()}
 
-    used: Mapping[str, str] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unused: Mapping[str, str] = field(default_factory=dict)
-    nested: Mapping[str, ConfigKeys | Callable[[Json], ConfigKeys]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for table in fields(self):
-            entries = getattr(self, table.name).items()
-            each = {name: value for names, value in entries for name in names.split()}
-            object.__setattr__(self, table.name, each)
+def check_keys(keys: Keys, config: Json, file: str, path: str = "") -> list[str]:
+    """Refuses the first key of a config.json that is unknown or has a value that is not allowed.
 
-    def plus(self, *others: ConfigKeys, **tables: Mapping[str, Any]) -> ConfigKeys:
-        """Merges with other keys; a later entry for a key replaces the earlier one.
+    Returns:
+        The keys that are ignored.
+    """
+    ignored: list[str] = []
+    for key, value in config.items():
+        where, kind = f"{file}: {path}{key}", keys.get(key)
+        shown = value if len(repr(value)) <= 80 else str(value)[:80] + "..."
+        if isinstance(kind, type | UnionType):
+            types: tuple[Any, ...] = get_args(kind) or (kind,)
+            # In JSON, unlike in Python, true is not a number, and an integer is one.
+            fits = isinstance(value, (int, *types) if float in types else types)
+            if not fits or (isinstance(value, bool) and bool not in types):
+                words = " or ".join(_TYPES[one] for one in types if one in _TYPES)
+                raise refuse(where, shown, f"a value: {words}{', or null' if NoneType in types else ''}")
+        elif isinstance(kind, tuple):
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in kind):
+                raise refuse(where, shown, f"{', '.join(map(repr, kind))}; {vouch(path + key)}")
+        elif isinstance(kind, Mapping | FunctionType):
+            if isinstance(value, Mapping):
+                ignored += check_keys(_table(kind, value), value, file, f"{path}{key}.")
+            elif value is not None:
+                raise refuse(where, shown, "an object, or null")
+        elif path in ("", "text_config.") and (WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS):
+            ignored.append(path + key)
+        elif kind is not UNUSED:
+            unknown = f"{where}={shown!r} is unknown here and could change logits"
+            raise ValueError(f"{unknown}. {vouch(path + key)}")
+    return ignored
 
-        Args:
-            **tables: More keys to add, as the constructor's arguments.
-        """
-        merged = vars(self)
-        # A key may move between tables (from `used` to `only`, say), so it is removed from all tables first.
-        for other in (*others, ConfigKeys(**tables)):
-            known = {name for table in vars(other).values() for name in table}
-            earlier = {
-                kind: {k: v for k, v in table.items() if k not in known} for kind, table in merged.items()
-            }
-            merged = {kind: earlier[kind] | table for kind, table in vars(other).items()}
-        return ConfigKeys(**merged)
 
-    def check(self, config: Json, file: str, path: str = "") -> list[str]:
-        """Refuses the first key of a config.json that is unknown or has a value that is not allowed."""
-        ignored: list[str] = []
-        for key, value in config.items():
-            where = f"{file}: {path}{key}"
-            shown = value if len(repr(value)) <= 80 else str(value)[:80] + "..."
-            if key in self.nested:
-                if value is not None and not isinstance(value, Mapping):
-                    raise refuse(where, shown, "an object, or null")
-                if value is not None:
-                    inner = self.nested[key]
-                    inner = inner if isinstance(inner, ConfigKeys) else inner(value)
-                    ignored += inner.check(value, file, f"{path}{key}.")
-            elif key in self.used:
-                names = self.used[key].split()
-                types = tuple(kind for name in names for kind in _TYPES[name][0])
-                # In Python, True is an instance of int; in JSON it is not a number.
-                if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
-                    words = [_TYPES[name][1] for name in names if name != "null"]
-                    null = ", or null" if "null" in names else ""
-                    raise refuse(where, shown, f"a value: {' or '.join(words)}{null}")
-            elif key in self.only:
-                if not any(
-                    value == one and isinstance(value, bool) == isinstance(one, bool)
-                    for one in self.only[key]
-                ):
-                    supported = ", ".join(map(repr, self.only[key]))
-                    raise refuse(where, shown, f"{supported}; {vouch(path + key)}")
-            elif path in ("", "text_config.") and (WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS):
-                ignored.append(path + key)
-            elif key not in self.unused:
-                raise ValueError(
-                    f"{where}={shown!r} is unknown here and could change logits. {vouch(path + key)}"
-                )
-        return ignored
+def _table(kind: Any, found: Json) -> Keys:
+    """The table of a nested object; empty where the family has none."""
+    if isinstance(kind, FunctionType):
+        return kind(found)
+    return kind if isinstance(kind, Mapping) else {}
 
 
 def vouch(key: str) -> str:
@@ -145,21 +115,18 @@ def vouch(key: str) -> str:
 def without(config: Json, keys: Sequence[str], file: str, family: Family) -> dict[str, Any]:
     """Removes the keys of a config.json that the user vouches for."""
     found = copy.deepcopy(dict(config))
-    table: ConfigKeys | Callable[[Json], ConfigKeys] | None
     for key in dict.fromkeys(keys):
-        table, inside, parts = family.keys, found, key.split(".")
-        for part in parts:
+        kind: Any = family.keys
+        inside: Any = {"": found}
+        last = ""
+        for part in key.split("."):
+            inside = inside[last]
             if not isinstance(inside, dict) or part not in inside:
                 raise refuse("ignore_config", key, f"a key of {file}")
-            known = table(inside) if callable(table) else table
-            if part == parts[-1]:
-                if known is not None and part in {*known.used, *known.nested}:
-                    raise refuse(
-                        "ignore_config", key, f"a key that {family.name} does not read for its logits"
-                    )
-                del inside[part]
-            else:
-                inside, table = inside[part], None if known is None else known.nested.get(part)
+            kind, last = _table(kind, inside).get(part, UNUSED), part
+        if not isinstance(kind, tuple | EllipsisType):
+            raise refuse("ignore_config", key, f"a key that {family.name} does not read for its logits")
+        del inside[last]
     return found
 
 
@@ -196,15 +163,11 @@ def common_fields(config: Json) -> dict[str, Any]:
 
 
 # Keys that transformers writes into the config.json of every model, and keys that other tools are known to add.
-COMMON = ConfigKeys(
-    used={
-        "architectures": "list null", "eos_token_id": "int list null", "pad_token_id mask_token_id": "int null",
-        "dtype torch_dtype": "text null",
-    },
-    only={
-        "is_encoder_decoder add_cross_attention": (False,), "pruned_heads": ({}, None), "quantization_config": (None,)
-    },
-)  # fmt: skip
+COMMON = allow({
+    "architectures": list | None, "eos_token_id": int | list | None, "pad_token_id mask_token_id": int | None,
+    "dtype torch_dtype": str | None, "is_encoder_decoder add_cross_attention": (False,),
+    "pruned_heads": ({}, None), "quantization_config": (None,),
+})  # fmt: skip
 
 
 # --- Llama-like checkpoints: keys of config.json
@@ -212,31 +175,22 @@ COMMON = ConfigKeys(
 # Tensors that are not parameters: rotary frequencies are computed from the config, and a tied head is the embedding.
 IGNORED = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
 # rope_parameters (rope_scaling before transformers 5) by type
-_ROPE = ConfigKeys(
-    used={"rope_type type": "text", "rope_theta": "number"},
-    only={"partial_rotary_factor": (1, 1.0)},
-)
-_LENGTH = {"factor": "number", "original_max_position_embeddings": "int"}
-ROPES: dict[str, ConfigKeys] = {
+_ROPE = allow({"rope_type type": str, "rope_theta": float, "partial_rotary_factor": (1, 1.0)})
+_FACTOR = _ROPE | {"factor": float}
+_LENGTH = _FACTOR | {"original_max_position_embeddings": int}
+ROPES: dict[str, Keys] = {
     "default": _ROPE,
-    "linear": _ROPE.plus(used={"factor": "number"}),
-    "dynamic": _ROPE.plus(used={"factor": "number"}),
-    "llama3": _ROPE.plus(used={**_LENGTH, "low_freq_factor high_freq_factor": "number"}),
-    "yarn": _ROPE.plus(
-        used={
-            **_LENGTH, "attention_factor beta_fast beta_slow mscale mscale_all_dim": "number null",
-            "truncate": "bool",
-        }
-    ),
-    "longrope": _ROPE.plus(
-        used={
-            **_LENGTH, "factor attention_factor": "number null", "short_factor long_factor": "list",
-        }
-    ),
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
+    "llama3": _LENGTH | allow({"low_freq_factor high_freq_factor": float}),
+    "yarn": _LENGTH | allow({
+        "attention_factor beta_fast beta_slow mscale mscale_all_dim": float | None, "truncate": bool
+    }),
+    "longrope": _LENGTH | allow({"factor attention_factor": float | None, "short_factor long_factor": list}),
 }  # fmt: skip
 
 
-def _rope_keys(found: Json) -> ConfigKeys:
+def _rope_keys(found: Json) -> Keys:
     """Selects the table of keys of `rope_parameters` by its type."""
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ROPES:
@@ -244,39 +198,25 @@ def _rope_keys(found: Json) -> ConfigKeys:
     return ROPES[kind]
 
 
-KEYS = COMMON.plus(
-    used={
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
-        "max_position_embeddings": "int",
-        "num_key_value_heads head_dim original_max_position_embeddings": "int null",
-        "rms_norm_eps rope_theta": "number", "tie_word_embeddings": "bool",
-    },
-    only={
-        "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,),
-    },
-    nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys}
-)  # fmt: skip
-NO_WINDOW = ConfigKeys(  # of a model without sliding windows; one may be named there and not used
-    used={"layer_types": "list null"},
-    only={"use_sliding_window": (False, None)},
-    unused={"sliding_window max_window_layers": "use_sliding_window is false"},
-)
-WINDOW = ConfigKeys(
-    used={
-        "use_sliding_window": "bool", "sliding_window": "int null", "max_window_layers": "int",
-        "layer_types": "list null",
-    }
-)  # fmt: skip
-NO_BIAS = ConfigKeys(only={"attention_bias": (False,)})
-BIAS = ConfigKeys(used={"attention_bias": "bool"})
+KEYS = COMMON | allow({
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": int,
+    "max_position_embeddings": int,
+    "num_key_value_heads head_dim original_max_position_embeddings": int | None,
+    "rms_norm_eps rope_theta": float, "tie_word_embeddings": bool,
+    "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,),
+    "rope_parameters rope_scaling": _rope_keys,
+})  # fmt: skip
+NO_WINDOW = allow({  # of a model without sliding windows; one may be named there and not used
+    "layer_types": list | None, "use_sliding_window": (False, None), "sliding_window max_window_layers": UNUSED,
+})  # fmt: skip
+WINDOW = allow({
+    "use_sliding_window": bool, "sliding_window": int | None, "max_window_layers": int, "layer_types": list | None,
+})  # fmt: skip
+NO_BIAS = {"attention_bias": (False,)}
+BIAS = {"attention_bias": bool}
 
-# Qwen2's class, and diffusion models made from it.
-QWEN2_KEYS = KEYS.plus(
-    NO_WINDOW,
-    unused={
-        "attention_bias": "queries, keys and values have biases, by the class",
-    },
-)
+# Qwen2's class, and diffusion models made from it. By the class, queries, keys and values have biases.
+QWEN2_KEYS = KEYS | NO_WINDOW | {"attention_bias": UNUSED}
 
 
 # --- config.json -> our config
@@ -469,7 +409,7 @@ class Family(NamedTuple):
     name: str
     architectures: tuple[str, ...]
     checkpoints: tuple[str, ...]
-    keys: ConfigKeys | Callable[[Json], ConfigKeys]
+    keys: Keys | Callable[[Json], Keys]
     config: Callable[[Json], ModelConfig]
     noise: NoiseConfig | Callable[[Json], NoiseConfig] | None
     names: Callable[[ModelConfig], dict[str, TensorSource]] = tensor_names
@@ -490,8 +430,7 @@ class Family(NamedTuple):
 
     def ignored_keys(self, config: Json, file: str) -> list[str]:
         """Checks the keys of a config.json."""
-        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
-        return keys.check(config, f"{file} ({self.name})")
+        return check_keys(_table(self.keys, config), config, f"{file} ({self.name})")
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
         """Says whether a tensor of a checkpoint must be a parameter of the model."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-from benchmarks import card
+from mercury_jax.compilation import hardware
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
@@ -108,7 +108,7 @@ def main() -> None:
     pool = compiled(lm, schemas(None), args.answers, Counter())
     for slots in args.slots:
         row = measured(lm, pool, slots, args.answers if slots > 1 else args.answers // 3)
-        print(json.dumps(row | {"date": str(date.today()), "hardware": card.hardware()}), flush=True)
+        print(json.dumps(row | {"date": str(date.today()), "hardware": hardware()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 import mercury_jax as mj
-from benchmarks import card
 from mercury_jax import models
+from mercury_jax.compilation import hardware
 from mercury_jax.decode.grammar import Grammar, GrammarError, JSONSchema, compile
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
@@ -244,9 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     row = run(model(args.model), args)
     made = {name: version(name) for name in ("llguidance", "jsonschema", "jax")}
-    print(
-        json.dumps(row | {"seed": args.seed, "date": str(date.today()), "hardware": card.hardware(), **made})
-    )
+    print(json.dumps(row | {"seed": args.seed, "date": str(date.today()), "hardware": hardware(), **made}))
     sys.exit(bool(row["invalid"] or row["over_budget"] or row["not_refused"]))
 
 

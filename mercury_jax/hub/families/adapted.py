@@ -10,7 +10,7 @@ from typing import Any
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
 from mercury_jax.hub import family, generation
 from mercury_jax.hub.families.qwen_llama import EXPERTS, experts_of, export_config
-from mercury_jax.hub.family import ConfigKeys, Family, Json, register
+from mercury_jax.hub.family import UNUSED, Family, Json, Keys, allow, register
 
 # --- Dream, Dream-Coder, DiffuCoder, DreamOn: Qwen2.5 made bidirectional; logits at position i predict token i + 1
 
@@ -63,9 +63,7 @@ register(
         name="Fast-dLLM v2",
         architectures=("Fast_dLLM_QwenForCausalLM",),
         checkpoints=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
-        keys=family.QWEN2_KEYS.plus(
-            used={"bd_size": "int"}, unused={"conplemenrary_mask": "training only"}
-        ),
+        keys=family.QWEN2_KEYS | {"bd_size": int, "conplemenrary_mask": UNUSED},  # the second for training only
         config=lambda config: family.decoder_config(
             config, default_mask=FAST_DLLM_MASK, qkv_bias=True, out_bias=False, pattern="block_causal",
             block=config.get("bd_size", FAST_DLLM_BLOCK), alignment="shifted",
@@ -83,14 +81,11 @@ register(
 # --- SDAR and TraDo: Qwen3, dense or with experts, with block-causal attention (arXiv 2510.06303)
 
 SDAR_MASK, SDAR_BLOCK = 151669, 4  # of the published models without these keys in config.json
-SDAR_TRAINING = ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep")
-SDAR_KEYS = family.KEYS.plus(
-    family.NO_WINDOW,
-    family.NO_BIAS,
-    used={"block_size": "int"},
-    unused=dict.fromkeys(SDAR_TRAINING, "training only"),
-)
-SDAR_MOE_KEYS = SDAR_KEYS.plus(EXPERTS)
+SDAR_KEYS = family.KEYS | family.NO_WINDOW | family.NO_BIAS | allow({
+    "block_size": int,
+    "debug ep_size fuse_cross_entropy micro_forward skip_checkpoint use_deepep": UNUSED,  # training only
+})  # fmt: skip
+SDAR_MOE_KEYS = SDAR_KEYS | EXPERTS
 
 
 def _export_sdar(c: ModelConfig) -> dict[str, Any]:
@@ -131,10 +126,10 @@ A2D_KINDS = {
 }
 
 
-def _a2d_keys(config: Json) -> ConfigKeys:
+def _a2d_keys(config: Json) -> Keys:
     biased = "A2DQwen2LMHeadModel" in config["architectures"]
-    known = family.QWEN2_KEYS if biased else family.KEYS.plus(family.NO_WINDOW, family.NO_BIAS)
-    return known.plus(only={"pretraining_tp": (1,)})
+    known = family.QWEN2_KEYS if biased else family.KEYS | family.NO_WINDOW | family.NO_BIAS
+    return known | {"pretraining_tp": (1,)}
 
 
 def _a2d_config(config: Json, alignment: str = "same_position") -> ModelConfig:

@@ -12,24 +12,19 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
 from mercury_jax.hub import family, generation
-from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
+from mercury_jax.hub.family import UNUSED, Family, Json, allow, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.dit import DiTConfig
 
 # Tensors that are not parameters: rotary tables, and the range of times on which BD3-LM was trained.
 CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(min|max)$")
 
-
-KEYS = family.COMMON.plus(
-    used={"vocab_size hidden_dim n_heads n_blocks cond_dim model_length": "int"},
-    only={"causal": (False,), "adaln": (True,)},
-    unused={
-        "attn_backend": "how the reference computes the same numbers",
-        "var_min sampling_eps_min sampling_eps_max": "training only",
-    }
-)  # fmt: skip
-TIMED = ConfigKeys(used={"time_conditioning": "bool"})
-BLOCKS = ConfigKeys(used={"block_size": "int", "cross_attn": "bool"})
+KEYS = family.COMMON | allow({
+    "vocab_size hidden_dim n_heads n_blocks cond_dim model_length": int, "causal": (False,), "adaln": (True,),
+    "attn_backend": UNUSED,  # how the reference computes the same numbers
+    "var_min sampling_eps_min sampling_eps_max": UNUSED,  # training only
+})  # fmt: skip
+TIMED = KEYS | {"time_conditioning": bool}
 
 
 def _names(prefix: str, config: ModelConfig) -> dict[str, TensorSource]:
@@ -124,7 +119,7 @@ register(
         name="MDLM",
         architectures=("MDLM",),
         checkpoints=("kuleshov-group/mdlm-owt",),
-        keys=KEYS.plus(TIMED),
+        keys=TIMED,
         config=_config,
         names=functools.partial(_names, "backbone."),
         noise=NoiseConfig(kind="absorbing"),
@@ -138,7 +133,7 @@ register(
         name="BD3-LM",
         architectures=("BD3LM",),
         checkpoints=tuple(f"kuleshov-group/bd3lm-owt-block_size{n}" for n in (4, 8, 16)),
-        keys=KEYS.plus(TIMED, BLOCKS),
+        keys=TIMED | {"block_size": int, "cross_attn": bool},
         config=_bd3lm,
         names=functools.partial(_names, "backbone."),
         noise=NoiseConfig(kind="absorbing"),
@@ -180,11 +175,7 @@ register(
         checkpoints=tuple(
             f"dvruette/gidd-{size}-p_unif-{p}" for size in ("small", "base") for p in ("0.0", "0.1", "0.2")
         ),
-        keys=family.COMMON.plus(
-            used={
-                "vocab_size": "int", "t_eps p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int"),
-            }
-        ),
+        keys=family.COMMON | allow({" ".join(("vocab_size", *GIDD_SIZES)): int, "t_eps p_uniform": float}),
         # Conditioned on the time t itself, mapped into [t_eps, 1 - t_eps] as in the reference's training and sampler.
         config=lambda config: _config(
             config, GIDD_SIZES, timed=True, level="time", level_eps=config.get("t_eps", 1e-4)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse
 from mercury_jax.hub import family, generation
-from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
+from mercury_jax.hub.family import UNUSED, Family, Json, Keys, allow, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.gemma import GemmaConfig
 
@@ -32,61 +32,43 @@ _MIXED = {
     "moe_branch_norm": "post_feedforward_layernorm_2",
 }
 
-_ROPE = ConfigKeys(used={"rope_type": "text", "rope_theta": "number"})
-_PROPORTIONAL = _ROPE.plus(used={"partial_rotary_factor factor": "number"})
-_LAYER = ConfigKeys(used={"head_dim num_key_value_heads": "int"})
-ROPES = ConfigKeys(
-    nested={
-        "sliding_attention": _ROPE,
-        "full_attention": lambda found: _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE,
-    }
-)
-TEXT_KEYS = family.COMMON.plus(
-    used={
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
-        "num_key_value_heads head_dim global_head_dim sliding_window max_position_embeddings": "int",
-        "num_global_key_value_heads num_experts top_k_experts moe_intermediate_size": "int null",
-        "layer_types": "list null", "rms_norm_eps": "number",
-    },
-    only={
-        "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
-        "use_bidirectional_attention": ("vision", None),
-    },
-    nested={
-        "rope_parameters": ROPES,
-        "per_layer_config": lambda found: ConfigKeys(nested={i: _LAYER for i in found if i.isdecimal()}),
-    }
-)  # fmt: skip
+_ROPE: Keys = {"rope_type": str, "rope_theta": float}
+_PROPORTIONAL = _ROPE | allow({"partial_rotary_factor factor": float})
+_LAYER = allow({"head_dim num_key_value_heads": int})
+ROPES: Keys = {
+    "sliding_attention": _ROPE,
+    "full_attention": lambda found: _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE,
+}
+TEXT_KEYS = family.COMMON | allow({
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": int,
+    "num_key_value_heads head_dim global_head_dim sliding_window max_position_embeddings": int,
+    "num_global_key_value_heads num_experts top_k_experts moe_intermediate_size": int | None,
+    "layer_types": list | None, "rms_norm_eps": float,
+    "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": ("vision", None),
+    "rope_parameters": ROPES, "per_layer_config": lambda found: {i: _LAYER for i in found if i.isdecimal()},
+})  # fmt: skip
 # The reference implementation of DiffusionGemma does not have these options of Gemma 4's text model.
-DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
-    used={"final_logit_softcapping": "number"},
-    only={
-        "hidden_size_per_layer_input num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
-    },
-    unused={"attention_k_eq_v": "keys are values in every global layer, by its class"}
-)  # fmt: skip
-GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
-    used={
-        "final_logit_softcapping": "number null",
-        "attention_k_eq_v enable_moe_block use_double_wide_mlp": "bool",
-        "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": "int",
-    }
-)  # fmt: skip
+DIFFUSION_INNER_KEYS = TEXT_KEYS | allow({
+    "final_logit_softcapping": float, "hidden_size_per_layer_input num_kv_shared_layers": (0,),
+    "use_double_wide_mlp": (False,),
+    "attention_k_eq_v": UNUSED,  # keys are values in every global layer, by its class
+})  # fmt: skip
+GEMMA4_INNER_KEYS = TEXT_KEYS | allow({
+    "final_logit_softcapping": float | None, "attention_k_eq_v enable_moe_block use_double_wide_mlp": bool,
+    "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": int,
+})  # fmt: skip
 # The keys beside `text_config`. Images and audio are refused, so no logit depends on the unused ones.
-MULTIMODAL = family.COMMON.plus(
-    only={"tie_word_embeddings": (True,)},
-    unused={
-        "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id "
-        "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": "images and audio are not read"
-    }
-)  # fmt: skip
-DIFFUSION_KEYS = MULTIMODAL.plus(
-    used={"canvas_length": "int"},
-    only={"model_type": ("diffusion_gemma",)},
-    nested={"text_config": DIFFUSION_INNER_KEYS},
-)
-GEMMA4_KEYS = MULTIMODAL.plus(only={"model_type": ("gemma4",)}, nested={"text_config": GEMMA4_INNER_KEYS})
-GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(only={"model_type": ("gemma4_text",)})
+MULTIMODAL = family.COMMON | allow({
+    "tie_word_embeddings": (True,),
+    "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id": UNUSED,
+    "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": UNUSED,
+})  # fmt: skip
+DIFFUSION_KEYS = MULTIMODAL | {
+    "canvas_length": int, "model_type": ("diffusion_gemma",), "text_config": DIFFUSION_INNER_KEYS
+}  # fmt: skip
+GEMMA4_KEYS = MULTIMODAL | {"model_type": ("gemma4",), "text_config": GEMMA4_INNER_KEYS}
+GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS | {"model_type": ("gemma4_text",)}
 
 
 def _text_of(config: Json) -> Json:

@@ -13,7 +13,7 @@ from typing import Any
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import Family, Json, need, register
+from mercury_jax.hub.family import UNUSED, Family, Json, allow, need, register
 from mercury_jax.hub.params import TensorSource
 
 # Options of the reference implementation that no published model uses. Other values would change the arithmetic.
@@ -22,20 +22,14 @@ PLAIN = dict(
     include_bias=(False,), include_qkv_bias=(False,), bias_for_layer_norm=(False,), attention_layer_norm=(False,),
     scale_logits=(False,), input_emb_norm=(False,), block_group_size=(1,), layer_norm_with_affine=(True,),
 )  # fmt: skip
-DENSE_KEYS = family.COMMON.plus(
-    used={
-        "vocab_size d_model n_layers n_heads max_sequence_length": "int",
-        "embedding_size n_kv_heads mlp_hidden_size": "int null", "multi_query_attention": "bool null",
-        "mlp_ratio rope_theta rms_norm_eps": "number", "weight_tying": "bool",
-    },
-    only=PLAIN,
-    unused={
-        "alibi_bias_max": "alibi is false",
-        "attention_layer_norm_with_affine": "attention_layer_norm is false",
-        "rope_full_precision": "angles are always computed in fp32 here", "precision": "of its training",
-        "init_device init_fn init_std init_cutoff_factor": "training only",
-    }
-)  # fmt: skip
+DENSE_KEYS = family.COMMON | PLAIN | allow({
+    "vocab_size d_model n_layers n_heads max_sequence_length": int,
+    "embedding_size n_kv_heads mlp_hidden_size": int | None, "multi_query_attention": bool | None,
+    "mlp_ratio rope_theta rms_norm_eps": float, "weight_tying": bool,
+    "alibi_bias_max attention_layer_norm_with_affine": UNUSED,  # of what must be false
+    "rope_full_precision": UNUSED,  # angles are always computed in fp32 here
+    "precision init_device init_fn init_std init_cutoff_factor": UNUSED,  # of its training
+})  # fmt: skip
 # Our names -> names in the checkpoint. `ff_proj` is the gate of the MLP. `ff_out` names both the down projection of a
 # layer and, outside of the layers, the output head.
 PROJECTIONS = {
@@ -113,20 +107,14 @@ register(
 
 MASK, BLOCK = 156895, 32  # constants of the reference implementation, if config.json does not have them
 
-MOE_KEYS = family.KEYS.plus(
-    family.NO_WINDOW,
-    used={
-        "num_experts num_experts_per_tok expert_intermediate_size": "int",
-        "dense_intermediate_size": "int null", "moe_layer_freq": "list null", "qk_layernorm": "bool",
-        "partial_rotary_factor": "number null",
-    },
-    only={
-        "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias attention_bias": (False,),
-        "norm_topk_prob": (False, None),
-        "router_num_group router_topk_group shared_expert_intermediate_size clip_qkv": (None,),
-        "routed_scaling_factor": (1, 1.0),
-    }
-)  # fmt: skip
+MOE_KEYS = family.KEYS | family.NO_WINDOW | allow({
+    "num_experts num_experts_per_tok expert_intermediate_size": int, "dense_intermediate_size": int | None,
+    "moe_layer_freq": list | None, "qk_layernorm": bool, "partial_rotary_factor": float | None,
+    "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias attention_bias": (False,),
+    "norm_topk_prob": (False, None),
+    "router_num_group router_topk_group shared_expert_intermediate_size clip_qkv": (None,),
+    "routed_scaling_factor": (1, 1.0),
+})  # fmt: skip
 
 
 def _moe_config(config: Json) -> ModelConfig:
@@ -159,25 +147,17 @@ def _moe_export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-LLADA2_KEYS = family.KEYS.plus(
-    family.NO_WINDOW,
-    used={
-        "num_experts num_experts_per_tok moe_intermediate_size n_group topk_group": "int",
-        "first_k_dense_replace block_size": "int", "num_shared_experts": "int null",
-        "routed_scaling_factor partial_rotary_factor": "number", "use_qk_norm": "bool",
-    },
-    only={
-        "score_function": ("sigmoid",),
-        "use_bias use_qkv_bias norm_head norm_softmax using_split_qkv_in_self_attention": (False,),
-        "attention_bias": (False,), "use_rmsnorm moe_router_enable_expert_bias": (True,),
-        "expert_capacity": (None, 0), "num_nextn_predict_layers": (0, None),
-    },
-    unused={
-        "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",
-        "router_dtype": "the router always computes in fp32 here",
-        "rotary_dim": "partial_rotary_factor says it",
-    }
-)  # fmt: skip
+LLADA2_KEYS = family.KEYS | family.NO_WINDOW | allow({
+    "num_experts num_experts_per_tok moe_intermediate_size n_group topk_group first_k_dense_replace": int,
+    "block_size": int, "num_shared_experts": int | None,
+    "routed_scaling_factor partial_rotary_factor": float, "use_qk_norm": bool, "score_function": ("sigmoid",),
+    "use_bias use_qkv_bias norm_head norm_softmax using_split_qkv_in_self_attention attention_bias": (False,),
+    "use_rmsnorm moe_router_enable_expert_bias": (True,),
+    "expert_capacity": (None, 0), "num_nextn_predict_layers": (0, None),
+    "norm_topk_prob": UNUSED,  # the class divides by the sum wherever it chooses more than one expert
+    "router_dtype": UNUSED,  # the router always computes in fp32 here
+    "rotary_dim": UNUSED,  # partial_rotary_factor says it
+})  # fmt: skip
 
 
 def _llada2_config(config: Json) -> ModelConfig:

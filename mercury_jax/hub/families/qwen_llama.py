@@ -11,16 +11,14 @@ from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, refuse
 from mercury_jax.hub import family, generation
-from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
+from mercury_jax.hub.family import UNUSED, Family, Json, Keys, allow, need, register
 
 # Next-token prediction is block diffusion with blocks of one token, and without a mask.
 AUTOREGRESSIVE: dict[str, Any] = dict(pattern="block_causal", block=1, predicts_next=True, mask=None)
-EXPERTS = ConfigKeys(
-    used={
-        "num_experts num_local_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step": "int",
-        "norm_topk_prob": "bool", "mlp_only_layers": "list null",
-    }
-)  # fmt: skip
+EXPERTS = allow({
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step": int,
+    "norm_topk_prob": bool, "mlp_only_layers": list | None,
+})  # fmt: skip
 
 
 def experts_of(config: Json, **ours: Any) -> Experts | None:
@@ -92,24 +90,12 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
     return {key: value for key, value in (found | theirs).items() if value is not ...}
 
 
-def _qwen3_keys(config: Json) -> ConfigKeys:
+def _qwen3_keys(config: Json) -> Keys:
+    known = family.KEYS | family.WINDOW | family.BIAS
     if "Qwen3ForCausalLM" in config["architectures"]:
-        return family.KEYS.plus(
-            family.WINDOW,
-            family.BIAS,
-            only={
-                "model_type": ("qwen3",),
-            },
-        )
-    why = "every layer has the window, if there is one"
-    all_layers = {"max_window_layers": why, "layer_types": why}
-    return family.KEYS.plus(
-        family.WINDOW,
-        family.BIAS,
-        EXPERTS,
-        only={"model_type": ("qwen3_moe",)},
-        unused=all_layers,
-    )
+        return known | {"model_type": ("qwen3",)}
+    # Of the class with experts, every layer has the window, if there is one.
+    return known | EXPERTS | allow({"model_type": ("qwen3_moe",), "max_window_layers layer_types": UNUSED})
 
 
 def _qwen3_config(config: Json) -> ModelConfig:
@@ -130,10 +116,7 @@ register(
         name="Qwen2.5",
         architectures=("Qwen2ForCausalLM",),
         checkpoints=("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-Coder-7B-Instruct"),
-        keys=family.QWEN2_KEYS.plus(family.WINDOW, only={
-        "model_type": ("qwen2",),
-        "use_mrope": (False,),
-    }),
+        keys=family.QWEN2_KEYS | family.WINDOW | {"model_type": ("qwen2",), "use_mrope": (False,)},
         # The class always has biases on queries, keys and values, and never on the output projection.
         config=functools.partial(family.decoder_config, qkv_bias=True, out_bias=False, **AUTOREGRESSIVE),
         noise=None,
@@ -160,15 +143,10 @@ register(
         name="Llama 3",
         architectures=("LlamaForCausalLM",),
         checkpoints=("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B-Instruct"),
-        keys=family.KEYS.plus(
-            family.BIAS,
-            used={"mlp_bias": "bool"},
-            only={
-                "model_type": ("llama",), "pretraining_tp": (1,), "sliding_window": (None,),
-                "use_sliding_window": (False,),
-            },
-            unused={"max_sequence_length": "max_position_embeddings says it"},
-        ),
+        keys=family.KEYS | family.BIAS | {
+            "mlp_bias": bool, "model_type": ("llama",), "pretraining_tp": (1,), "sliding_window": (None,),
+            "use_sliding_window": (False,), "max_sequence_length": UNUSED,  # max_position_embeddings says it
+        },
         config=functools.partial(family.decoder_config, **AUTOREGRESSIVE),
         noise=None,
         about="autoregressive; TinyLlama and other models of the same build too",
