@@ -5,10 +5,10 @@ damaged file raises `CheckpointError`, whose message names it.
 """
 
 from mercury_jax.checkpoint.export import Exported, export, load_exported
-from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed, verify
+from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed, unfit, verify
 from mercury_jax.checkpoint.saver import Saver, clean, inspect, latest, path_of, restore, steps
 
 __all__ = [
     "CheckpointError", "Exported", "SaveFailed", "Saver", "clean", "export", "inspect", "latest",
-    "load_exported", "path_of", "restore", "steps", "verify",
+    "load_exported", "path_of", "restore", "steps", "unfit", "verify",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import DTypeLike
 
 from mercury_jax.checkpoint import manifest, tensors
-from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed
+from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed, unfit
 from mercury_jax.checkpoint.tensors import LazyTensor, TensorEntry
 from mercury_jax.config import refuse
 from mercury_jax.sharding import gather, path_name, spans_processes
@@ -168,8 +168,7 @@ def load_exported(folder: str | Path, dtype: DTypeLike | None = None, *, verify:
     """Verifies an exported folder and opens it."""
     folder = Path(folder)
     if not folder.is_dir():
-        allowed = "a folder of a saved model, this one does not exist"
-        raise CheckpointError(f"folder is {str(folder)!r}; allowed: {allowed}")
+        raise unfit("folder", str(folder), "a folder of a saved model, this one does not exist")
     if verify:
         manifest.verify(folder)
     for name in (CONFIG, PARAMS):
@@ -177,8 +176,7 @@ def load_exported(folder: str | Path, dtype: DTypeLike | None = None, *, verify:
             raise CheckpointError(f"{folder / name} is missing: the folder is not a saved model")
     about = manifest.read_json(folder / CONFIG)
     if about.get("format") != FORMAT:
-        error = refuse("format", about.get("format"), f"{FORMAT}, by this version")
-        raise CheckpointError(f"{folder / CONFIG}: {error}")
+        raise unfit("format", about.get("format"), f"{FORMAT}, by this version", folder / CONFIG)
     found, tokenizer = tensors.header(folder / PARAMS), folder / TOKENIZER
     return Exported(
         folder, found, about["config"], tokenizer.read_bytes() if tokenizer.exists() else None, dtype

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mercury_jax.config import refuse
+
 NAME = "manifest.json"
 FORMAT = 1
 
@@ -25,6 +27,11 @@ class SaveFailed(CheckpointError):
     """A checkpoint or a model could not be written; earlier ones are unchanged."""
 
     exit_code = 4
+
+
+def unfit(field: str, value: object, allowed: str, where: object = None) -> CheckpointError:
+    """Makes the error for a value in a file, in the words of `config.refuse`; `where`: the file."""
+    return CheckpointError(("" if where is None else f"{where}: ") + str(refuse(field, value, allowed)))
 
 
 def write(folder: Path) -> None:
@@ -47,9 +54,7 @@ def verify(folder: str | Path, only: str | None = None) -> None:
     about = read_json(path)
     files = about.get("files")
     if about.get("format") != FORMAT or not isinstance(files, dict):
-        raise CheckpointError(
-            f"{path}: format is {about.get('format')!r}; allowed: {FORMAT}, by this version"
-        )
+        raise unfit("format", about.get("format"), f"{FORMAT}, by this version", path)
     # Check where all names and links lead before any file is opened.
     roots = allowed_roots(folder.resolve())
     for name in (*files, *(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from mercury_jax.checkpoint import manifest
-from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed
+from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed, unfit
 from mercury_jax.config import refuse
 from mercury_jax.sharding import path_name
 
@@ -224,8 +224,7 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
         if name not in saved:
             raise CheckpointError(f"{path} has no array {name!r}: it was saved by another model or optimizer")
         if list(saved[name]) != shape:
-            error = refuse(f"array {name}", saved[name], f"{shape}, as this model has it")
-            raise CheckpointError(f"{path}: {error}")
+            raise unfit(f"array {name}", saved[name], f"{shape}, as this model has it", path)
     arrays = _read_arrays(path / STATE, wanted)
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(target)
@@ -250,7 +249,7 @@ def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str
     step = max(have, default=None) if step is None else step
     if step is None or step not in have:
         allowed = f"one of {have} in {folder}" if have else f"none: {folder} has no checkpoint"
-        raise CheckpointError(str(refuse("step", step, allowed)))
+        raise unfit("step", step, allowed)
     path = path_of(folder, step)
     # Verify this file first, because its contents are used before the arrays are verified.
     try:
@@ -259,9 +258,7 @@ def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str
     except CheckpointError as error:
         raise _with_hint(error, folder, path) from None
     if about.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: {refuse('format', about.get('format'), f'{FORMAT}, by this version')}"
-        )
+        raise unfit("format", about.get("format"), f"{FORMAT}, by this version", path)
     return path, about
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from mercury_jax.checkpoint.manifest import CheckpointError
+from mercury_jax.checkpoint.manifest import CheckpointError, unfit
 from mercury_jax.config import refuse
 
 MAX_HEADER = 16_000_000  # bytes, about 150,000 tensors; published files have headers below 2 MB
@@ -77,9 +77,7 @@ def header(path: str | Path) -> dict[str, TensorEntry]:
     if start == b"version " and Path(path).stat().st_size < 1024:
         raise CheckpointError(f"{path} is a Git LFS pointer; allowed: the file itself (git lfs pull)")
     if length > MAX_HEADER and length < Path(path).stat().st_size:
-        raise CheckpointError(
-            f"{path}: length of the header is {length}; allowed: {MAX_HEADER} bytes at most"
-        )
+        raise unfit("length of the header", length, f"{MAX_HEADER} bytes at most", path)
     entries: dict[str, TensorEntry] = {}
     try:
         with safe_open(path, framework="numpy") as file:
@@ -89,7 +87,7 @@ def header(path: str | Path) -> dict[str, TensorEntry]:
                 about, where = file.get_slice(name), f"{path}: tensor {name[:200]!r}"
                 dtype, shape = about.get_dtype(), about.get_shape()
                 if dtype not in DTYPES:
-                    raise CheckpointError(f"{where}: {refuse('dtype', dtype, ', '.join(DTYPES))}")
+                    raise unfit("dtype", dtype, ", ".join(DTYPES), where)
                 # numpy limits the product of the axes without zeros, even for an array that an axis of size 0 empties.
                 if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
                     allowed = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
@@ -128,7 +126,7 @@ def read(path: str | Path, entry: TensorEntry, rows: slice | None = None) -> np.
     if got != size:
         raise CheckpointError(f"{path} is truncated: {got} bytes at {start}, its header says {size}")
     if entry.dtype == np.bool_ and size and data.max() > 1:
-        raise CheckpointError(f"{path}: {refuse('a byte of a BOOL tensor', int(data.max()), '0 or 1')}")
+        raise unfit("a byte of a BOOL tensor", int(data.max()), "0 or 1", path)
     return data.view(entry.dtype).reshape(shape)
 
 

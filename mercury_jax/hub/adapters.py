@@ -35,7 +35,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from mercury_jax import models
-from mercury_jax.checkpoint import CheckpointError, manifest, tensors
+from mercury_jax.checkpoint import CheckpointError, manifest, tensors, unfit
 from mercury_jax.checkpoint.tensors import LazyTensor, TensorEntry
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
 from mercury_jax.hub.family import Family, named_family, plain_build, writers
@@ -417,7 +417,7 @@ class Adapter(NamedTuple):
         alpha = self._pattern("alpha_pattern", module, self.about["lora_alpha"])
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] % rank:
             allowed = f"[{rank}, in] and [out, {rank}]"
-            raise CheckpointError(str(refuse(f"{self.path}: {module}", (a.shape, b.shape), allowed)))
+            raise unfit(module, (a.shape, b.shape), allowed, self.path)
         return Factors(a, b, alpha / rank, rank)
 
     def _pattern(self, table: str, module: str, default: float) -> Any:

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mercury_jax import install
-from mercury_jax.checkpoint import CheckpointError, manifest, tensors
+from mercury_jax.checkpoint import CheckpointError, manifest, tensors, unfit
 from mercury_jax.checkpoint.tensors import TensorEntry
-from mercury_jax.config import refuse
+from mercury_jax.config import brief, refuse
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -55,7 +55,7 @@ class Folder(NamedTuple):
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """Reads one tensor."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.path} has no tensor {_short(name)}")
+            raise CheckpointError(f"{self.path} has no tensor {brief(name)}")
         return tensors.read(self.files[name], self.tensors[name], rows)
 
 
@@ -98,8 +98,7 @@ def scan(folder: str | Path) -> Folder:
     """Reads config.json and all headers of a checkpoint folder."""
     folder = Path(folder)
     if not folder.is_dir():
-        allowed = f"a folder with {CONFIG} and {SINGLE}, this one does not exist"
-        raise CheckpointError(f"folder is {str(folder)!r}; allowed: {allowed}")
+        raise unfit("folder", str(folder), f"a folder with {CONFIG} and {SINGLE}, this one does not exist")
     config, notes = read_json(folder, CONFIG), []
     if config.get("auto_map"):
         code = str(config["auto_map"])[:200]
@@ -141,7 +140,7 @@ def read_json(folder: str | Path, name: str, *, optional: bool = False) -> dict[
             )
         raise CheckpointError(f"{path} is missing: the folder is no checkpoint in Hugging Face's layout")
     if (size := real.stat().st_size) > MAX_JSON:
-        raise _wrong(path, "size of the file", size, f"{MAX_JSON} bytes at most")
+        raise unfit("size of the file", size, f"{MAX_JSON} bytes at most", path)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
@@ -161,17 +160,8 @@ def read_json(folder: str | Path, name: str, *, optional: bool = False) -> dict[
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}") from None
     if not isinstance(about, dict):
-        raise _wrong(path, "its value", about, "a JSON object")
+        raise unfit("its value", about, "a JSON object", path)
     return about
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
-
-
-def _wrong(where: Path, field: str, value: object, allowed: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {field} is {_short(value)}; allowed: {allowed}")
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, Path]]:
@@ -192,11 +182,11 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, Path]
     index = folder / INDEX
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _wrong(index, "weight_map", weight_map, "an object of tensors and their files")
+        raise unfit("weight_map", weight_map, "an object of tensors and their files", index)
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _BARE_NAME.fullmatch(file):
             allowed = "the bare name of a .safetensors file in the folder"
-            raise _wrong(index, f"file of tensor {_short(name)}", file, allowed)
+            raise unfit(f"file of tensor {brief(name)}", file, allowed, index)
     entries, files = dict[str, TensorEntry](), dict[str, Path]()
     for file in sorted(set(weight_map.values())):
         real = find(folder, file)
@@ -204,13 +194,11 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, Path]
             raise CheckpointError(f"{folder / file} is missing: {INDEX} names it")
         for name, entry in tensors.header(real).items():
             if name in entries:
-                raise _wrong(folder / file, "tensor", name, "each tensor once; another file has it too")
+                raise unfit("tensor", name, "each tensor once; another file has it too", folder / file)
             if weight_map.get(name, file) != file:
-                raise _wrong(
-                    folder / file, "tensor", name, f"this one in {weight_map[name]}, as {INDEX} says"
-                )
+                raise unfit("tensor", name, f"this one in {weight_map[name]}, as {INDEX} says", folder / file)
             entries[name], files[name] = entry, real
     for name, file in weight_map.items():
         if name not in entries:
-            raise CheckpointError(f"{folder / file} has no tensor {_short(name)}: {INDEX} says that it has")
+            raise CheckpointError(f"{folder / file} has no tensor {brief(name)}: {INDEX} says that it has")
     return entries, files

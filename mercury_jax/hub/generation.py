@@ -24,7 +24,7 @@ alone changes only how tokens are sampled, as in LLaDA. `mj.sample(temperature=)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mercury_jax.config import refuse
@@ -42,23 +42,20 @@ GREEDY: Mapping[str, Any] = {
 
 
 class _Key(NamedTuple):
-    """A key of generation_config.json: the processor parameter that it sets, and its allowed values."""
+    """A key of generation_config.json: the processor parameter that it sets."""
 
     processor: str
     parameter: str
-    low: float
-    high: float
-    off: tuple[float, ...]  # values that disable the processor
-    allowed: str
+    off: tuple[float, ...] = ()  # values that disable the processor
 
 
 # In the order in which transformers applies them.
 PROCESSOR_KEYS: Mapping[str, _Key] = {
-    "repetition_penalty": _Key("repetition", "p", 1e-9, math.inf, (1.0,), "a number above 0"),
-    "temperature": _Key("temperature", "t", 0.0, math.inf, (), "a number, 0 or more"),
-    "top_k": _Key("top_k", "k", 0, 2**31 - 1, (0,), "a whole number, 0 or more"),
-    "top_p": _Key("top_p", "p", 0.0, 1.0, (1.0,), "a number in [0, 1]"),
-    "min_p": _Key("min_p", "p", 0.0, 1.0, (0.0,), "a number in [0, 1]"),
+    "repetition_penalty": _Key("repetition", "p", (1.0,)),
+    "temperature": _Key("temperature", "t"),
+    "top_k": _Key("top_k", "k", (0,)),
+    "top_p": _Key("top_p", "p", (1.0,)),
+    "min_p": _Key("min_p", "p", (0.0,)),
 }
 # Keys whose value is ids or a length -> the setting that they become.
 TABLES: Mapping[str, str] = {
@@ -92,16 +89,8 @@ _OF_FAMILIES = """
 """
 # Every key of transformers' GenerationConfig: older releases wrote them into config.json as well.
 _READ = frozenset({"do_sample", "steps", *PROCESSOR_KEYS, *_WITHOUT_EFFECT.split(), *_OF_FAMILIES.split()})
-KEYS = frozenset(
-    {
-        "do_sample",
-        *PROCESSOR_KEYS,
-        *TABLES,
-        *_WITHOUT_EFFECT.split(),
-        *_SAMPLING.split(),
-        *_NOT_APPLIED.split(),
-    }
-)
+_UNREAD = f"{_WITHOUT_EFFECT} {_SAMPLING} {_NOT_APPLIED}"
+KEYS = frozenset({"do_sample", *PROCESSOR_KEYS, *TABLES, *_UNREAD.split()})
 # `alg` in Dream's generation_config.json -> our rule.
 DREAM_RULES = {
     "origin": "dream_origin",
@@ -123,8 +112,9 @@ def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str,
     Args:
         generation: The contents of the file; {} without one.
     """
-    said, tables = _checked(generation), _tables(generation)
-    if not said:
+    said = _checked(generation)
+    tables = _tables(said, generation.get("eos_token_id"))
+    if not said.keys() - TABLES.keys():
         return {**decoding, **tables}
     chain = {name: dict(params) for name, params in decoding.get("processors", {}).items()}
     autoregressive = decoding.get("rule") == "autoregressive"
@@ -157,65 +147,74 @@ def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str,
     names = sorted(chain, key=lambda name: (name != "repetition", name not in decoding.get("processors", {})))
     if not decoding.get("processors"):
         names.sort(key=order.index)
-    found["processors"] = {name: chain[name] for name in names}
-    if not found["processors"]:
-        del found["processors"]
+    found.pop("processors", None)
+    if names:
+        found["processors"] = {name: chain[name] for name in names}
     found["source"] = f"{decoding['source']}; {FILE}" if decoding.get("source") else FILE
     return found
 
 
+# --- what the values may be
+
+
+def _number(value: Any, least: float = 0.0, most: float = math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    return _number(value, least, 2**31 - 1) and value == int(value)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+
+
+# key -> (whether a value is allowed, what is)
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "do_sample": (lambda x: isinstance(x, bool), "true or false"),
+    "steps": (lambda x: _whole(x, 1), "a whole number, 1 or more"),
+    "repetition_penalty": (lambda x: _number(x, 1e-9), "a number above 0"),
+    "temperature": (_number, "a number, 0 or more"),
+    "top_k": (_whole, "a whole number, 0 or more"),
+    "top_p": (lambda x: _number(x, 0, 1), "a number in [0, 1]"),
+    "min_p": (lambda x: _number(x, 0, 1), "a number in [0, 1]"),
+    "min_new_tokens": (_whole, "a whole number, 0 or more"),
+    "suppress_tokens": (_ids, "a list of ids"),
+    "begin_suppress_tokens": (_ids, "a list of ids"),
+    "bad_words_ids": (lambda x: isinstance(x, list) and all(map(_ids, x)), "a list of lists of ids"),
+    "sequence_bias": (
+        lambda x: isinstance(x, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and _ids(pair[0]) and _number(pair[1], -math.inf) for pair in x
+        ),
+        "a list of pairs: a list of ids, and a number",
+    ),
+}  # fmt: skip
+
+
 def _checked(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Picks the keys that are read and not null; refuses values of a wrong type or out of range."""
-    found: dict[str, Any] = {}
-    for name in ("do_sample", "steps", *PROCESSOR_KEYS):
-        value = generation.get(name)
-        if value is None:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name == "do_sample":
-            fits, allowed = isinstance(value, bool), "true or false"
-        elif name == "steps":
-            fits, allowed = number and value >= 1 and value == int(value), "a whole number, 1 or more"
-        else:
-            key = PROCESSOR_KEYS[name]
-            whole = name != "top_k" or (number and value == int(value))
-            fits, allowed = number and whole and key.low <= value <= key.high, key.allowed
-        if not fits:
-            raise refuse(f"{FILE}: {name}", value, allowed)
-        found[name] = value
+    found = {key: generation[key] for key in _CHECKS if generation.get(key) is not None}
+    for key, value in found.items():
+        fits, allowed = _CHECKS[key]
+        if not fits(value):
+            raise refuse(f"{FILE}: {key}", value, allowed)
     return found
 
 
-def _tables(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the keys of `TABLES`. Sequences of several ids are left out, and `not_applied` names their key."""
-    whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
+def _tables(said: Mapping[str, Any], ends: Any) -> dict[str, Any]:
+    """Converts the keys of `TABLES`. Sequences of several ids are left out, and `not_applied` names their key.
+
+    Args:
+        ends: `eos_token_id`. As in transformers, a bad word that is the end of the text is left out.
+    """
+    ends = ends if isinstance(ends, list) else [ends]
+    convert: dict[str, Callable[[Any], Any]] = {
+        "bad_words_ids": lambda words: [x[0] for x in words if len(x) == 1 and x[0] not in ends],
+        "sequence_bias": lambda pairs: [[ids[0], float(x)] for ids, x in pairs if len(ids) == 1],
+    }
     found: dict[str, Any] = {}
     for key, setting in TABLES.items():
-        value = generation.get(key)
-        if not value:
-            continue
-        if key == "min_new_tokens":
-            fits, allowed = whole(value) and value > 0, "a whole number, 0 or more"
-        elif key == "bad_words_ids":
-            fits = isinstance(value, list) and all(isinstance(x, list) and all(map(whole, x)) for x in value)
-            allowed = "a list of lists of ids"
-            # transformers leaves out a list that is the end of the text
-            ends = generation.get("eos_token_id")
-            ends = ends if isinstance(ends, list) else [ends]
-            value = [x[0] for x in value if len(x) == 1 and x[0] not in ends] if fits else None
-        elif key == "sequence_bias":
-            pairs = isinstance(value, list) and all(isinstance(x, list) and len(x) == 2 for x in value)
-            fits = pairs and all(
-                isinstance(ids, list) and all(map(whole, ids)) and isinstance(x, int | float)
-                for ids, x in value
-            )
-            allowed = "a list of pairs: a list of ids, and a number"
-            value = [[ids[0], float(x)] for ids, x in value if len(ids) == 1] if fits else None
-        else:
-            fits, allowed = isinstance(value, list) and all(map(whole, value)), "a list of ids"
-        if not fits:
-            raise refuse(f"{FILE}: {key}", generation[key], allowed)
-        if value:
+        if value := convert.get(key, lambda x: x)(said.get(key) or []):
             found[setting] = [*found.get(setting, []), *value] if isinstance(value, list) else value
     return found
 
@@ -262,7 +261,7 @@ def dream_decoding(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if generation.get("eps") is not None:
         params["eps"] = generation["eps"]
     for name, value in params.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if not _number(value):
             raise refuse(f"{FILE}: {name}", value, "a number, 0 or more")
     published = {
         "rule": DREAM_RULES[alg],

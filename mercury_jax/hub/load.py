@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax import checkpoint, compilation, models, noise
-from mercury_jax.checkpoint import CheckpointError, Exported, manifest
+from mercury_jax.checkpoint import CheckpointError, Exported, manifest, unfit
 from mercury_jax.checkpoint.export import PARAMS
 from mercury_jax.config import (
     ComputeType,
@@ -473,11 +473,9 @@ def _check_tensors(
     for name, shape in wanted.items():
         entry = folder.tensors[name]
         if tuple(entry.shape) != shape:
-            error = refuse(f"shape of {name}", tuple(entry.shape), f"{shape}, by config.json")
-            raise CheckpointError(f"{folder.path}: {error}")
+            raise unfit(f"shape of {name}", tuple(entry.shape), f"{shape}, by config.json", folder.path)
         if entry.dtype.name not in FLOATS:
-            error = refuse(f"dtype of {name}", entry.dtype.name, ", ".join(FLOATS.values()))
-            raise CheckpointError(f"{folder.path}: {error}")
+            raise unfit(f"dtype of {name}", entry.dtype.name, ", ".join(FLOATS.values()), folder.path)
 
 
 def _unread(folder: Folder, quantised: QuantisedTensors, name: str) -> bool:

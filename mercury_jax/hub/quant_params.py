@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.checkpoint import CheckpointError, unfit
 from mercury_jax.checkpoint.tensors import TensorEntry
-from mercury_jax.config import refuse
 from mercury_jax.hub.params import TensorSource, shapes_of
 from mercury_jax.hub.quant_config import Quantisation
 from mercury_jax.hub.quantised import (
@@ -48,10 +47,7 @@ def common_format(path: str, matrices: Sequence[StoredMatrix | None]) -> WeightF
         return None
     kinds = {str(m.format.values) for m in found} | ({"unquantised"} if len(found) < len(matrices) else set())
     if len(kinds) > 1:
-        first = next(m for m in found)
-        raise CheckpointError(
-            str(refuse(f"formats of {path} ({first.name}, ...)", sorted(kinds), "one format"))
-        )
+        raise unfit(f"formats of {path} ({found[0].name}, ...)", sorted(kinds), "one format")
     formats = [m.format for m in found]
     # numpy cannot promote fp8 with others; fp32 holds the scales of every format.
     scales = {f.group_scale for f in formats}

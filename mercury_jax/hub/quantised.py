@@ -29,9 +29,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.checkpoint import CheckpointError, unfit
 from mercury_jax.checkpoint.tensors import TensorEntry
-from mercury_jax.config import refuse
 from mercury_jax.hub.quant_config import Quantisation, Scheme, scheme_of
 from mercury_jax.models.weight_quant import WeightFormat
 
@@ -114,12 +113,10 @@ class _Finder(NamedTuple):
             raise CheckpointError(f"tensor {tensor!r} is missing: {self.name} is quantised")
         entry = self.entries[tensor]
         if entry.dtype not in dtypes:
-            raise CheckpointError(
-                str(refuse(f"dtype of {tensor}", entry.dtype.name, ", ".join(d.name for d in dtypes)))
-            )
+            raise unfit(f"dtype of {tensor}", entry.dtype.name, ", ".join(d.name for d in dtypes))
         if shapes and tuple(entry.shape) not in shapes:
             allowed = f"{' or '.join(map(str, dict.fromkeys(shapes)))} for {self.name} {self.shape}"
-            raise CheckpointError(str(refuse(f"shape of {tensor}", tuple(entry.shape), allowed)))
+            raise unfit(f"shape of {tensor}", tuple(entry.shape), allowed)
         return entry
 
     def optional(self, tensor: str, dtypes: Sequence[np.dtype], *shapes: tuple[int, ...]) -> bool:
@@ -129,7 +126,7 @@ class _Finder(NamedTuple):
     def agree(self, field: str, value: int, said: int | None) -> None:
         """Refuses a matrix that is stored in another way than config.json says."""
         if said is not None and value != said:
-            raise CheckpointError(str(refuse(f"{field} of {self.name}", value, f"{said}, by config.json")))
+            raise unfit(f"{field} of {self.name}", value, f"{said}, by config.json")
 
     def block(self, tensor: str, dtypes: Sequence[np.dtype]) -> tuple[int, int]:
         """Finds the rows and columns that share a scale, from the shape of the scales."""
@@ -149,7 +146,7 @@ class _Finder(NamedTuple):
             allowed = (
                 f"one scale, {(*lead, rows, 1)}, or {(*lead, rows, 'groups')} for {self.name} {self.shape}"
             )
-            raise CheckpointError(str(refuse(f"shape of {tensor}", found, allowed)))
+            raise unfit(f"shape of {tensor}", found, allowed)
         if groups > 1:
             self.agree("group size", columns // groups, self.scheme.group)
         return 1, columns // groups
@@ -180,7 +177,7 @@ def _find_packed(f: _Finder) -> StoredMatrix:
     """Finds a matrix of compressed-tensors whose values are packed into int32."""
     packed, scale = f"{f.name}_packed", f"{f.name}_scale"
     if len(f.shape) != 2:
-        raise CheckpointError(str(refuse(f"axes of {f.name}", len(f.shape), "2 for packed values")))
+        raise unfit(f"axes of {f.name}", len(f.shape), "2 for packed values")
     rows, columns = f.shape
     words = {bits: (rows, -(-columns * bits // 32)) for bits in (4, 8)}
     entry = f.need(packed, (INT32,), *words.values())
@@ -209,9 +206,7 @@ def _find_nvfp4(f: _Finder) -> StoredMatrix:
     """Finds a matrix in NVFP4, as compressed-tensors or modelopt write it."""
     *lead, rows, columns = f.shape
     if columns % NVFP4_GROUP:
-        raise CheckpointError(
-            str(refuse(f"inputs of {f.name}", columns, f"a multiple of {NVFP4_GROUP} for NVFP4"))
-        )
+        raise unfit(f"inputs of {f.name}", columns, f"a multiple of {NVFP4_GROUP} for NVFP4")
     f.agree("bits", 4, f.scheme.bits)
     ours = f"{f.name}_packed" in f.entries
     values = f"{f.name}_packed" if ours else f.name
@@ -227,7 +222,7 @@ def _find_nvfp4(f: _Finder) -> StoredMatrix:
 def _find_words(f: _Finder, module: str, layout: str, offset: int) -> StoredMatrix:
     """Finds a matrix of GPTQ or AWQ, whose axes are [in, out]. Shapes tell the bits, which may differ by module."""
     if len(f.shape) != 2:
-        raise CheckpointError(str(refuse(f"axes of {f.name}", len(f.shape), f"2 for {layout}")))
+        raise unfit(f"axes of {f.name}", len(f.shape), f"2 for {layout}")
     rows, columns = f.shape
     field = lambda name: f"{module}.{name}"
     if layout == "gptq":
@@ -235,14 +230,14 @@ def _find_words(f: _Finder, module: str, layout: str, offset: int) -> StoredMatr
     else:
         words = {4: (columns, rows // 8)} if rows % 8 == 0 else {}
     if not words:
-        raise CheckpointError(str(refuse(f"shape of {f.name}", f.shape, "sizes that fill words of 32 bits")))
+        raise unfit(f"shape of {f.name}", f.shape, "sizes that fill words of 32 bits")
     entry = f.need(field("qweight"), (INT32,), *words.values())
     bits = next(bits for bits, shape in words.items() if shape == tuple(entry.shape))
     scale = f.need(field("scales"), FLOATS)
     groups = scale.shape[0] if len(scale.shape) == 2 else 0
     if tuple(scale.shape) != (groups, rows) or not groups or columns % groups:
         allowed = f"(groups, {rows}), with groups that divide {columns}"
-        raise CheckpointError(str(refuse(f"shape of {field('scales')}", tuple(scale.shape), allowed)))
+        raise unfit(f"shape of {field('scales')}", tuple(scale.shape), allowed)
     f.need(field("qzeros"), (INT32,), (groups, rows * bits // 32))
     tensors = {"values": field("qweight"), "scale": field("scales"), "zero": field("qzeros")}
     ordered = layout == "gptq" and f.optional(field("g_idx"), (INT32, INT64), (columns,))
@@ -281,15 +276,13 @@ def unpack_matrix(stored: StoredMatrix, read: Callable[[str], np.ndarray]) -> Un
     values = read(stored.tensors["values"])
     kind, (*_, rows, columns) = stored.format, stored.shape
     if "shape" in named and tuple(named["shape"].tolist()) != stored.shape:
-        error = refuse(
-            stored.tensors["shape"], named["shape"].tolist(), f"{list(stored.shape)}, by config.json"
-        )
-        raise CheckpointError(str(error))
+        allowed = f"{list(stored.shape)}, by config.json"
+        raise unfit(stored.tensors["shape"], named["shape"].tolist(), allowed)
     for field in ("scale", "factor", "divisor"):
         numbers = np.asarray(named.get(field, 1), np.float32)
         if not np.isfinite(numbers).all() or (field == "divisor" and not numbers.all()):
             allowed = "finite numbers" + (" other than 0" if field == "divisor" else "")
-            raise CheckpointError(str(refuse(stored.tensors[field], "NaN, infinity or 0", allowed)))
+            raise unfit(stored.tensors[field], "NaN, infinity or 0", allowed)
     zero = named.get("zero")
     if stored.layout == "packed":
         values = _signed(_unpacked(values, kind.values, columns), kind.values)
@@ -354,7 +347,7 @@ def _group_index(stored: StoredMatrix, order: np.ndarray | None) -> np.ndarray |
     groups, columns = stored.format.groups, stored.shape[-1]
     if order.min() < 0 or order.max() >= groups:
         found = (int(order.min()), int(order.max()))
-        raise CheckpointError(str(refuse(stored.tensors["order"], found, f"groups in 0..{groups - 1}")))
+        raise unfit(stored.tensors["order"], found, f"groups in 0..{groups - 1}")
     return None if np.array_equal(order, np.arange(columns) // (columns // groups)) else order.astype(INT32)
 
 
