@@ -147,8 +147,8 @@ def sudoku() -> None:
 
     import mercury_jax as mj
     from mercury_jax.tasks import TASKS, draw_distinct
+    from mercury_jax.viz.html import trace_of
     from mercury_jax.viz.plots import save_gif
-    from mercury_jax.viz.trace import trace_of
 
     lm = mj.load()
     ask = lambda text, rule=None: mj.sample(

@@ -134,6 +134,14 @@ def valid(text: str, name: str = "text") -> str:
     return text
 
 
+def has_chat_template(tokenizer: AnyTokenizer) -> bool:
+    """Says whether a tokenizer can encode a conversation."""
+    try:
+        return bool(tokenizer.render([{"role": "user", "content": "x"}]))
+    except ValueError:
+        return False
+
+
 class Special(NamedTuple):
     """Ids of the special tokens, the same in every `Tokenizer`.
 

@@ -445,12 +445,7 @@ class Decoding:
             first = next(iter(values))
             holders = ", ".join(_rules_with(first)) or "none: no rule has it"
             raise refuse("--rule", None, f"with --param {first} one of {holders}")
-        make = find_rule(self.rule)
-        for name in values:
-            if name not in make.params:
-                allowed = nearest(name, list(make.params)) or f"none: the rule {self.rule} has no parameters"
-                raise refuse(f"parameter of the rule {self.rule}", name, allowed)
-        return make(**values)
+        return find_rule(self.rule)(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,6 +533,20 @@ def check_request(
         check_temperature(temperature)
     find_effort(effort)
     check_logprobs(logprobs)
+
+
+def require(*checks: tuple[object, str, object, str]) -> None:
+    """Refuses the first value that does not fit.
+
+    Args:
+        *checks: Whether the value fits, its option, the value, and what is allowed.
+
+    Raises:
+        ValueError: Naming the option, the value and what is allowed.
+    """
+    for fits, name, value, allowed in checks:
+        if not fits:
+            raise refuse(name, value, allowed)
 
 
 # --- texts and files

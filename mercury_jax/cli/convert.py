@@ -9,9 +9,8 @@ from typing import Annotated
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import ConfigOptions, Flag, Group, Positional, option
-from mercury_jax.config import refuse
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES, LAYOUTS = ("float32", "bfloat16", "float16"), ("ours", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +48,14 @@ def run(argv: Sequence[str]) -> int:
         ValueError: A bad option, before a model is loaded or written.
     """
     args = arguments.read(Convert, argv, "mercury convert")
-    if args.to not in ("ours", "hf"):
-        raise refuse("--to", args.to, "ours, hf")
-    if args.family is not None and args.to != "hf":
-        raise refuse("--family", args.family, "with --to hf only")
-    if args.dtype is not None and args.dtype not in DTYPES:
-        raise refuse("--dtype", args.dtype, ", ".join(DTYPES))
     out = Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise refuse("OUT", args.out, "a new or empty folder")
+    empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    arguments.require(
+        (args.to in LAYOUTS, "--to", args.to, ", ".join(LAYOUTS)),
+        (args.family is None or args.to == "hf", "--family", args.family, "with --to hf only"),
+        (args.dtype in (None, *DTYPES), "--dtype", args.dtype, ", ".join(DTYPES)),
+        (empty, "OUT", args.out, "a new or empty folder"),
+    )
     from mercury_jax import hub
 
     with show.progress("bytes", f"loading {args.source}") as update:

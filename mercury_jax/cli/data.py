@@ -177,10 +177,10 @@ def _tokenizer(args: DataPack) -> AnyTokenizer:
 
         found = Tokenizer.load(args.tokenizer)
         return found if args.config.mask is None else found.with_mask(args.config.mask)
-    from mercury_jax.hub.load import load_tokenizer
+    from mercury_jax.hub import tokenizer_of
 
     with show.progress(text="loading the tokenizer"):
-        return load_tokenizer(args.tokenizer, **args.config.given())
+        return tokenizer_of(args.tokenizer, **args.config.given())
 
 
 # --- mercury data info

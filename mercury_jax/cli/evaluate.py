@@ -20,7 +20,6 @@ from mercury_jax.cli.arguments import (
     Positional,
     option,
 )
-from mercury_jax.config import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +82,11 @@ def run(argv: Sequence[str]) -> int:
     args, parameters = arguments.read_with_rule(Evaluate, argv, "mercury eval")
     from mercury_jax import evaluate
 
-    if not args.task:
-        raise refuse("TASK", None, f"one or more of {', '.join(evaluate.TASKS)}")
-    if args.file is not None and len(args.task) > 1:
-        raise refuse("--file", args.file, f"with one task, not {len(args.task)}")
+    single = args.file is None or len(args.task) == 1
+    arguments.require(
+        (args.task, "TASK", None, f"one or more of {', '.join(evaluate.TASKS)}"),
+        (single, "--file", args.file, f"with one task, not {len(args.task)}"),
+    )
     template = args.template
     if template is not None:
         template = arguments.read_text("--template", template, args.escapes)

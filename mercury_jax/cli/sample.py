@@ -24,7 +24,7 @@ from mercury_jax.cli.arguments import (
     Repeated,
     option,
 )
-from mercury_jax.config import refuse
+from mercury_jax.tokenizer import has_chat_template
 from mercury_jax.viz import readable, terminal
 
 if TYPE_CHECKING:
@@ -127,53 +127,42 @@ def run(argv: Sequence[str]) -> int:
             for path in (args.html, args.gif):
                 if path is not None:
                     show.say(str(out.save(path, prompt=texts[0])))
-    if not (args.chat or args.json) and show.terminal(sys.stderr) and _has_chat_format(lm):
+    if not (args.chat or args.json) and show.terminal(sys.stderr) and has_chat_template(lm.tokenizer):
         show.say("the text was continued; --chat asks the model a question")
     return 0
-
-
-def _has_chat_format(lm: LM) -> bool:
-    try:
-        return bool(lm.tokenizer.render([{"role": "user", "content": "x"}]))
-    except ValueError:
-        return False
 
 
 def _check(args: Sample, texts: list[str]) -> None:
     """Refuses what no model takes, before one is loaded."""
     from mercury_jax.decode.inputs import MAX_TOKENS
 
-    if not texts:
-        raise refuse("PROMPT", None, "a text, or - for standard input")
-    for text in texts:
-        if not text:
-            raise refuse("PROMPT", text, "a text of at least one character")
+    arguments.require(
+        (texts, "PROMPT", None, "a text, or - for standard input"),
+        (all(texts), "PROMPT", "", "a text of at least one character"),
+    )
     arguments.check_request(args.decoding.seed, args.temperature, args.effort, args.logprobs)
-    if args.logprobs is not None and not args.json:
-        raise refuse("--logprobs", args.logprobs, "with --json")
-    for name, value in (("--max-tokens", args.max_tokens), ("--n", args.n)):
-        if not 1 <= value <= MAX_TOKENS:
-            raise refuse(name, value, f"1..{MAX_TOKENS}")
-    for name, path in (("--html", args.html), ("--gif", args.gif)):
-        if path is not None and (len(texts) != 1 or args.n != 1):
-            raise refuse(name, path, "with one prompt and --n 1")
-        endings = (".html", ".htm") if name == "--html" else (".gif",)
-        if path is not None and not path.lower().endswith(endings):
-            raise refuse(name, path, f"a file that ends in {' or '.join(endings)}")
+    shown = {"--html": (args.html, (".html", ".htm")), "--gif": (args.gif, (".gif",))}
+    files = [(name, path, endings) for name, (path, endings) in shown.items() if path is not None]
+    guidance, negative = args.processing.guidance, args.processing.negative
+    arguments.require(
+        (args.logprobs is None or args.json, "--logprobs", args.logprobs, "with --json"),
+        (1 <= args.max_tokens <= MAX_TOKENS, "--max-tokens", args.max_tokens, f"1..{MAX_TOKENS}"),
+        (1 <= args.n <= MAX_TOKENS, "--n", args.n, f"1..{MAX_TOKENS}"),
+        *((len(texts) * args.n == 1, name, path, "with one prompt and --n 1") for name, path, _ in files),
+        *(
+            (path.lower().endswith(ends), name, path, f"a file that ends in {' or '.join(ends)}")
+            for name, path, ends in files
+        ),
+        ("" not in args.stop, "--stop", "", "a text of at least one character"),
+        ("" not in args.bad_words, "--bad-words", "", "a text of at least one character"),
+        (not (args.bad_words and args.stop), "--bad-words", [*args.bad_words], "a call without --stop"),
+        (guidance is None or math.isfinite(guidance), "--guidance", guidance, "a finite number"),
+        (negative is None or guidance is not None, "--negative", negative, "a text beside --guidance X"),
+    )
+    for name, path, _ in files:
         show.check_writable(name, path)
     if args.gif is not None:
         install.check("--gif", "matplotlib", "plot")
-    if "" in args.stop:
-        raise refuse("--stop", "", "a text of at least one character")
-    if "" in args.bad_words:
-        raise refuse("--bad-words", "", "a text of at least one character")
-    if args.bad_words and args.stop:
-        raise refuse("--bad-words", args.bad_words[0], "a call without --stop")
-    guidance, negative = args.processing.guidance, args.processing.negative
-    if guidance is not None and not math.isfinite(guidance):
-        raise refuse("--guidance", guidance, "a finite number")
-    if negative is not None and guidance is None:
-        raise refuse("--negative", negative, "a text beside --guidance X")
 
 
 def _timed(lm: LM, prompts: Any, seed: int, warm: bool, how: dict[str, Any]) -> Output:

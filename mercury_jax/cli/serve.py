@@ -198,19 +198,19 @@ def models_of(args: Serve) -> list[NamedSource]:
         if not source or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
             raise refuse("--model", word, f"MODEL or NAME=MODEL, a name of 1 to {LONGEST_NAME} characters")
         found.append(NamedSource(name, source))
+    how, single = args.checkpoint, "no value with several models"
     if len(found) > 1:
-        single = "no value with several models"
-        if args.checkpoint.adapter is not None:
-            merged = "the folder that `mercury convert --adapter` writes is a model of its own"
-            raise refuse("--adapter", args.checkpoint.adapter, f"{single}: {merged}")
-        if args.checkpoint.mask is not None:
-            raise refuse("--mask", args.checkpoint.mask, f"{single}: it is an id of one vocabulary")
-        if args.checkpoint.ignore_config:
-            keys = args.checkpoint.ignore_config
-            raise refuse("--ignore-config", keys, f"{single}: it names keys of one config.json")
-        if args.mesh is not None:
-            why = "programs of two models that share the devices of a mesh can block each other"
-            raise refuse("--mesh", args.mesh, f"{single}: {why}")
+        merged = "the folder that `mercury convert --adapter` writes is a model of its own"
+        keys, why = (
+            "it names keys of one config.json",
+            "programs of two models on one mesh can block each other",
+        )
+        arguments.require(
+            (how.adapter is None, "--adapter", how.adapter, f"{single}: {merged}"),
+            (how.mask is None, "--mask", how.mask, f"{single}: it is an id of one vocabulary"),
+            (not how.ignore_config, "--ignore-config", how.ignore_config, f"{single}: {keys}"),
+            (args.mesh is None, "--mesh", args.mesh, f"{single}: {why}"),
+        )
     return found or [NamedSource(None, None)]
 
 

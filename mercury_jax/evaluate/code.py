@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.compilation import compilations
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, infill as infilling
 from mercury_jax.decode.score import canvas_times, score
@@ -30,6 +29,7 @@ from mercury_jax.evaluate.runner import (
     EvalSettings,
     Evaluation,
     Z,
+    in_batches,
     rule_name,
     summarise,
 )
@@ -229,18 +229,11 @@ def infill_lines(lm: LM, settings: EvalSettings) -> EvalReport:
     sampler = defaults.default_sampler(lm) if settings.sampler is None else settings.sampler
     named, plan = rule_name(lm, sampler), settings.plan or Plan()
     found = draw_holes(lm, settings.limit or HOLES, settings.seed)
-    size = min(settings.batch, len(found))
-    for at in range(0, len(found), size):
-        part = found[at : at + size]
-        filled = part + part[-1:] * (size - len(part))
-        before = compilations()
-        decode = functools.partial(
-            infilling.infill, lm, [[hole.before, infilling.Hole(hole.tokens), hole.after] for hole in filled],
-            seed=(settings.seed + at) % 2**31, sampler=sampler, plan=plan,
-        )  # fmt: skip
-        out = decode()
-        if compilations() > before and not timed and at + size >= len(found):
-            before, out = compilations(), decode()
+    decode = lambda holes, seed: infilling.infill(
+        lm, [[hole.before, infilling.Hole(hole.tokens), hole.after] for hole in holes], seed=seed, sampler=sampler,
+        plan=plan,
+    )  # fmt: skip
+    for part, out, compiled in in_batches(found, settings, decode):
         for i, hole in enumerate(part):
             prediction = out.fillings[i][0]
             rows.append({
@@ -253,9 +246,8 @@ def infill_lines(lm: LM, settings: EvalSettings) -> EvalReport:
                 "whole": hole.whole,
                 "path": hole.path,
             })  # fmt: skip
-        if compilations() == before:
+        if not compiled:
             timed.append((len(part), sum(hole.tokens for hole in part), out.seconds))
-        settings.progress(len(rows), len(found))
     summary = {"task": "code-infill", "data": "held-out files", "rule": named, "steps": plan.steps}
     summary |= {"seed": settings.seed, "batch": settings.batch}
     summary |= summarise(rows, timed, time.perf_counter() - began)

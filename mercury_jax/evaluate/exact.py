@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from mercury_jax.config import nearest, refuse
 from mercury_jax.evaluate.runner import TASKS, EvalReport, EvalSettings, Evaluation, answer, summarise
 from mercury_jax.tasks.task import read_json_lines
+from mercury_jax.tokenizer import has_chat_template
 from mercury_jax.types import LM
 
 SHOTS = 4  # default number of examples of `EvalSettings.examples`
@@ -43,7 +44,7 @@ def evaluate(lm: LM, settings: EvalSettings) -> EvalReport:
     """
     began = time.perf_counter()
     asked = read(settings)
-    form = settings.prompts or ("chat" if _has_chat_template(lm) else "text")
+    form = settings.prompts or ("chat" if has_chat_template(lm.tokenizer) else "text")
     prompts = [prompt for prompt in build_prompts(settings, asked, form) for _ in range(settings.samples)]
     owner = [question for question in asked for _ in range(settings.samples)]
 
@@ -150,13 +151,6 @@ def _shots(settings: EvalSettings) -> int:
     if settings.examples is None:
         return 0
     return SHOTS if settings.shots is None else settings.shots
-
-
-def _has_chat_template(lm: LM) -> bool:
-    try:
-        return bool(lm.tokenizer.render([{"role": "user", "content": "x"}]))
-    except ValueError:
-        return False
 
 
 TASKS["exact"] = Evaluation(

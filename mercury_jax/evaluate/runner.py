@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from mercury_jax.decode.sampler import SamplerLike
 from mercury_jax.tasks import Split, Task
 from mercury_jax.types import LM
 
+T = TypeVar("T")
+Out = TypeVar("Out")
 Z = 1.959963984540054  # normal quantile of a two-sided 95% interval
 
 Summary = dict[str, Any]  # one JSON object
@@ -121,6 +123,31 @@ class Evaluation(NamedTuple):
 Grade = Callable[[Sequence[int], Sequence[str]], list[dict[str, Any]]]
 
 
+def in_batches(
+    items: Sequence[T], settings: EvalSettings, decode: Callable[[Sequence[T], int], Out]
+) -> Iterator[tuple[Sequence[T], Out, bool]]:
+    """Decodes items in batches of one size; the last one is filled up by repeating its last item.
+
+    If every batch compiled a program, the last is decoded again, so that there is a time without compilation.
+
+    Args:
+        decode: Called with the items of a batch, and its seed.
+
+    Yields:
+        The items without those that fill up, what `decode` returned, and whether it compiled a program.
+    """
+    size, measured = min(settings.batch, len(items)), False
+    for done in range(0, len(items), size):
+        chosen = items[done : done + size]
+        filled, seed = [*chosen, *[chosen[-1]] * (size - len(chosen))], (settings.seed + done) % 2**31
+        before, out = compilations(), decode(filled, seed)
+        if compilations() > before and not measured and done + size >= len(items):
+            before, out = compilations(), decode(filled, seed)
+        measured |= compilations() == before
+        yield chosen, out, compilations() > before
+        settings.progress(done + len(chosen), len(items))
+
+
 def answer(
     lm: LM,
     prompts: Sequence[Any],
@@ -133,26 +160,17 @@ def answer(
 
     Returns:
         One row per prompt; (rows, tokens, seconds) of each batch that compiled no program; the settings, for a summary.
-        If every batch compiled one, the last batch is decoded again for its time.
     """
     sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
-    # Sort the prompts by length, so that the rows of a batch have similar lengths and few shapes are compiled. The
-    # last batch is filled up by repeating its last prompt.
-    size = min(settings.batch, len(prompts))
+    # Sort the prompts by length, so that the rows of a batch have similar lengths and few shapes are compiled.
     order = sorted(range(len(prompts)), key=lambda i: _characters(prompts[i]))
     rows: list[dict[str, Any]] = [{} for _ in prompts]
     timed = list[tuple[int, int, float]]()
-    for done in range(0, len(order), size):
-        chosen = order[done : done + size]
-        filled = chosen + chosen[-1:] * (size - len(chosen))
-        before = compilations()
-        decode = functools.partial(
-            sampling.sample, lm, [prompts[i] for i in filled], max_tokens=max_tokens,
-            seed=(settings.seed + done) % 2**31, sampler=sampler, plan=plan, stop=list(stop) or None,
-        )  # fmt: skip
-        out = decode()
-        if compilations() > before and not timed and done + size >= len(order):
-            before, out = compilations(), decode()
+    decode = lambda filled, seed: sampling.sample(
+        lm, [prompts[i] for i in filled], max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan,
+        stop=list(stop) or None,
+    )  # fmt: skip
+    for chosen, out, compiled in in_batches(order, settings, decode):
         graded = grade(chosen, out.texts[: len(chosen)])
         for at, i in enumerate(chosen):
             prompt = prompts[i]
@@ -165,9 +183,8 @@ def answer(
                 "tokens": out.lengths[at],
                 "finish": out.finish[at],
             }
-        if compilations() == before:
+        if not compiled:
             timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
-        settings.progress(done + len(chosen), len(prompts))
     about = {"seed": settings.seed, "batch": settings.batch, "rule": rule_name(lm, sampler)}
     return rows, timed, about | {"steps": plan.steps, "block": plan.block, "max_tokens": max_tokens}
 

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from mercury_jax import checkpoint, compilation, models, noise
 from mercury_jax.checkpoint import CheckpointError, Exported, manifest, unfit
 from mercury_jax.checkpoint.export import PARAMS
+from mercury_jax.checkpoint.tensors import TensorEntry
 from mercury_jax.config import (
     ComputeType,
     ModelConfig,
@@ -40,7 +41,7 @@ from mercury_jax.config import (
 )
 from mercury_jax.hub import generation
 from mercury_jax.hub.adapters import Adapter, open_adapter
-from mercury_jax.hub.family import Family, family_of, without
+from mercury_jax.hub.family import Family, family_of, listed_ids, without
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
 from mercury_jax.hub.params import (
     check_memory,
@@ -189,25 +190,24 @@ def config_of(
     return dataclasses.replace(config, **({} if mask is None else {"mask": mask}), **changes)
 
 
-def tokenizer_of(source: str | Path, *, ignore_config: Sequence[str] = ()) -> AnyTokenizer:
-    """Reads the tokenizer of a saved model, without its parameters.
+def tokenizer_of(
+    source: str | Path, *, mask: int | None = None, ignore_config: Sequence[str] = ()
+) -> AnyTokenizer:
+    """Reads the tokenizer that `load` would give the model, without its parameters.
 
     Args:
         source: As in `load`.
+        mask: As in `load`.
         ignore_config: As in `load`.
 
     Returns:
         The tokenizer; an `IdTokenizer` if the checkpoint has none.
 
     Raises:
+        ValueError: The tokenizer is not the one that the model was trained with.
         CheckpointError: A file is missing or damaged.
     """
-    opened = open_checkpoint(source, ignore_config=ignore_config)
-    if not isinstance(opened.folder, Exported):
-        return _folder_tokenizer(opened.path, opened.config)
-    if opened.folder.tokenizer is None:
-        raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
-    return unpack(opened.folder.tokenizer)
+    return _opened_tokenizer(open_checkpoint(source, mask=mask, ignore_config=ignore_config))
 
 
 def takes_mask(source: str | Path, mask: int, *, ignore_config: Sequence[str] = ()) -> bool:
@@ -387,17 +387,12 @@ def _quantisation_notes(quantised: QuantisedTensors, where: str, config: ModelCo
     notes = [f"weights stay as stored: {about.layout}"]
     if about.activations:
         notes.append(f"the reference also rounds activations; here they stay in {config.dtype}")
-    if widened := sorted(set(quantised.matrices) - set(_matrices_of(quantised))):
+    kept = {name for path in quantised.formats for name in quantised.sources[path].names}
+    if widened := sorted(set(quantised.matrices) - kept):
         notes.append(
             f"dequantised when loaded, because the model keeps them in {config.dtype}: {', '.join(widened)}"
         )
     return notes
-
-
-def _matrices_of(quantised: QuantisedTensors) -> Iterator[str]:
-    """Lists the matrices that stay quantised."""
-    for path in quantised.formats:
-        yield from quantised.sources[path].names
 
 
 def is_native(folder: Path) -> bool:
@@ -430,8 +425,10 @@ def _open_native(
     if mask is not None and config.mask is not None:
         config = dataclasses.replace(config, mask=mask)
     config = _with_context(config, context)
+    model = models.build(config)
+    _check_shapes(path, {name: x.shape for name, x in shapes_of(model).items()}, folder.tensors)
     return Opened(
-        path=path, folder=folder, family=None, name=about["name"], config=config, model=models.build(config),
+        path=path, folder=folder, family=None, name=about["name"], config=config, model=model,
         noise=None if about["noise"] is None else from_dict(NoiseConfig, about["noise"]),
         card=about.get("card", {}), decoding=about.get("decoding", {}),
     )  # fmt: skip
@@ -458,9 +455,7 @@ def _check_tensors(
         for name, shape in source.shapes(shapes[path].shape).items()
         if name not in matrices
     }
-    more = lambda found: f", and {len(found) - 1} more" if len(found) > 1 else ""
-    if missing := sorted(set(wanted) - set(folder.tensors)):
-        raise CheckpointError(f"{folder.path}: tensor {missing[0]!r} is missing" + more(missing))
+    _check_shapes(folder.path, wanted, folder.tensors)
     surplus = sorted(
         n
         for n in folder.tensors
@@ -469,13 +464,25 @@ def _check_tensors(
     )  # fmt: skip
     if surplus:
         where = f"{folder.path}: tensor {surplus[0]!r}"
-        raise CheckpointError(f"{where} has no place in {family.name}" + more(surplus))
+        raise CheckpointError(f"{where} has no place in {family.name}" + _more(surplus))
+
+
+def _check_shapes(
+    path: Path, wanted: Mapping[str, tuple[int, ...]], entries: Mapping[str, TensorEntry]
+) -> None:
+    """Checks that a checkpoint has the tensors that its config asks for."""
+    if missing := sorted(set(wanted) - set(entries)):
+        raise CheckpointError(f"{path}: tensor {missing[0]!r} is missing" + _more(missing))
     for name, shape in wanted.items():
-        entry = folder.tensors[name]
-        if tuple(entry.shape) != shape:
-            raise unfit(f"shape of {name}", tuple(entry.shape), f"{shape}, by config.json", folder.path)
+        entry = entries[name]
+        if tuple(entry.shape) != tuple(shape):
+            raise unfit(f"shape of {name}", tuple(entry.shape), f"{tuple(shape)}, by config.json", path)
         if entry.dtype.name not in FLOATS:
-            raise unfit(f"dtype of {name}", entry.dtype.name, ", ".join(FLOATS.values()), folder.path)
+            raise unfit(f"dtype of {name}", entry.dtype.name, ", ".join(FLOATS.values()), path)
+
+
+def _more(names: Sequence[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _unread(folder: Folder, quantised: QuantisedTensors, name: str) -> bool:
@@ -500,8 +507,7 @@ def _complete_ids(folder: Folder) -> None:
     if about.get("mask_token_id") is None and (mask := _tokenizer_mask(folder.path)) is not None:
         about["mask_token_id"] = mask
     more = read_json(folder.path, generation.FILE, optional=True).get("eos_token_id")
-    listed = lambda x: [] if x is None else list(x) if isinstance(x, list) else [x]
-    ends = list(dict.fromkeys([*listed(about.get("eos_token_id")), *listed(more)]))
+    ends = list(dict.fromkeys([*listed_ids(about.get("eos_token_id")), *listed_ids(more)]))
     about["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
 
 
@@ -568,35 +574,24 @@ def load_opened(
         progress: As in `load`.
     """
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
-    if opened.quantised is not None and (quantise is not None or adapter is not None):
+    family, found, stored = opened.family, opened.quantised, opened.folder.read
+    read: Callable[[str], Any] = stored
+    if found is not None and (quantise is not None or adapter is not None):
         name, value = ("quantise", quantise) if quantise is not None else ("adapter", "an adapter")
-        layout = opened.quantised.quantisation.layout
-        allowed = f"None: the checkpoint is quantised ({layout}); load the unquantised one"
-        raise refuse(name, value, allowed)
-    forbidden: tuple[int, ...] = ()
-    if isinstance(opened.folder, Exported):
-        about, tokenizer = opened.folder.config, _opened_tokenizer(opened)
+        layout = found.quantisation.layout
+        raise refuse(name, value, f"None: the checkpoint is quantised ({layout}); load the unquantised one")
+    tokenizer, forbidden = _opened_tokenizer(opened), ()
+    if isinstance(tokenizer, Tokenizer):  # ours, also of an exported model: what it never emitted then
+        forbidden = noise.specials(tokenizer, config.vocab)
+    if family is None:
         check_memory(model, mesh, config.dtype, quantise, opened.name)
-        for path, like in shapes.items():
-            entry = opened.folder.tensors.get(path)
-            if entry is None or tuple(entry.shape) != tuple(like.shape):
-                have = None if entry is None else tuple(entry.shape)
-                raise CheckpointError(
-                    f"{opened.path}: parameter {path} is {have}; the config needs {like.shape}"
-                )
-        read = opened.folder.read
-        forbidden = tuple(about.get("forbidden", noise.specials(tokenizer, config.vocab)))
+        if isinstance(opened.folder, Exported):
+            forbidden = tuple(opened.folder.config.get("forbidden", noise.specials(tokenizer, config.vocab)))
     else:
-        assert opened.family is not None
-        dtype = opened.stored_dtype if dtype is None else dtype
-        found = opened.quantised
-        check_memory(model, mesh, dtype, quantise if found is None else found.formats, opened.name)
-        tokenizer = _opened_tokenizer(opened)
-        if isinstance(tokenizer, Tokenizer):  # a model of ours that was exported: what it never emitted then
-            forbidden = noise.specials(tokenizer, config.vocab)
-        sources = opened.family.names(config) if found is None else found.sources
-        stored = opened.folder.read
-        dense = stored if found is None else found.dense(stored, dtype)
+        dtype = kind = opened.stored_dtype if dtype is None else dtype
+        check_memory(model, mesh, kind, quantise if found is None else found.formats, opened.name)
+        sources = family.names(config) if found is None else found.sources
+        dense = stored if found is None else found.dense(stored, kind)
 
         def of_tensors(path: str) -> Any:
             if found is not None and path in found.formats:
@@ -604,7 +599,6 @@ def load_opened(
             return to_ours(sources[path], shapes[path].shape, dense)
 
         read = of_tensors
-
     if adapter is not None:
         read = adapter.merged(opened, read)
         forbidden = forbidden if adapter.forbidden is None else adapter.forbidden
@@ -620,16 +614,6 @@ def load_opened(
         card=opened.card,
         decoding=opened.decoding,
     )
-
-
-def load_tokenizer(
-    source: str | Path, *, mask: int | None = None, ignore_config: Sequence[str] = ()
-) -> AnyTokenizer:
-    """Loads the tokenizer that `load` would give the model, without its parameters.
-
-    Unlike `tokenizer_of`, this checks that the tokenizer belongs to the model and applies `mask`.
-    """
-    return _opened_tokenizer(open_checkpoint(source, mask=mask, ignore_config=ignore_config))
 
 
 def _opened_tokenizer(opened: Opened) -> AnyTokenizer:

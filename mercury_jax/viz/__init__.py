@@ -1,7 +1,6 @@
 """Pictures of an answer, step by step: HTML, a plot, an animation, the live view of a terminal.
 
-trace      the steps of an answer, read off the frames of a call
-html       outputs, streams and frames in a notebook; a page to share
+html       the steps of an answer; outputs, streams and frames in a notebook; a page to share
 plots      the confidence of each position in each step; an animated picture
 terminal   the live view of `mercury sample`, `chat` and `demo`
 

@@ -17,8 +17,7 @@ from mercury_jax import install
 from mercury_jax.config import refuse
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.viz import NOISE, is_noise, label, readable
-from mercury_jax.viz.html import answer_html, page, prompt_html
-from mercury_jax.viz.trace import AnswerTrace, trace_of
+from mercury_jax.viz.html import AnswerTrace, answer_html, page, prompt_html, trace_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -157,55 +157,28 @@ def two(first, second, data=12):
 
 
 W = '"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}'
+# What the package refuses, one of each kind (`test_tensors_mutated` has thousands), and what only this module does.
 REFUSED = [
     (b"", "header too small"),
-    (b"\0" * 7, "header too small"),
     ((2**63).to_bytes(8, "little") + b"{}", "header too large"),
     ((99).to_bytes(8, "little") + b"{}", "invalid header length"),
     (made(b'{"\xff":{}}'), "invalid UTF-8"),
-    (made("[]"), "invalid type: sequence"),
-    (made(""), "EOF"),
     (made("{" + W), "EOF"),
-    (made("{" + W + ",}"), "trailing comma"),
-    (made("{" + W + "}}"), "trailing characters"),
-    (made('{"w":3}'), "invalid type: integer `3`"),
     (made('{"w":' * 50_000), "recursion limit"),
-    (made('{"w":{"shape":' + "[" * 5_000 + "]" * 5_000 + "}}"), "recursion limit"),
-    (made('{"w":{"shape":[' + "9" * 5_000 + "]}}"), "number out of range"),
     (made('{"w":{"shape":[' + "1," * 50_000 + "1]}}"), "missing field `dtype`"),
-    (made('{"\ud800":{}}'), "invalid UTF-8"),
-    (made('{"\\ud800":{}}'), "unexpected end of hex escape"),
-    (made('{"w":{"dtype":NaN}}'), "expected value"),
-    (made('{"w":{"dtype":"F32","dtype":"F32"}}'), "duplicate field `dtype`"),
     (made('{"__metadata__":{},"__metadata__":{},' + W + "}"), "duplicate field `__metadata__`"),
-    (made('{"__metadata__":{"step":3},' + W + "}"), "invalid type: integer `3`, expected a string"),
     (one(shape=...), "missing field `shape`"),
     (one(dtype="F4", shape=[24]), "tensor 'w': dtype is 'F4'; allowed: F64, F32"),
-    (one(dtype="F7"), "F7"),
-    (one(dtype=["F32"]), "invalid type: sequence"),
-    (one(shape=3), "invalid type: integer `3`, expected a sequence"),
     (one(shape=[True, 3]), "invalid type: boolean"),
-    (one(shape=[3.0]), "invalid type: floating point"),
     (one(shape=[-3]), "invalid value: integer `-3`"),
     (one(shape=[3, *[1] * 64]), "tensor 'w': shape is .*; allowed: at most 64 axes"),
     (one(shape=[2**32, 2**32]), "overflow"),
-    (
-        one(shape=[0, 2**61, 2**61], data_offsets=[0, 0], data=0),
-        "tensor 'w': shape is .*; allowed: at most 64 axes",
-    ),
-    (one(shape=[4]), "invalid shape, data type, or offset"),
+    (one(shape=[0, 2**61, 2**61], data_offsets=[0, 0], data=0), "tensor 'w': shape is .*; allowed: at most 64 axes"),
     (one(dtype="F64"), "invalid shape, data type, or offset"),
-    (one(data_offsets=[12, 0]), "invalid offset for tensor `w`"),
-    (one(data_offsets=[0, 12, 12]), "invalid length 3"),
-    (one(data_offsets=[False, 12]), "invalid type: boolean"),
-    (one(data_offsets=[-12, 0]), "invalid value: integer `-12`"),
     (one(data_offsets=[4, 16]), "invalid offset for tensor `w`"),
     (one(shape=[2**40], data_offsets=[0, 2**42]), "file not fully covered"),
     (two([0, 8], [4, 12]), "invalid offset for tensor `b`"),
-    (two([0, 12], [6, 6]), "invalid offset for tensor `b`"),
-    (two([0, 4], [8, 12]), "invalid offset for tensor `b`"),
-    (two([0, 4], [4, 8]), "file not fully covered"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("data, words", REFUSED, ids=range(len(REFUSED)))

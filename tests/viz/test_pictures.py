@@ -11,7 +11,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.cli.app import main
 from mercury_jax.viz import html as notebook, plots
-from mercury_jax.viz.trace import AnswerTrace, trace_of
+from mercury_jax.viz.html import AnswerTrace, trace_of
 from tests.tiny import tiny
 
 PUZZLE = [{"role": "user", "content": "0200\n4302\n3401\n0004"}]
