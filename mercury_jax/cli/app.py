@@ -76,15 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(command: Command, argv: Sequence[str]) -> int:
-    """Runs a function with the words of a command line; prints its errors in one line, or with `--debug` as tracebacks.
-
-    Args:
-        command: Called with the words, without `--debug`.
-        argv: The words.
-
-    Returns:
-        Its exit code, or that of its error.
-    """
+    """Runs a function with the words of a command line; prints errors in one line, with `--debug` as tracebacks."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)  # behind it stands the user's text
     debug = "--debug" in words[:end]
@@ -247,12 +239,6 @@ def loops_as_graphs(driver: str = "/proc/driver/nvidia/gpus") -> bool:
 
     XLA reads its flags when JAX starts on a device. So the GPU's name comes from NVIDIA's driver, and a library that is
     imported after JAX could come too late: only commands do this.
-
-    Args:
-        driver: Folder with a folder for each GPU.
-
-    Returns:
-        Whether the flag was set. It is not if the user has set it.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     about = [file.read_text() for file in Path(driver).glob("*/information")]
@@ -298,14 +284,8 @@ def as_typed(message: str, words: Sequence[str]) -> str:
     """An error of the library in the words of the command line.
 
     Where the library refuses the value of an argument whose option is among the words, the option is named instead,
-    and only values that can be typed are listed. An argument that is missing is said to be so: nobody types None.
-
-    Args:
-        message: As `config.refuse` makes it; any other text is returned as it is.
-        words: Of the command line.
-
-    Returns:
-        Such as "--quantise is 'int4'; allowed: int8, fp8".
+    and only values that can be typed are listed, as in "--quantise is 'int4'; allowed: int8, fp8". An argument that is
+    missing is said to be so: nobody types None.
     """
     nothing = r"^((?:--[\w.-]+|[A-Z]+) is None|--[\w.-]+ is ''); allowed: "
     missing = lambda text: re.sub(nothing, lambda m: f"{m[1].split()[0]} is missing: ", text)

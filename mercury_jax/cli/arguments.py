@@ -43,15 +43,9 @@ T = TypeVar("T")
 
 
 def option(metavar: str, *, name: str | None = None) -> Any:
-    """Annotation of a field: what stands for its value in the help.
+    """Annotation of a field: what stands for its value in the help, and the option's name where it is not the field's.
 
-    Args:
-        metavar: Such as "FILE"; of a positional argument its name.
-        name: Name of the option without dashes, where it is a keyword of Python. Default: the field's.
-
-    Returns:
-        Metadata for `typing.Annotated`. A default that is None or empty is not printed: the field's docstring says
-        what happens then.
+    A default that is None or empty is not printed: the field's docstring says what happens then.
     """
     hint = lambda default: "" if default in ("None", "", "()") else f"(default: {default})"
     return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint=hint)
@@ -91,20 +85,7 @@ Group = tyro.conf.arg(name="")  # of a nested dataclass: its fields are options 
 
 
 def read(command: type[T], argv: Sequence[str], prog: str) -> T:
-    """Reads the words of a command.
-
-    Args:
-        command: A dataclass; see the top of this module.
-        argv: The words behind the command's name.
-        prog: The name as it is typed, such as "mercury eval".
-
-    Returns:
-        The dataclass with the values that were given.
-
-    Raises:
-        ValueError: An unknown option, with the nearest one, a bad value, or a word too many.
-        SystemExit: After `--help`, which prints the docstrings of the class and of its fields.
-    """
+    """Reads the words of a command."""
     found, rest = _parse(command, argv, prog, command.__doc__)
     _refuse_rest(rest, option_names(command), prog)
     return found
@@ -115,17 +96,6 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
 
     Every parameter of a registered rule is an option: `--rule threshold --p 0.8`. The rules are only imported, and with
     them JAX, when `--rule` or an option that is none of the command's own is among the words.
-
-    Args:
-        command: A dataclass with a field `rule` of its own or in `Decoding`.
-        argv: The words behind the command's name.
-        prog: The name as it is typed.
-
-    Returns:
-        The dataclass, and the rule's parameters that were given, by name.
-
-    Raises:
-        ValueError, SystemExit: As `read`.
     """
     rule = _rule_word(argv)
     wide = _with_parameters(command, rule) if rule else command
@@ -166,14 +136,7 @@ def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> 
 
 @contextlib.contextmanager
 def errors_in_one_line(prog: str) -> Iterator[None]:
-    """Turns an error box of tyro into a ValueError of one line.
-
-    Args:
-        prog: The command whose help explains more.
-
-    Raises:
-        ValueError: tyro refused the arguments.
-    """
+    """Turns an error box of tyro into a ValueError of one line."""
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -281,17 +244,7 @@ def _rules_with(parameter: str) -> list[str]:
 
 
 def import_user_module(name: str) -> ModuleType:
-    """Imports a module of the user's own from the current folder or from where Python finds it.
-
-    Args:
-        name: As in an `import`, or the path of a file that ends in .py.
-
-    Returns:
-        The module. A file that was imported before is not run again: its rules are registered once.
-
-    Raises:
-        ImportError: There is no such module or file.
-    """
+    """Imports a module of the user's own, by its name or as the path of a file, and a file only once."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if not name.endswith(".py"):
@@ -315,17 +268,7 @@ def import_user_module(name: str) -> ModuleType:
 
 
 def find_rule(name: str) -> Factory[..., Rule]:
-    """A rule by its registered name, or MODULE:NAME of the user's own.
-
-    Args:
-        name: Such as "threshold", "my_rules:leftmost", or "folder/my_rules.py:leftmost".
-
-    Returns:
-        The function that makes the rule from its parameters.
-
-    Raises:
-        ValueError: There is no such rule; the message names the nearest one, or says why the module gives none.
-    """
+    """A rule by its registered name, or MODULE:NAME of the user's own, such as "folder/my_rules.py:leftmost"."""
     from mercury_jax.decode import rules
 
     module, colon, attribute = name.rpartition(":")
@@ -421,15 +364,7 @@ class Decoding:
         return Plan(block=self.block, steps=self.steps, lookahead=self.lookahead)
 
     def sampler(self, parameters: dict[str, float]) -> Rule | None:
-        """The chosen rule with its parameters; None where nothing was chosen, for the model's own.
-
-        Args:
-            parameters: Those given as options, of `read_with_rule`.
-
-        Raises:
-            ValueError: An unknown rule or parameter, with the nearest one, a value out of range, or a parameter without
-                `--rule`: before the model is loaded its own rule is not known.
-        """
+        """The chosen rule with its parameters; None where nothing was chosen, for the model's own."""
         values = dict(parameters)
         for pair in self.param:
             name, equals, value = pair.partition("=")
@@ -479,11 +414,7 @@ class Processing:
         return tuple(processors.ALL[name](x) for name in names if (x := getattr(self, name)) is not None)
 
     def logit_bias(self) -> dict[int, float]:
-        """Token id -> what is added to its logit.
-
-        Raises:
-            ValueError: A pair that is not ID=X.
-        """
+        """Token id -> what is added to its logit."""
         table = {}
         for pair in self.bias:
             name, equals, value = pair.partition("=")
@@ -495,16 +426,7 @@ class Processing:
 
 
 def add_processors(sampler: Any, processors: tuple[LogitsProcessor, ...], lm: LM) -> Rule | Sampler | None:
-    """A sampler with further logits processors behind its own.
-
-    Args:
-        sampler: A rule, a `Sampler`, or None for the model's own.
-        processors: What to add; empty returns the sampler as it is.
-        lm: The model, whose own sampler None stands for.
-
-    Returns:
-        The sampler that `mj.sample` takes.
-    """
+    """A sampler with further logits processors behind its own; a sampler of None stands for the model's own."""
     if not processors:
         return sampler
     from mercury_jax.decode import defaults
@@ -517,14 +439,7 @@ def add_processors(sampler: Any, processors: tuple[LogitsProcessor, ...], lm: LM
 def check_request(
     seed: int, temperature: float | None, effort: str | None = None, logprobs: int | None = None
 ) -> None:
-    """Refuses what no model takes, before one is loaded. ValueError names the value and what is allowed.
-
-    Args:
-        seed: Of the decoding.
-        temperature: None for the rule's own.
-        effort: None for none.
-        logprobs: Alternatives at each token; None for none.
-    """
+    """Refuses what no model takes, before one is loaded. ValueError names the value and what is allowed."""
     from mercury_jax.decode.defaults import find_effort
     from mercury_jax.decode.inputs import check_logprobs, check_seed, check_temperature
 
@@ -536,14 +451,7 @@ def check_request(
 
 
 def require(*checks: tuple[object, str, object, str]) -> None:
-    """Refuses the first value that does not fit.
-
-    Args:
-        *checks: Whether the value fits, its option, the value, and what is allowed.
-
-    Raises:
-        ValueError: Naming the option, the value and what is allowed.
-    """
+    """Refuses the first value that does not fit: (whether it fits, its option, the value, what is allowed)."""
     for fits, name, value, allowed in checks:
         if not fits:
             raise refuse(name, value, allowed)
@@ -553,18 +461,9 @@ def require(*checks: tuple[object, str, object, str]) -> None:
 
 
 def read_text(name: str, word: str, escapes: bool) -> str:
-    r"""A text of the command line.
+    r"""A text of the command line; "-" reads standard input, without its last line break.
 
-    Args:
-        name: Of the argument, for the error.
-        word: The text; "-" reads standard input, without its last line break.
-        escapes: Whether `\n`, `\t` and `\\` in it are read as Python reads them.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: The word has `\n` or `\t` in it without `escapes`: a line break was meant more often than not.
+    Without `escapes`, a word with `\n` or `\t` in it is refused: a line break was meant more often than not.
     """
     if word == "-":
         word = sys.stdin.read().removesuffix("\n")
@@ -583,20 +482,7 @@ def unescape(text: str) -> str:
 
 
 def read_text_or_file(name: str, text: str | None, file: str | None, escapes: bool) -> str:
-    """The text of an argument or of `--file`.
-
-    Args:
-        name: Of the argument, for the error.
-        text: The argument, or None.
-        file: The value of `--file`, or None.
-        escapes: As of `read_text`.
-
-    Returns:
-        The text, a file's as it is.
-
-    Raises:
-        ValueError: Both or none were given, or the file cannot be read.
-    """
+    """The text of an argument or of `--file`."""
     if (text is None) == (file is None):
         raise refuse(name, text, "a text, or --file PATH, and not both")
     if file is None:

@@ -69,17 +69,7 @@ class ChatCommand:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Args:
-        argv: The words behind the command's name.
-
-    Returns:
-        0 at the end of the input or after /quit.
-
-    Raises:
-        ValueError: A value is not allowed, the model has no chat template, or a line of a pipe cannot be answered.
-    """
+    """Runs the command; returns its exit code."""
     args, parameters = arguments.read_with_rule(ChatCommand, argv, "mercury chat")
     from mercury_jax.decode import inputs  # loads JAX, which the help does without
 
@@ -139,21 +129,11 @@ def _opened(system: str | None) -> Messages:
 
 
 def answer_budget(lm: LM, messages: Messages, most: int | None, effort: str | None) -> int:
-    """The most tokens of the next answer.
+    """The most tokens of the next answer to the last of `messages`.
 
-    Args:
-        lm: The model.
-        messages: The conversation, which ends with the user's message.
-        most: What the user asks for. None: `MAX_TOKENS`, or what the context leaves; of that, half is left to the
-            thinking where the effort has any.
-        effort: Name of the effort, or None.
-
-    Returns:
-        A number that fits the context.
-
-    Raises:
-        ValueError: The context does not leave that many. The message says how to forget the conversation, if the last
-            message would fit without it.
+    Without a wish of the user (`most`): `MAX_TOKENS`, or what the context leaves; of that, half is left to the thinking
+    where the effort has any. What does not fit is refused, and the message says how to forget the conversation, if the
+    last message would fit without it.
     """
     from mercury_jax.decode.defaults import EFFORTS
     from mercury_jax.decode.inputs import encode_prompts

@@ -68,17 +68,7 @@ ZSH = "#compdef mercury\nautoload -Uz bashcompinit && bashcompinit\n"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Args:
-        argv: The words behind the command's name: a shell.
-
-    Returns:
-        0, or 2 without a shell, where the help is printed.
-
-    Raises:
-        ValueError: There is no script for this shell.
-    """
+    """Runs the command; returns its exit code."""
     shells = {"bash": bash, "zsh": lambda: ZSH + bash(), "fish": fish}
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
@@ -90,14 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def options_of(*command: str) -> list[str]:
-    """The options of a command, read from its help.
-
-    Args:
-        *command: Its words, such as "bench", "decode".
-
-    Returns:
-        With their dashes, in the order of the help.
-    """
+    """The options of a command, read from its help."""
     from mercury_jax.cli.app import main
 
     text = io.StringIO()

@@ -42,11 +42,7 @@ class Convert:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded or written.
-    """
+    """Runs the command; returns its exit code."""
     args = arguments.read(Convert, argv, "mercury convert")
     out = Path(args.out)
     empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))

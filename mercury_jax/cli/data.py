@@ -106,11 +106,7 @@ class DataPack:
 
 
 def run_pack(argv: Sequence[str]) -> int:
-    """Runs `mercury data pack`; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before anything is read; or a document that cannot be read.
-    """
+    """Runs `mercury data pack`; returns its exit code."""
     args = arguments.read(DataPack, argv, "mercury data pack")
     reader = _reader(args)
     workers = (os.cpu_count() or 1) if args.workers is None else args.workers
@@ -210,11 +206,7 @@ class DataInfo:
 
 
 def run_info(argv: Sequence[str]) -> int:
-    """Runs `mercury data info`; returns its exit code.
-
-    Raises:
-        ValueError: The folder is no complete pack, or a file of it is damaged.
-    """
+    """Runs `mercury data info`; returns its exit code."""
     args = arguments.read(DataInfo, argv, "mercury data info")
     at_least(0, samples=args.samples, seed=args.seed)
     from mercury_jax.hub.tokenizer import unpack

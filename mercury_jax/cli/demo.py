@@ -142,15 +142,7 @@ def _first() -> str:
 
 
 def scenes(lm: LM, seed: int) -> list[Scene]:
-    """Draws the scenes that a model can play.
-
-    Args:
-        lm: The model. Without `predicts_next` there is no left to right; without a mask no hole and no edit.
-        seed: Draws the questions.
-
-    Returns:
-        A sudoku, a sum, a hole, a wrong digit and a schema.
-    """
+    """A sudoku, a sum, a hole, a wrong digit and a schema; those that the model can do."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -277,18 +269,7 @@ def _schema(lm: LM, rng: Any) -> Scene:
 
 
 def _ask(lm: LM, scene: Scene, live: bool, as_json: bool, say: Callable[[str], None]) -> bool:
-    """Asks a scene's question, shows and checks the answer, and times it beside left to right.
-
-    Args:
-        lm: The model.
-        scene: The question.
-        live: Whether to draw the answer step by step, where there is a conversation.
-        as_json: Whether to print a record.
-        say: Prints text for people.
-
-    Returns:
-        Whether the answer is right.
-    """
+    """Asks a scene's question, shows and checks the answer, and times it beside left to right."""
     say(f"--- {scene.title}\n")
     calls = [[scene.call(rule) for rule in _decodings(lm, scene)] for _ in range(TIMED)]
     seconds = [statistics.median(o.seconds for o in one) for one in zip(*calls, strict=True)]
@@ -330,15 +311,7 @@ def _times(theirs: float, ours: float) -> str:
 
 
 def medians(lm: LM, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Times held-out questions one by one, by the default decoding and left to right in alternation.
-
-    Args:
-        lm: The model.
-        seed: Draws the questions.
-
-    Yields:
-        A record and a line for each task; nothing for a model that does not decode left to right.
-    """
+    """Times held-out questions one by one, by the default decoding and left to right in alternation."""
     from mercury_jax.tasks import TASKS, draw_distinct
 
     if LEFT not in _decodings(lm):

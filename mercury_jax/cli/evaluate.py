@@ -74,11 +74,7 @@ class Evaluate:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded or written.
-    """
+    """Runs the command; returns its exit code."""
     args, parameters = arguments.read_with_rule(Evaluate, argv, "mercury eval")
     from mercury_jax import evaluate
 

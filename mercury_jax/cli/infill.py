@@ -87,17 +87,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def split(template: str, mark: str = "[[N]]") -> list[str | int]:
-    """Splits a template at its holes.
+    """Splits a template at its holes: texts and lengths in order, `OPEN` for a hole of any length.
 
-    Args:
-        template: The text.
-        mark: What a hole looks like, with N in the place of its length.
-
-    Returns:
-        Texts and lengths in order, `OPEN` for a hole of any length; empty texts are left out.
-
-    Raises:
-        ValueError: The mark has no N between two other characters, or the template no hole or one of 0 tokens.
+    `mark` is what a hole looks like, with N in the place of its length.
     """
     before, n, after = mark.partition("N")
     if not (before and n and after):
@@ -189,11 +181,7 @@ class Edit:
 
 
 def run_edit(argv: Sequence[str]) -> int:
-    """Runs `mercury edit`; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded.
-    """
+    """Runs `mercury edit`; returns its exit code."""
     args, parameters = arguments.read_with_rule(Edit, argv, "mercury edit")
     arguments.check_request(args.decoding.seed, args.temperature)
     text = arguments.read_text_or_file("TEXT", args.text, args.file, args.escapes)

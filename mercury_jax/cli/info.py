@@ -45,11 +45,7 @@ class Info:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded or written.
-    """
+    """Runs the command; returns its exit code."""
     args = arguments.read(Info, argv, "mercury info")
     if args.path is not None and args.model is not None:
         raise refuse("MODEL", args.path, "one model: leave --model out")

@@ -45,11 +45,7 @@ class Report:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ValueError: A folder without metrics, or a file that cannot be written.
-    """
+    """Runs the command; returns its exit code."""
     args = arguments.read(Report, argv, "mercury report")
     if not args.runs:
         raise refuse("RUN", None, "the folder of a run, such as runs/nano")
@@ -85,17 +81,7 @@ class RunCurves:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunCurves]:
-    """Reads the metrics of runs.
-
-    Args:
-        folders: Folders of the runs, written by `mercury train`.
-
-    Returns:
-        The runs, in the order of `folders`.
-
-    Raises:
-        ValueError: A folder has no metrics.
-    """
+    """Reads the metrics of runs."""
     paths = [Path(folder) for folder in folders]
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
@@ -141,19 +127,7 @@ def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def write_report(runs: Sequence[RunCurves], path: str | Path, metrics: Sequence[str] = ()) -> Path:
-    """Writes a page, or an image of the curves alone.
-
-    Args:
-        runs: From `read_runs`.
-        path: The file to write. Its suffix selects the type: .html, .png, .svg or .pdf.
-        metrics: Names of the metrics to draw. Default: all metrics of all runs.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: Another suffix, a metric that no run has, or matplotlib is not installed.
-    """
+    """Writes a page, or an image of the curves alone."""
     path = Path(path)
     if path.suffix not in KINDS:
         raise refuse("out", str(path), f"a file that ends in {', '.join(KINDS)}")

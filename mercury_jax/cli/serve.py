@@ -129,11 +129,7 @@ class NamedSource(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command until a signal ends it; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded or written.
-    """
+    """Runs the command until a signal ends it; returns its exit code."""
     args, parameters = arguments.read_with_rule(Serve, argv, "mercury serve")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -183,11 +179,7 @@ compiling; /ready answers 200 when that is done""")
 
 
 def models_of(args: Serve) -> list[NamedSource]:
-    """The models of --model, in their order; the embedded one without the option.
-
-    Raises:
-        ValueError: A value of no form that is allowed, or several models with an option that belongs to one.
-    """
+    """The models of --model, in their order; the embedded one without the option."""
     found = []
     for word in args.model:
         name, equals, source = word.partition("=")
@@ -215,17 +207,7 @@ def models_of(args: Serve) -> list[NamedSource]:
 
 
 def check_names(args: Serve, models: Sequence[NamedSource], options: ServerOptions) -> None:
-    """Refuses names that are not possible together, before the parameters of a model are read.
-
-    Args:
-        args: The options; --mask, --ignore-config and --alias are used.
-        models: The models; the names of those without one are in their files.
-        options: The options of the HTTP app.
-
-    Raises:
-        ValueError: Two models of one name, or an alias that is not possible.
-        CheckpointError: There is no such model, or its files are damaged.
-    """
+    """Refuses names that are not possible together, before the parameters of a model are read."""
     from mercury_jax.hub.load import model_name
     from mercury_jax.serve.options import model_names
 
@@ -251,18 +233,6 @@ def load_engines(
     """Loads the models, and makes an engine for each.
 
     All weights are loaded before the memory for the slots is divided, so that the shares do not depend on the order.
-
-    Args:
-        args: The options.
-        models: From `models_of`.
-        parameters: Of the rule of `args`.
-        settings: From `settings_of`; slots and context that were not given are reduced to what fits.
-
-    Returns:
-        The engines, in the order of the models, not started yet.
-
-    Raises:
-        ValueError: A model does not fit into memory, or cannot decode with the rule.
     """
     from mercury_jax.serve.engine import memory
     from mercury_jax.serve.engine.engine import Engine
@@ -285,11 +255,7 @@ def load_engines(
 
 
 def settings_of(args: Serve) -> EngineConfig:
-    """The settings of the engine. ValueError names the option that is out of range.
-
-    Raises:
-        ValueError: A number that is out of range.
-    """
+    """The settings of the engine. ValueError names the option that is out of range."""
     from mercury_jax.config import at_least
     from mercury_jax.models.cache import check_kv_kind
     from mercury_jax.serve.engine.request import EngineConfig
@@ -329,11 +295,7 @@ def options_of(args: Serve) -> ServerOptions:
 
 
 def mesh_of(text: str | None) -> Mesh | None:
-    """The mesh of a text such as "data=2,tensor=4", over the first devices; None for the first device alone.
-
-    Raises:
-        ValueError: An unknown axis, or more devices than there are.
-    """
+    """The mesh of a text such as "data=2,tensor=4", over the first devices; None for the first device alone."""
     if text is None:
         return None
     import math
@@ -354,18 +316,7 @@ def mesh_of(text: str | None) -> Mesh | None:
 
 
 def aliases_of(words: Sequence[str], model: str) -> dict[str, str] | None:
-    """Name -> model of each --alias, NAME or NAME=MODEL; None where there was none.
-
-    Args:
-        words: The values of --alias.
-        model: Name of the first model, for those without one.
-
-    Returns:
-        The names, or None for the vendor's.
-
-    Raises:
-        ValueError: A name with two meanings.
-    """
+    """Name -> model of each --alias, NAME or NAME=MODEL; None where there was none."""
     found: dict[str, str] = {}
     for word in words:
         name, _, meant = word.partition("=")
@@ -375,16 +326,7 @@ def aliases_of(words: Sequence[str], model: str) -> dict[str, str] | None:
 
 
 def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:
-    """The model with another default rule, which requests that name none are decoded with; None changes nothing.
-
-    Args:
-        lm: The model.
-        rule: A registered rule, or MODULE:NAME.
-        parameters: Of the rule.
-
-    Returns:
-        The model; its own block and steps are kept.
-    """
+    """The model with another default rule, which requests that name none are decoded with; None changes nothing."""
     if rule is None:
         return lm
     name = arguments.find_rule(rule).__name__

@@ -51,15 +51,7 @@ def say(text: str) -> None:
 
 
 def no_answer(thinking: str | None, finish: str) -> str:
-    """What to tell a person about an empty answer to a message.
-
-    Args:
-        thinking: The thinking before it, or None.
-        finish: Why it ended, as in `Output.finish`. Only for "length" more tokens help.
-
-    Returns:
-        One line.
-    """
+    """What to tell a person about an empty answer: only where it ended by its length, more tokens help."""
     if not thinking:
         return "the model gave no answer"
     if finish == "length":
@@ -68,17 +60,7 @@ def no_answer(thinking: str | None, finish: str) -> str:
 
 
 def figures(tokens: int, nfe: int, seconds: float | None = None, note: str = "") -> str:
-    """Tokens and speed of an answer as one line.
-
-    Args:
-        tokens: Emitted tokens.
-        nfe: Forward passes.
-        seconds: Of the whole call; None leaves the speed out.
-        note: Appended as it is.
-
-    Returns:
-        Such as "32 tokens in 11 forward passes (2.9 per pass), 0.12 s, 267 tokens/s".
-    """
+    """An answer's figures: "32 tokens in 11 forward passes (2.9 per pass), 0.12 s, 267 tokens/s", and a note."""
     line = f"{count(tokens, 'token')} in {count(nfe, 'forward pass')} ({tokens / max(nfe, 1):.1f} per pass)"
     if seconds is not None:
         line += f", {seconds:.2f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
@@ -86,15 +68,7 @@ def figures(tokens: int, nfe: int, seconds: float | None = None, note: str = "")
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines of aligned columns, the first one to the left and the others to the right.
-
-    Args:
-        head: Names of the columns.
-        rows: Their texts.
-
-    Returns:
-        The head and a line for each row.
-    """
+    """Lines of aligned columns, the first one to the left and the others to the right."""
     cells = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return [
@@ -107,15 +81,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Refuses a file that could not be written, before any work is done; its content stays as it is.
-
-    Args:
-        option: Name of the option, for the error.
-        path: The file, or None.
-
-    Raises:
-        ValueError: Naming the option, the path and the reason.
-    """
+    """Refuses a file that could not be written, before any work is done; its content stays as it is."""
     if path is None:
         return
     new = not os.path.exists(path)
@@ -128,24 +94,13 @@ def check_writable(option: str, path: str | None) -> None:
 
 
 def write_records(path: str | None, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one JSON object a line; does nothing where no path was given.
-
-    Args:
-        path: The file, or None.
-        records: JSON-ready.
-    """
+    """Writes one JSON object a line; does nothing where no path was given."""
     if path is not None:
         Path(path).write_text("".join(as_json(r) + "\n" for r in records), encoding="utf-8")
 
 
 def report(records: Iterable[Mapping[str, Any]], out: str | None, line: Callable[[Any], str] | None) -> None:
-    """Prints and writes records as they are measured, so that what fails takes no earlier record along.
-
-    Args:
-        records: May be a generator.
-        out: JSONL file; None writes none.
-        line: A record as text for people; None prints JSON.
-    """
+    """Prints and writes records as they are measured, so that what fails takes no earlier record along."""
     done: list[Mapping[str, Any]] = []
     for record in records:
         done.append(record)
@@ -174,14 +129,8 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """A progress bar on standard error; nothing where that is no terminal.
 
-    Args:
-        kind: A bar over a known count, a spinner with the bytes so far, or a spinner with the time so far.
-        text: What is shown beside it first.
-        total: The whole count, where it is known.
-        quiet: Show nothing.
-
-    Yields:
-        A function with the keywords of rich's `Progress.update`: `completed`, `total`, `advance`, `description`.
+    It is a bar over a known count, or a spinner with the bytes or the time so far. Yields a function with the keywords
+    of rich's `Progress.update`: `completed`, `total`, `advance`, `description`.
     """
     if quiet or not terminal(sys.stderr):
         yield lambda **changes: None
@@ -204,12 +153,7 @@ def progress(
 
 
 def load(source: str | None, **how: Any) -> LM:
-    """The model of a command.
-
-    Args:
-        source: Folder or Hugging Face id; None for the embedded model.
-        how: Further arguments of `mercury_jax.load`.
-    """
+    """The model of a command."""
     with progress(text="loading the model"):
         from mercury_jax.hub import load
 

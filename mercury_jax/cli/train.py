@@ -54,11 +54,7 @@ class Train:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs `mercury train`; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded or written.
-    """
+    """Runs `mercury train`; returns its exit code."""
     words = [w for w in argv if w != "--json"]
     if not words or words[0] in ("-h", "--help"):
         arguments.read(Train, words, "mercury train")  # prints the help, or says that RECIPE is missing
@@ -182,11 +178,7 @@ class Init:
 
 
 def run_init(argv: Sequence[str]) -> int:
-    """Runs `mercury init`; returns its exit code.
-
-    Raises:
-        ValueError: A bad option, before a model is loaded or written.
-    """
+    """Runs `mercury init`; returns its exit code."""
     from mercury_jax.training import packaged_recipes
 
     known = packaged_recipes()
