@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -132,6 +133,11 @@ def valid(text: str, name: str = "text") -> str:
         found = f"lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
         raise ValueError(f"{name}: {found}; must be valid Unicode") from None
     return text
+
+
+def until_end(ids: Iterable[int], ends: Collection[int]) -> list[int]:
+    """Cuts sampled ids at the first that ends them."""
+    return list(itertools.takewhile(lambda i: i not in ends, map(int, ids)))
 
 
 def has_chat_template(tokenizer: AnyTokenizer) -> bool:
@@ -504,11 +510,7 @@ class Tokenizer:
         Returns:
             (thinking or None, answer). The answer is empty if the thinking was not closed.
         """
-        shown: list[int] = []
-        for i in map(int, ids):
-            if i in (SPECIAL.eos, SPECIAL.end_turn, SPECIAL.pad):
-                break
-            shown.append(i)
+        shown = until_end(ids, (SPECIAL.eos, SPECIAL.end_turn, SPECIAL.pad))
         if SPECIAL.end_think in shown:
             close = shown.index(SPECIAL.end_think)
             return self.decode(shown[:close]), self.decode(shown[close + 1 :])

@@ -11,7 +11,6 @@ a time.
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -144,22 +143,13 @@ def _write(
             raise refuse("folder", str(folder), "a new or empty folder, or overwrite=True")
         if not (folder / manifest.NAME).is_file() or not (folder / PARAMS).is_file():
             raise refuse("folder", str(folder), "a folder that an earlier export made, to overwrite it")
-    work, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old.tmp")
     try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        manifest.write_json(work / CONFIG, {"format": FORMAT, "config": config})
-        tensors.write(work / PARAMS, arrays)
-        if tokenizer is not None:
-            (work / TOKENIZER).write_bytes(tokenizer)
-        manifest.write(work)
-        # Move an earlier export aside first and remove it last, so that a complete one always exists.
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        work.rename(folder)
-        manifest.sync_folder(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with manifest.complete_folder(folder) as work:
+            manifest.write_json(work / CONFIG, {"format": FORMAT, "config": config})
+            tensors.write(work / PARAMS, arrays)
+            if tokenizer is not None:
+                (work / TOKENIZER).write_bytes(tokenizer)
+            manifest.write(work)
     except OSError as error:
         raise SaveFailed(f"{folder} could not be written: {error.strerror or error}") from error
 

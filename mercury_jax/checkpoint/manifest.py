@@ -6,10 +6,12 @@ the folder is therefore refused, even if the checksums match.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,29 @@ def replace(path: Path, data: bytes) -> None:
     work = path.with_name(path.name + ".tmp")
     write_synced(work, data)
     work.replace(path)
+
+
+@contextlib.contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder to write, which takes the place of `folder` when it is complete.
+
+    An earlier folder is moved aside first and removed last, so that a complete one always exists.
+    """
+    work, old = (folder.with_name(folder.name + end) for end in (".tmp", ".old.tmp"))
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        sync_folder(work)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        work.rename(folder)
+        sync_folder(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

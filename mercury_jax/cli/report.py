@@ -95,16 +95,14 @@ def _read(folder: Path, name: str) -> RunCurves:
     curves: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
-        rows = [
-            json.loads(line) for line in lines if line.endswith("\n")
-        ]  # the last line of a run in progress may be incomplete
+        # The last line of a run in progress may be incomplete.
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError:
+        writes = f"`mercury train` writes config.json and {METRICS} there"
+        raise ValueError(f"there is no run in {folder}: {writes}") from None
+    except ValueError as error:
         allowed = f"the folder of a run, with config.json and {METRICS} ({error})"
-        if isinstance(error, OSError):
-            raise ValueError(
-                f"there is no run in {folder}: `mercury train` writes config.json and {METRICS} there"
-            ) from None
         raise refuse("run", str(folder), allowed) from None
     for row in rows:
         for metric, value in row.items():

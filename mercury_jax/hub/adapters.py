@@ -24,7 +24,6 @@ import functools
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,9 +192,8 @@ def save_adapter(
         for alias in (modules[tensor], *(family.aliases(modules[tensor]) if family else ())):
             for part, array in (("A", f.a), ("B", f.b)):
                 name = f"{PREFIX}{alias}.lora_{part}.weight"
-                arrays.append(
-                    LazyTensor(name, array.shape, array.dtype, functools.partial(np.asarray, array))
-                )
+                make = functools.partial(np.asarray, array)
+                arrays.append(LazyTensor(name, array.shape, array.dtype, make))
     if family:
         for key in ("target_modules", "target_parameters"):
             about[key] = sorted({*about[key], *(x for name in about[key] for x in family.aliases(name))})
@@ -278,16 +276,11 @@ def _record(lm: LM, noise_config: NoiseConfig | None, base: str, family: Family 
 def _write(
     folder: Path, about: Mapping[str, Any], arrays: list[LazyTensor], record: Mapping[str, Any]
 ) -> None:
-    """Writes the three files to a temporary folder, which replaces an earlier adapter once it is complete."""
-    work = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    tensors.write(work / WEIGHTS, arrays, {"format": "pt"})
-    manifest.write_synced(work / CONFIG, (json.dumps(about, indent=2, sort_keys=True) + "\n").encode())
-    manifest.write_json(work / RECORD, {**record, "sha256": manifest.sha256(work / WEIGHTS)})
-    manifest.sync_folder(work)
-    shutil.rmtree(folder, ignore_errors=True)
-    work.rename(folder)
+    """Writes the three files."""
+    with manifest.complete_folder(folder) as work:
+        tensors.write(work / WEIGHTS, arrays, {"format": "pt"})
+        manifest.write_synced(work / CONFIG, (json.dumps(about, indent=2, sort_keys=True) + "\n").encode())
+        manifest.write_json(work / RECORD, {**record, "sha256": manifest.sha256(work / WEIGHTS)})
 
 
 # --- reading
@@ -401,10 +394,8 @@ class Adapter(NamedTuple):
         for part in "AB" if len(copies) > 1 else "":
             first, *others = (self._tensor(f"{PREFIX}{name}.lora_{part}.weight") for name in copies)
             if any(not np.array_equal(first, other) for other in others):
-                names = " and ".join(copies)
-                raise refuse(
-                    f"{self.path}: adapters of {names}", "different", "equal ones: their weight is one"
-                )
+                where = f"{self.path}: adapters of {' and '.join(copies)}"
+                raise refuse(where, "different", "equal ones: their weight is one")
 
     def _tensor(self, name: str) -> np.ndarray:
         if name not in self.entries:
@@ -442,17 +433,11 @@ def open_adapter(folder: str | Path) -> Adapter:
             raise refuse(f"{path / CONFIG}: {key}", value, " or ".join(map(repr, PLAIN[key])))
         neutral = value is None or value is False or value in ([], {}, "")
         if key not in PLAIN and key not in OTHERS.split() and not neutral:
-            raise refuse(
-                f"{path / CONFIG}: {key}", value, "null, false or empty: it may change the arithmetic"
-            )
-    rank, alpha = about.get("r"), about.get("lora_alpha")
-    for key, value in (("r", rank), ("lora_alpha", alpha)):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
-        ):
+            allowed = "null, false or empty: it may change the arithmetic"
+            raise refuse(f"{path / CONFIG}: {key}", value, allowed)
+    for key in ("r", "lora_alpha"):
+        value = about.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise refuse(f"{path / CONFIG}: {key}", value, "a number above 0")
     record = manifest.read_json(path / RECORD) if (path / RECORD).is_file() else None
     if record is not None and record.get("sha256") != manifest.sha256(path / WEIGHTS):

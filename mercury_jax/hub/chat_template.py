@@ -324,7 +324,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _foresee(self, name: str, text: Any, *args: Any) -> None:
         """Charges a method of a text, or a filter, before it runs; see `CUTS` and `MULTIPLY`."""
         if name in CUTS and isinstance(text, str):
-            sep = args[0] if args and isinstance(args[0], str) else ""
+            sep = next((x for x in args if isinstance(x, str)), "") if "split" in name else ""
             self._spend(ITEM * (text.count(sep) if sep else len(text) // 2) + len(text) * len(sep))
         elif name in MULTIPLY:
             sizes = (abs(x) if isinstance(x, int) else len(str(x)) for x in (text, *args))

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -274,7 +273,7 @@ def write_folder(
 ) -> Path:
     """Writes a checkpoint that transformers reads, with one tensor in memory at a time.
 
-    The files are written to a temporary folder, which is renamed when it is complete.
+    The folder appears when it is complete.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -304,18 +303,10 @@ def write_folder(
         }  # fmt: skip
         weight_map = {tensor.name: file for file, part in zip(files, shards) for tensor in part}
         contents[INDEX] = write({"metadata": total, "weight_map": weight_map})
-    work = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
+    with manifest.complete_folder(folder) as work:
         for file, part in zip(files, shards, strict=True):
             tensors.write(work / file, part, {"format": "pt"})  # transformers requires this entry
         for name, data in contents.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             manifest.write_synced(work / name, data)
-        manifest.sync_folder(work)
-        work.rename(folder)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     return folder

@@ -137,12 +137,11 @@ def from_function(
     vocab, context = _whole("vocab", vocab, 2, MOST), _whole("context", context, 1, MOST)
     noise_config = _noise_config(noise, mask)
     if mask is not None:
-        mask = _id("mask", mask, vocab)
-    ends = [] if eos is None else [eos] if isinstance(eos, int | np.integer) else _ids("eos", eos, vocab)
-    ends = [_id("eos", i, vocab) for i in ends]
+        [mask] = _ids("mask", [mask], vocab)
+    ends = _ids("eos", () if eos is None else [eos] if isinstance(eos, int | np.integer) else eos, vocab)
     never = _ids("forbidden", forbidden, vocab)
-    for i in (*([] if mask is None else [mask]), *never):
-        if i in ends:
+    for i in ends:
+        if i in (mask, *never):
             raise refuse("eos", i, "an id that may be emitted: it is the mask, or in forbidden")
     one_of(Alignment, alignment=alignment)
     if not isinstance(name, str) or not name:
@@ -165,7 +164,7 @@ def from_function(
     except TypeError:  # for example a method of a module that has a list as a field
         function = apply
         apply = lambda params, tokens, **given: function(params, tokens, **given)
-    example = _example(config, jnp.zeros((2, min(PROBE, context)), jnp.int32))
+    example = _example(config, 2, min(PROBE, context))
     traced = jax.eval_shape(functools.partial(_logits, apply, config), params, example)
     config = dataclasses.replace(config, dtype=traced.dtype.name)
     lm = LM(_model_of(apply, config), params, own, corruption, name, {"source": "mj.from_function"})
@@ -196,21 +195,19 @@ def _optional_arguments(apply: Any) -> tuple[str, ...]:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         hint = f". Of a module with its own parameters: {_MODULE_HINT}"
-        raise refuse("arguments of apply", _signature(apply), allowed + hint)
+        raise refuse("arguments of apply", str(inspect.signature(apply)), allowed + hint)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     further = [p for p in named if p not in positional[:2]]
     takes = tuple(name for name in OPTIONAL if name in [p.name for p in further])
     for p in (*positional[2:], *further):
         if p.name not in takes and p.default is p.empty:
-            raise refuse(
-                f"argument {p.name} of apply", "without a default", f"{', '.join(OPTIONAL)}, or a default"
-            )
+            known = f"{', '.join(OPTIONAL)}, or a default"
+            raise refuse(f"argument {p.name} of apply", "without a default", known)
     if "positions" in takes and "attention_mask" not in takes:
         raise refuse("argument positions of apply", "alone", "beside attention_mask")
     if {"lengths", "attention_mask"} <= set(takes):
-        raise refuse(
-            "arguments of apply", "lengths and attention_mask", "one of them, which both hide padding"
-        )
+        both = "lengths and attention_mask"
+        raise refuse("arguments of apply", both, "one of them, which both hide padding")
     return takes
 
 
@@ -221,19 +218,12 @@ _MODULE_HINT = (
 )
 
 
-def _signature(function: Any) -> str:
-    return str(inspect.signature(function))
-
-
 def _noise_config(noise: Any, mask: Any) -> NoiseConfig:
     """Converts the argument `noise` to a config; refuses noise that contradicts `mask`."""
     if noise is None:
         if mask is None:
-            raise refuse(
-                "mask",
-                None,
-                "the id of the mask, or noise='uniform' for a model that was trained without one",
-            )
+            unmasked = "noise='uniform' for a model that was trained without one"
+            raise refuse("mask", None, f"the id of the mask, or {unmasked}")
         noise = "absorbing"
     if isinstance(noise, str) and noise in get_args(NoiseKind):
         noise = NoiseConfig(kind=noise)  # pyright: ignore[reportArgumentType]
@@ -246,15 +236,9 @@ def _noise_config(noise: Any, mask: Any) -> NoiseConfig:
     return noise
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> int:
+def _whole(name: str, value: Any, low: int, high: int, what: str = "a whole number") -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
-        raise refuse(name, value, f"a whole number in {low}..{high}")
-    return int(value)
-
-
-def _id(name: str, value: Any, vocab: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < vocab:
-        raise refuse(name, value, f"an id in 0..{vocab - 1}")
+        raise refuse(name, value, f"{what} in {low}..{high}")
     return int(value)
 
 
@@ -262,7 +246,7 @@ def _ids(name: str, values: Any, vocab: int) -> list[int]:
     """Checks a sequence of ids."""
     if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
         raise refuse(name, values, f"ids in 0..{vocab - 1}")
-    return [_id(name, i, vocab) for i in values]
+    return [_whole(name, i, 0, vocab - 1, "an id") for i in values]
 
 
 def check_arrays(name: str, params: Any) -> None:
@@ -360,15 +344,11 @@ class Canvas(NamedTuple):
     time: Float[Array, "B"] | None
 
 
-def _example(
-    config: FunctionConfig, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None
-) -> Canvas:
-    """Makes a canvas of these tokens at time 0.5, for tracing."""
-    rows, size = tokens.shape
-    lengths = jnp.full((rows,), size) if lengths is None else lengths
-    at = jnp.broadcast_to(jnp.arange(size), tokens.shape)
-    attends = jnp.broadcast_to((at < lengths[:, None])[:, None], (rows, size, size))
-    return Canvas(tokens, lengths, attends, at, jnp.full((rows,), 0.5) if config.timed else None)
+def _example(config: FunctionConfig, rows: int, size: int) -> Canvas:
+    """Makes a full canvas of zeros at time 0.5, for tracing."""
+    at = jnp.broadcast_to(jnp.arange(size), (rows, size))
+    attends, time = jnp.ones((rows, size, size), bool), jnp.full((rows,), 0.5)
+    return Canvas(0 * at, jnp.full((rows,), size), attends, at, time if config.timed else None)
 
 
 def _logits(
@@ -381,19 +361,15 @@ def _logits(
     try:
         found = apply(params, canvas.tokens, **given)
     except Exception as error:  # whatever the user's code and its library raise
-        for kind, reason in _NOT_JITTABLE.items():
-            if isinstance(error, kind):
-                raise ValueError(
-                    f"apply cannot be compiled: it {reason}; allowed: jax.numpy alone"
-                ) from error
+        if reason := next((why for kind, why in _NOT_JITTABLE.items() if isinstance(error, kind)), None):
+            raise ValueError(f"apply cannot be compiled: it {reason}; allowed: jax.numpy alone") from error
         lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
         training = any(words in lines[-1] for words in _TRAINING_ERRORS)
         reason = re.sub(r" \(https?://\S+\)$", "", ": ".join(lines)).rstrip(".")
         raise ValueError(f"{call} fails: {reason}{'. ' + _TRAINING_MODE if training else ''}") from error
     shape, kind = getattr(found, "shape", None), getattr(found, "dtype", None)
     if shape is None or kind is None:
-        allowed = "one array of logits"
-        raise refuse(f"what {call} returned", type(found).__name__, allowed)
+        raise refuse(f"what {call} returned", type(found).__name__, "one array of logits")
     if shape != (rows, size, config.vocab) or not jnp.issubdtype(kind, jnp.floating):
         allowed = f"floating-point logits [{rows}, {size}, {config.vocab}]: [B, L, vocab]"
         raise refuse(f"what {call} returned", f"{kind}{list(shape)}", allowed)

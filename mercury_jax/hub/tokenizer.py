@@ -29,7 +29,7 @@ from mercury_jax.hub.tokenizer_files import (
     token_bytes,
     tokenizer_data,
 )
-from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokenizer, lazy, valid
+from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokenizer, lazy, until_end, valid
 
 if TYPE_CHECKING:
     from mercury_jax.hub.chat_template import ChatTemplate
@@ -281,11 +281,7 @@ class HFTokenizer:
         Returns:
             (thinking or None, answer). The answer is empty if the thinking is not closed.
         """
-        shown: list[int] = []
-        for i in map(int, ids):
-            if i in (*self.ends, self.pad, self.end_turn):
-                break
-            shown.append(i)
+        shown = until_end(ids, (*self.ends, self.pad, self.end_turn))
         marks = self._marks
         if marks is None or not {marks.opening[0], marks.close} & set(shown):
             return None, self.decode(shown)

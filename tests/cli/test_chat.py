@@ -57,34 +57,12 @@ def test_a_pipe_gets_one_text_a_line_and_escapes_are_read(monkeypatch, capsys):
     assert capsys.readouterr().out == "1243\n4312\n3421\n2134\n"
 
 
-def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(monkeypatch, capsys, at_hand):
-    typed, asked = iter(["first", "second"]), []
-
-    def read(prompt):
-        for line in typed:
-            return line
-        raise EOFError
-
-    def answer(lm, messages, *rest):
-        asked.append([message["content"] for message in messages])
-        if messages[-1]["content"] == "first":
-            raise KeyboardInterrupt
-        return "reply"
-
-    monkeypatch.setattr(chat.show, "terminal", lambda stream=None: True)
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(chat, "_answer", answer)
-    assert main(["chat", "--model", at_hand]) == 0
-    assert asked == [
-        ["first"],
-        ["second"],
-    ]  # the stopped question is not part of the second one's conversation
-    assert "stopped" in capsys.readouterr().err
-
-
 @pytest.fixture
 def typed(monkeypatch, at_hand):
-    """typed(lines, replies, *options) -> (budgets, messages) of the answers to lines that are typed in a terminal."""
+    """typed(lines, replies, *options) -> (budgets, messages) of the answers to lines that are typed in a terminal.
+
+    A reply that is an exception is raised.
+    """
 
     def converse(lines, replies, *options):
         lines, replies, seen = iter(lines), iter(replies), []
@@ -96,7 +74,9 @@ def typed(monkeypatch, at_hand):
 
         def answer(lm, messages, args, how, person):
             seen.append((how["max_tokens"], [message["content"] for message in messages]))
-            return next(replies)
+            if isinstance(reply := next(replies), BaseException):
+                raise reply
+            return reply
 
         with monkeypatch.context() as patch:
             patch.setattr(chat.show, "terminal", lambda stream=None: True)
@@ -106,6 +86,12 @@ def typed(monkeypatch, at_hand):
         return seen
 
     return converse
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(typed, capsys):
+    seen = typed(["first", "second"], [KeyboardInterrupt(), "reply"])
+    assert [messages for _, messages in seen] == [["first"], ["second"]]  # the stopped question is forgotten
+    assert "stopped" in capsys.readouterr().err
 
 
 def test_the_default_budget_is_what_the_context_leaves(typed, at_hand, capsys):
@@ -202,15 +188,6 @@ def test_readline_returns_a_paste_as_one_text():
     env = os.environ | {"TERM": "xterm"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.stdout.strip() == r"['0200\n4302']", done.stderr
-
-
-@pytest.mark.parametrize(
-    "argv, told",
-    [(["--max-tokens", "0"], "--max-tokens is 0"), (["--effort", "huge"], "effort is 'huge'"),
-     (["--rule", "treshold"], "threshold is the nearest")],
-)  # fmt: skip
-def test_values_are_refused_before_the_model_loads(capsys, argv, told):
-    assert told in refused(capsys, "chat", "--model", "no/such/model", *argv)
 
 
 def test_only_near_names_are_suggested(capsys):

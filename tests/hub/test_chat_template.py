@@ -181,6 +181,7 @@ def test_a_method_that_is_not_supported_is_named(method: str):
         ("{{ ('%(a)s' * 9999)[0:] | trim | string | replace('', '') % {'a': 'a' * 9999} }}", "too much text"),
         ("{{ ('a' * 200000).rfind('ab' ~ 'a' * 100000) }}", "too much text"),
         ("{{ ('a' * 200000).rsplit('ab' ~ 'a' * 100000) }}", "too much text"),
+        ("{{ ('a' * 200000).rsplit(maxsplit=1, sep='ab' ~ 'a' * 100000) }}", "too much text"),
         ("{{ ('a' * 200000).rpartition('ab' ~ 'a' * 100000) }}", "too much text"),
         ("{{ ('b' * 300000).strip('a' * 100000 ~ 'b') }}", "too much text"),
         ("{{ ('b' * 300000) | trim('a' * 100000 ~ 'b') }}", "too much text"),

@@ -212,26 +212,23 @@ def test_a_snapshot_may_only_link_to_its_own_blobs(tmp_path):
             folders.scan(snapshot)
 
 
-@pytest.mark.parametrize("root", ["elsewhere", "models--a--b/elsewhere"])
-def test_links_to_blobs_are_only_allowed_in_a_repository(tmp_path, root):
-    with pytest.raises(CheckpointError, match="config.json is a symbolic link to"):
-        folders.scan(cached(tmp_path / root))  # no `models--org--name` above `snapshots`
+def test_links_to_blobs_are_only_allowed_in_the_snapshots_of_a_repository(tmp_path):
+    def copied(snapshot):
+        snapshot.parent.rename(snapshot.parents[1] / "copies")
+        return snapshot.parents[1] / "copies" / snapshot.name
 
+    def relinked(snapshot):
+        blobs = snapshot.parents[1] / "blobs"
+        blobs.rename(tmp_path / "outside")
+        blobs.symlink_to(tmp_path / "outside")
+        return snapshot
 
-def test_links_to_blobs_are_only_allowed_in_snapshots(tmp_path):
-    snapshot = cached(tmp_path / "models--org--name")
-    snapshot.parent.rename(snapshot.parents[1] / "copies")
-    with pytest.raises(CheckpointError, match="config.json is a symbolic link to"):
-        folders.scan(snapshot.parents[1] / "copies" / snapshot.name)
-
-
-def test_a_blobs_folder_that_is_a_link_is_refused(tmp_path):
-    root = tmp_path / "models--org--name"
-    snapshot = cached(root)
-    (root / "blobs").rename(tmp_path / "outside")
-    (root / "blobs").symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointError, match="config.json is a symbolic link to '.*outside"):
-        folders.scan(snapshot)
+    for root, move in (
+        ("elsewhere", None), ("models--a--b/elsewhere", None), ("models--a--c", copied), ("models--a--d", relinked),
+    ):  # fmt: skip
+        snapshot = cached(tmp_path / root)
+        with pytest.raises(CheckpointError, match="config.json is a symbolic link to"):
+            folders.scan(snapshot if move is None else move(snapshot))
 
 
 def test_pickles_and_empty_folders_are_refused(tmp_path):
