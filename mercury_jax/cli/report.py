@@ -212,6 +212,7 @@ def _page(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
         for kind in ("train", "eval")
         if any((kind, metric) in run.curves for run in runs)
     ]
+    steps = [str(max(steps[-1] for steps, _ in run.curves.values())) for run in runs]
     names = sorted({name for run in runs for name in run.config})
     values = [[name, *(json.dumps(run.config.get(name)) for run in runs)] for name in names]
     differ = [row for row in values if len(set(row[1:])) > 1]
@@ -220,16 +221,12 @@ def _page(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         f"<title>{html.escape(title)}</title><style>{STYLE}</style><h1>{html.escape(title)}</h1>",
         svg[svg.index("<svg") :],
-        "<h2>Last values</h2>", _table([["steps", *(str(_steps(run)) for run in runs)], *last], head),
+        "<h2>Last values</h2>", _table([["steps", *steps], *last], head),
     ]  # fmt: skip
     if differ:
         parts += ["<h2>What differs in the recipes</h2>", _table(differ, head)]
     parts += ["<h2>Recipe</h2>", _table(values, head)] if len(runs) == 1 else []
     return "\n".join(parts) + "\n</html>\n"
-
-
-def _steps(run: RunCurves) -> int:
-    return max(steps[-1] for steps, _ in run.curves.values())
 
 
 def _last(run: RunCurves, kind: str, metric: str) -> str:

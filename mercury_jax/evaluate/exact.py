@@ -57,7 +57,9 @@ def evaluate(lm: LM, settings: EvalSettings) -> EvalReport:
             for i, text in zip(chosen, texts, strict=True)
         ]  # fmt: skip
 
-    stop = () if form == "chat" else _line_end([question.output for question in asked])
+    # A line break ends an answer that continues a text, unless it would cut an expected one.
+    ends = [end for end in ("\n", "\n\n") if not any(end in question.output for question in asked)]
+    stop = () if form == "chat" else ends[:1]
     most = settings.max_tokens or _longest(lm, asked)
     rows, timed, about = answer(lm, prompts, settings, most, grade, stop=stop)
     assert settings.file is not None  # `check_settings` refuses None
@@ -134,11 +136,6 @@ def fill(settings: EvalSettings, question: Question) -> str:
         return question.input
 
     return question.input if settings.template is None else re.sub(r"\{([a-z_]+)\}", value, settings.template)
-
-
-def _line_end(outputs: Sequence[str]) -> tuple[str, ...]:
-    """The text that ends an answer which continues a text, such that no expected answer is cut."""
-    return next(((end,) for end in ("\n", "\n\n") if not any(end in output for output in outputs)), ())
 
 
 def _longest(lm: LM, asked: Sequence[Question]) -> int:

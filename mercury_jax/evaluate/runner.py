@@ -163,7 +163,8 @@ def answer(
     """
     sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
     # Sort the prompts by length, so that the rows of a batch have similar lengths and few shapes are compiled.
-    order = sorted(range(len(prompts)), key=lambda i: _characters(prompts[i]))
+    texts = [p if isinstance(p, str) else "".join(message["content"] for message in p) for p in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: len(texts[i]))
     rows: list[dict[str, Any]] = [{} for _ in prompts]
     timed = list[tuple[int, int, float]]()
     decode = lambda filled, seed: sampling.sample(
@@ -187,11 +188,6 @@ def answer(
             timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
     about = {"seed": settings.seed, "batch": settings.batch, "rule": rule_name(lm, sampler)}
     return rows, timed, about | {"steps": plan.steps, "block": plan.block, "max_tokens": max_tokens}
-
-
-def _characters(prompt: Any) -> int:
-    """Length of a text, or of all messages of a conversation."""
-    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
 
 
 def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:

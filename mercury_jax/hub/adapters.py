@@ -184,7 +184,8 @@ def save_adapter(
         raise refuse("folder", str(folder), "a new or empty folder, or one with an adapter")
     family = family_for(config, lm.card.get("family"))
     sources = _sources(family, config)
-    found = _factors(sources, {path: _on_host(x) for path, x in weights.items()})
+    host = lambda w: dataclasses.replace(w, base=None, a=gather(w.a), b=gather(w.b))
+    found = _factors(sources, {path: host(x) for path, x in weights.items()})
     modules = _keys(sources, set(weights))
     about = _peft_config(found, modules, base)
     arrays: list[LazyTensor] = []
@@ -202,10 +203,6 @@ def save_adapter(
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("adapter")
     return folder
-
-
-def _on_host(w: LoraWeight) -> LoraWeight:
-    return dataclasses.replace(w, base=None, a=gather(w.a), b=gather(w.b))
 
 
 def _factors(sources: Mapping[str, TensorSource], weights: Mapping[str, LoraWeight]) -> dict[str, Factors]:

@@ -94,7 +94,8 @@ def _assembled(
             UnpackedMatrix(take(p.values), p.scale[..., rows], take(p.group_scale), take(p.zero), p.group)
             for p in parts
         ]
-    if any(not _same(part.group, parts[0].group) for part in parts):
+    orders = [() if part.group is None else part.group for part in parts]
+    if not all(np.array_equal(order, orders[0]) for order in orders):
         raise CheckpointError(
             f"{', '.join(source.names)}: g_idx differ; allowed: one order of inputs when fused"
         )
@@ -109,10 +110,6 @@ def _assembled(
     if found.group is not None:
         found.group[...] = parts[0].group
     return found
-
-
-def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _conformed(m: UnpackedMatrix, kind: WeightFormat) -> UnpackedMatrix:
