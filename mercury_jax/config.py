@@ -1,8 +1,9 @@
 """Configurations: frozen, keyword-only dataclasses that check their fields at construction, and these checks.
 
 `ModelConfig` describes a denoiser, `NoiseConfig` its corruption process, `Plan` and `Refresh` how an answer is
-decoded. All errors have the form of `refuse`: field, value, allowed values. `to_dict` and `from_dict` convert configs
-to JSON and back.
+decoded. A field states its type and its range in its annotation, `steps: Annotated[int, AtLeast(1)]`; `check_fields`
+checks all of them, and `refuse_if` what fields must satisfy together. All errors have the form of `refuse`: field,
+value, allowed values. `to_dict` and `from_dict` convert configs to JSON and back.
 """
 
 from __future__ import annotations
@@ -10,16 +11,33 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import itertools
 import json
+import math
 import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    runtime_checkable,
+)
+
+import numpy as np
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Pattern = Literal["bidirectional", "block_causal", "causal_encoder"]
 ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
@@ -133,28 +151,162 @@ def one_of(choices: object, **fields: str) -> None:
             raise refuse(name, value, ", ".join(allowed))
 
 
-def check_types(config: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> None:
-    """Checks that every field of a dataclass holds a value of its type.
+class Range(NamedTuple):
+    """The numbers that a field or parameter may be, stated in its annotation.
 
-    Covers numbers, strings, booleans, None, tuples of these, and dataclasses. The class itself checks fields of other
-    types.
+    Attributes:
+        low: Lower end.
+        high: Upper end.
+        open_low: Whether `low` itself is excluded.
+        open_high: Whether `high` itself is excluded.
+        integer: Whether only whole numbers are allowed; an `int` implies it.
+        token_id: Whether it is an id of the model's vocabulary, or -1 for none.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    integer: bool = False
+    token_id: bool = False
+
+    def contains(self, value: Any) -> np.ndarray | np.bool_:
+        """Returns, for each number of `value`, whether it is in the range."""
+        x = np.asarray(value, float)
+        above = x > self.low if self.open_low else x >= self.low
+        below = x < self.high if self.open_high else x <= self.high
+        return above & below & (x == np.floor(x)) if self.integer else above & below
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.integer else "a number"
+        if math.isinf(self.low) and math.isinf(self.high):
+            return f"{kind}, finite" if self.open_high else kind
+        if math.isinf(self.high):
+            start = f"above {self.low:g}" if self.open_low else f"{self.low:g} or more"
+            return f"{kind}, {start}" if self.open_high else f"{kind}, {start}, or infinity"
+        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{kind} in {left}{self.low:g}, {self.high:g}{right}"
+
+
+def Between(low: float, high: float, *, integer: bool = False) -> Range:
+    """Returns the range [low, high], both ends included.
+
+    Args:
+        low: Lower end.
+        high: Upper end.
+        integer: Whether only whole numbers are allowed.
+
+    Returns:
+        The range.
+
+    Raises:
+        ValueError: An end is no number, or they are in the wrong order.
+    """
+    if not _number("low of Between", low) <= _number("high of Between", high):
+        raise refuse("high of Between", high, f"{low:g} or more, its low")
+    return Range(low, high, integer=integer)
+
+
+def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Range:
+    """Returns the range [low, inf); `infinite` includes infinity itself.
+
+    Args:
+        low: Lower end, included.
+        integer: Whether only whole numbers are allowed.
+        infinite: Whether infinity is included.
+
+    Returns:
+        The range.
+    """
+    return Range(_number("low of AtLeast", low), open_high=not infinite, integer=integer)
+
+
+def Above(low: float) -> Range:
+    """Returns the range (low, inf)."""
+    return Range(_number("low of Above", low), open_low=True, open_high=True)
+
+
+def Finite() -> Range:
+    """Returns the range of all finite numbers."""
+    return Range(open_low=True, open_high=True)
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a bound of a range; refuses anything but a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise refuse(name, value, "a number")
+    return value
+
+
+# The most frequent ranges of fields.
+AxisSize: TypeAlias = Annotated[
+    Annotated[int, AtLeast(1)] | Literal[-1], "1 or more, or -1 for the devices that are left"
+]
+PositiveInt: TypeAlias = Annotated[int, AtLeast(1)]
+NonNegativeInt: TypeAlias = Annotated[int, AtLeast(0)]
+PositiveFloat: TypeAlias = Annotated[float, Above(0)]
+NonNegativeFloat: TypeAlias = Annotated[float, AtLeast(0)]
+Share: TypeAlias = Annotated[float, Between(0, 1)]
+ShareBelowOne: TypeAlias = Annotated[float, Range(0, 1, open_high=True)]
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Checks that every field of a dataclass holds a value that its annotation allows.
+
+    An annotation states types (numbers, strings, booleans, None, classes, `Literal`s, tuples and unions of these) and,
+    as `Annotated[type, range]`, a `Range`. A string in `Annotated` replaces the description of what is allowed.
 
     Args:
         config: A dataclass instance.
         prefix: Prefix of field names in errors, such as "model.".
-        skip: Names of fields that are not checked.
 
     Raises:
-        ValueError: For the first field of a wrong type.
+        ValueError: For the first field with a value that is not allowed.
     """
     hints = _type_hints(type(config))
     for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if f.name not in skip and not _has_type(value, hints[f.name]):
-            raise refuse(f"{prefix}{f.name}", value, _type_in_words(hints[f.name]))
+        _check(f"{prefix}{f.name}", getattr(config, f.name), hints[f.name])
 
 
-_type_hints = functools.cache(typing.get_type_hints)
+def refuse_if(config: Any, *cases: tuple[object, str, str], prefix: str = "") -> None:
+    """Checks fields against each other.
+
+    Args:
+        config: A record whose fields have passed `check_fields`.
+        *cases: (whether a field is refused, name of the field, what is allowed instead), in the order of importance.
+        prefix: Prefix of field names in errors.
+
+    Raises:
+        ValueError: For the first case that holds.
+    """
+    for refused, field, allowed in cases:
+        if refused:
+            raise refuse(f"{prefix}{field}", getattr(config, field), allowed)
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function whose arguments are checked at each call, as `check_fields` checks fields.
+
+    Args:
+        function: Its annotations say what is allowed.
+
+    Returns:
+        The function. A call raises ValueError for the first argument with a value that is not allowed.
+    """
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        hints = _type_hints(function)
+        for name, value in [*zip(names, args), *kwargs.items()]:
+            _check(name, value, hints.get(name, Any))
+        return function(*args, **kwargs)
+
+    return call
+
+
+_type_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
+_UNIONS = (types.UnionType, typing.Union)
 _PLAIN_TYPES = {
     int: (numbers.Integral, "a whole number"),
     float: (numbers.Real, "a number"),
@@ -164,25 +316,45 @@ _PLAIN_TYPES = {
 }
 
 
-_UNIONS = (types.UnionType, typing.Union)
+def _check(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise refuse(name, value, _in_words(hint))
 
 
-def _has_type(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) in _UNIONS:
-        return any(_has_type(value, choice) for choice in get_args(hint))
-    if typing.get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
-        return isinstance(value, tuple) and all(_has_type(x, get_args(hint)[0]) for x in value)
-    if hint in _PLAIN_TYPES:  # bool is a subclass of int
-        return isinstance(value, _PLAIN_TYPES[hint][0]) and (hint is bool or not isinstance(value, bool))
-    return not dataclasses.is_dataclass(hint) or isinstance(value, typing.cast(type, hint))
+def _fits(value: Any, hint: Any) -> bool:
+    kind, choices = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        ranges = [x for x in choices[1:] if isinstance(x, Range)]
+        return _fits(value, choices[0]) and all(x.contains(value) for x in ranges)
+    if kind in _UNIONS:
+        return any(_fits(value, choice) for choice in choices)
+    if kind is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in choices)
+    if kind is tuple and choices:
+        each = [choices[0]] * len(value) if choices[1:] == (...,) and isinstance(value, tuple) else choices
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    if kind in _PLAIN_TYPES:  # bool is a subclass of int
+        return isinstance(value, _PLAIN_TYPES[kind][0]) and (kind is bool or not isinstance(value, bool))
+    try:
+        return not isinstance(kind, type) or isinstance(value, kind)
+    except TypeError:  # `Any`, or a Protocol that Python cannot check
+        return True
 
 
-def _type_in_words(hint: Any) -> str:
-    if typing.get_origin(hint) in _UNIONS:
-        return " or ".join(_type_in_words(choice) for choice in get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return f"a tuple, each of its values {_type_in_words(get_args(hint)[0])}"
-    return _PLAIN_TYPES[hint][1] if hint in _PLAIN_TYPES else f"a {hint.__name__}"
+def _in_words(hint: Any) -> str:
+    kind, choices = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        ranges = [str(x._replace(integer=choices[0] is int)) for x in choices if isinstance(x, Range)]
+        texts = [x for x in choices if isinstance(x, str)]
+        return [*texts, *ranges, _in_words(choices[0])][0]
+    if kind in _UNIONS:
+        return ", or ".join(map(_in_words, choices))
+    if kind is Literal:
+        return ", ".join(map(str, choices))
+    if kind is tuple:
+        each = choices[:1] if choices[1:] == (...,) else choices
+        return f"a tuple of {', '.join(map(_in_words, each))}"
+    return _PLAIN_TYPES[kind][1] if kind in _PLAIN_TYPES else f"a {kind.__name__}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -264,7 +436,7 @@ class RopeScaling:
     """
 
     kind: RopeKind
-    factor: float
+    factor: PositiveFloat
     original: int = 8192
     low: float = 1.0
     high: float = 4.0
@@ -272,21 +444,25 @@ class RopeScaling:
     slow: float = 1.0
     attention: float = 1.0
     truncate: bool = True
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
+    short: tuple[PositiveFloat, ...] = ()
+    long: tuple[PositiveFloat, ...] = ()
 
     def __post_init__(self) -> None:
-        one_of(RopeKind, **{"rope_scaling.kind": self.kind})
-        if not self.factor > 0:
-            raise refuse("rope_scaling.factor", self.factor, "more than 0")
-        if self.kind == "llama3" and self.low == self.high:
-            raise refuse("rope_scaling.high", self.high, f"a number other than rope_scaling.low = {self.low}")
-        for name in ("short", "long"):
-            value = getattr(self, name)
-            if bool(value) != (self.kind == "longrope") or any(not x > 0 for x in value):
-                raise refuse(
-                    f"rope_scaling.{name}", value, "numbers above 0 for longrope, nothing for other kinds"
-                )
+        check_fields(self, "rope_scaling.")
+        numbers_of = "numbers above 0 for longrope, nothing for other kinds"
+        refuse_if(
+            self,
+            (
+                self.kind == "llama3" and self.low == self.high,
+                "high",
+                f"a number other than low = {self.low}",
+            ),
+            *(
+                (bool(getattr(self, x)) != (self.kind == "longrope"), x, numbers_of)
+                for x in ("short", "long")
+            ),
+            prefix="rope_scaling.",
+        )
 
     @property
     def bounded(self) -> bool:
@@ -314,31 +490,29 @@ class Experts:
         dense: Indices of layers that keep a plain feed-forward.
     """
 
-    count: int
-    active: int
-    width: int
+    count: PositiveInt
+    active: PositiveInt
+    width: PositiveInt
     score: RouterScore = "softmax"
     renormalise: bool = True
     scale: float = 1.0
-    groups: int = 1
-    active_groups: int = 1
+    groups: PositiveInt = 1
+    active_groups: PositiveInt = 1
     correction: bool = False
     shared: int = 0
     dense: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least(
-            1, **{"experts.count": self.count, "experts.active": self.active, "experts.width": self.width}
+        check_fields(self, "experts.")
+        in_groups = self.count // self.groups * self.active_groups
+        divided = self.count % self.groups == 0 and self.active_groups <= self.groups
+        refuse_if(
+            self,
+            (self.active > self.count, "active", f"at most experts.count = {self.count}"),
+            (not divided, "groups", f"a divisor of {self.count}, active_groups of them used"),
+            (self.active > in_groups, "active", "at most the experts of the active groups"),
+            prefix="experts.",
         )
-        one_of(RouterScore, **{"experts.score": self.score})
-        if self.active > self.count:
-            raise refuse("experts.active", self.active, f"at most experts.count = {self.count}")
-        if self.count % self.groups or not 1 <= self.active_groups <= self.groups:
-            raise refuse(
-                "experts.groups", self.groups, f"a divisor of {self.count}, active_groups of them used"
-            )
-        if self.active > self.count // self.groups * self.active_groups:
-            raise refuse("experts.active", self.active, "at most the experts of the active groups")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,15 +564,15 @@ class ModelConfig:
             no clean token attends to later tokens: causal_encoder, or block_causal with block 1.
     """
 
-    vocab: int
-    width: int = 256
-    layers: int = 6
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 32
-    ffn: int = 704
+    vocab: PositiveInt
+    width: PositiveInt = 256
+    layers: PositiveInt = 6
+    heads: PositiveInt = 8
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 32
+    ffn: PositiveInt = 704
     pattern: Pattern = "causal_encoder"
-    block: int = 32
+    block: PositiveInt = 32
     rope_theta: float = 10_000.0
     rope_fraction: float = 1.0
     rope_scaling: RopeScaling | None = None
@@ -406,7 +580,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    window: int | None = None
+    window: PositiveInt | None = None
     global_layers: tuple[int, ...] = ()
     experts: Experts | None = None
     tied: bool = True
@@ -415,7 +589,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     alignment: Alignment = "same_position"
     timed: bool = False
-    context: int = 2048
+    context: PositiveInt = 2048
     dtype: ComputeType = "float32"
     mask: int | None = 4
     pad: int = 0
@@ -424,50 +598,47 @@ class ModelConfig:
     predicts_next: bool = False  # checkpoints without this key were not trained for it
 
     def __post_init__(self) -> None:
-        check_types(self, "model.")
-        at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
-        at_least(1, kv_heads=self.kv_heads, ffn=self.ffn, block=self.block, context=self.context)
-        one_of(Pattern, pattern=self.pattern)
-        one_of(ComputeType, dtype=self.dtype)
-        one_of(Alignment, alignment=self.alignment)
-        if self.heads % self.kv_heads:
-            raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise refuse("head_dim", self.head_dim, "an even number, for RoPE")
-        eos = None if self.eos == -1 else self.eos
-        ids = [("mask", self.mask), ("pad", self.pad), ("eos", eos), *(("ends", x) for x in self.ends)]
-        for name, value in ids:
-            if value is not None and not 0 <= value < self.vocab:
-                raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
-        if self.window is None:
-            if self.global_layers:
-                raise refuse("global_layers", self.global_layers, "() where window is None")
-        else:
-            at_least(1, window=self.window)
-            if sorted(set(self.global_layers) & set(range(self.layers))) != list(self.global_layers):
-                raise refuse("global_layers", self.global_layers, f"rising indices in 0..{self.layers - 1}")
-            if not self.windowed:
-                allowed = "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
-                raise refuse("window", self.window, allowed)
-        if (scaling := self.rope_scaling) is not None:
-            most = round(scaling.original * max(scaling.factor, 1.0))
-            if scaling.bounded and self.context > most:
-                raise refuse(
-                    "context", self.context, f"at most {most}, {scaling.factor:g} times the original"
-                )
-            pairs = int(self.head_dim * self.rope_fraction) // 2
-            for name in ("short", "long"):
-                count = len(getattr(scaling, name))
-                if count not in (0, pairs):
-                    raise refuse(f"rope_scaling.{name}", f"{count} numbers", f"{pairs}, one per frequency")
-        if self.mlp_bias and self.experts is not None:
-            raise refuse("mlp_bias", True, "False beside experts, which have no biases")
-        if self.predicts_next and not self.causal:
-            raise refuse(
-                "predicts_next", True,
-                f"False for {self.pattern} with block {self.block}: its clean tokens see what they would "
-                "predict; True for causal_encoder, or block_causal with block 1",
-            )  # fmt: skip
+        check_fields(self, "model.")
+        outside = lambda *ids: any(not 0 <= i < self.vocab for i in ids)
+        an_id = f"an id in 0..{self.vocab - 1}"
+        layers = [i for i in range(self.layers) if self.window is not None and i in self.global_layers]
+        refuse_if(
+            self,
+            (self.heads % self.kv_heads, "kv_heads", f"a divisor of heads = {self.heads}"),
+            (self.head_dim % 2, "head_dim", "an even number, for RoPE"),
+            (self.mask is not None and outside(self.mask), "mask", an_id),
+            (outside(self.pad), "pad", an_id),
+            (self.eos != -1 and outside(self.eos), "eos", an_id),
+            (outside(*self.ends), "ends", f"ids in 0..{self.vocab - 1}"),
+            (
+                list(self.global_layers) != layers, "global_layers",
+                "() where window is None" if self.window is None else f"rising indices in 0..{self.layers - 1}",
+            ),
+            (
+                self.window is not None and not self.windowed, "window",
+                "None for this pattern: only block_causal with block 1 and same_position has sliding windows",
+            ),
+            (self.mlp_bias and self.experts, "mlp_bias", "False beside experts, which have no biases"),
+            (
+                self.predicts_next and not self.causal, "predicts_next",
+                f"False for {self.pattern} with block {self.block}: its clean tokens see what they would predict; "
+                "True for causal_encoder, or block_causal with block 1",
+            ),
+            prefix="model.",
+        )  # fmt: skip
+        if self.rope_scaling is not None:
+            self._check_rope(self.rope_scaling)
+
+    def _check_rope(self, scaling: RopeScaling) -> None:
+        """Checks that the scaling fits the context and the head size."""
+        longest = round(scaling.original * max(scaling.factor, 1.0))
+        if scaling.bounded and self.context > longest:
+            allowed = f"at most {longest}, {scaling.factor:g} times the original"
+            raise refuse("model.context", self.context, allowed)
+        pairs = int(self.head_dim * self.rope_fraction) // 2
+        for name in ("short", "long"):
+            if (count := len(getattr(scaling, name))) not in (0, pairs):
+                raise refuse(f"rope_scaling.{name}", f"{count} numbers", f"{pairs}, one per frequency")
 
     @property
     def stretched(self) -> bool:
@@ -530,26 +701,19 @@ class NoiseConfig:
     """
 
     kind: NoiseKind = "absorbing"
-    schedule: ScheduleValue = "linear"
-    power: float = 2.0
-    uniform: float = 0.2
+    schedule: Annotated[
+        ScheduleValue, "linear, cosine, polynomial, a function alpha(t), or a tuple of its values"
+    ] = "linear"
+    power: PositiveFloat = 2.0
+    uniform: ShareBelowOne = 0.2
 
     def __post_init__(self) -> None:
-        one_of(NoiseKind, kind=self.kind)
+        check_fields(self, "noise.")
         if isinstance(self.schedule, tuple):
             _check_alpha(self.schedule)
         elif callable(self.schedule):
-            _check_traceable(
-                self.schedule
-            )  # its values wait for a device: `jax.distributed` may start after this
-        elif not isinstance(self.schedule, str) or self.schedule not in get_args(ScheduleName):
-            names = ", ".join(get_args(ScheduleName))
-            raise refuse("schedule", self.schedule, f"{names}, a function alpha(t), or a tuple of its values")
-        check_types(self, "noise.", skip=("schedule",))
-        if not self.power > 0:
-            raise refuse("power", self.power, "more than 0")
-        if not 0 <= self.uniform < 1:
-            raise refuse("uniform", self.uniform, "0 <= uniform < 1")
+            # Its values wait for a device: `jax.distributed` may start after this.
+            _check_traceable(self.schedule)
 
 
 @functools.lru_cache(64)
@@ -605,7 +769,7 @@ def _check_traceable(alpha: Callable[[Any], Any]) -> None:
 
 def _check_alpha(values: tuple[float, ...]) -> None:
     """Checks that values of a schedule at evenly spaced times fall from 1 to 0."""
-    if len(values) < 2 or not all(isinstance(x, numbers.Real) for x in values):
+    if len(values) < 2:
         raise refuse("schedule", values, "at least two numbers: alpha(t) at evenly spaced times from 0 to 1")
     for at, end in ((0, 1.0), (-1, 0.0)):
         if not abs(values[at] - end) <= 1e-5:
@@ -634,14 +798,12 @@ class Refresh:
         every: Number of steps between two full passes; None: one full pass per block.
     """
 
-    before: int = 0
-    after: int | None = 0
-    every: int | None = None
+    before: NonNegativeInt = 0
+    after: NonNegativeInt | None = 0
+    every: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(0, before=self.before, after=0 if self.after is None else self.after)
-        at_least(1, every=1 if self.every is None else self.every)
+        check_fields(self)
 
     @classmethod
     def prefix(cls, every: int | None = None) -> Refresh:
@@ -739,44 +901,23 @@ class Plan:
             fields, the sampler and the model.
     """
 
-    block: int | None = None
-    steps: int | None = None
-    refresh: Refresh | CachePolicyLike | None = None
-    revise: int = 0
-    lookahead: int = 0
-    fuse_commit: int | None = None
+    block: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    refresh: Annotated[
+        Refresh | CachePolicyLike | None,
+        "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None",
+    ] = None
+    revise: NonNegativeInt = 0
+    lookahead: NonNegativeInt = 0
+    fuse_commit: NonNegativeInt | None = None
     times: tuple[float, ...] | None = None
     whole_blocks: bool = False
-    method: MethodLike | None = None
-
-    def __new__(cls, *args: object, **fields: object) -> Plan:
-        if args:
-            named = (
-                "block=, steps=, refresh=, revise=, lookahead=, fuse_commit=, times=, whole_blocks=, method="
-            )
-            allowed = f"named ones: Plan({named})"
-            raise refuse("Plan() argument", args[0], allowed)
-        return super().__new__(cls)
+    method: Annotated[MethodLike | None, "an mj.Method(name, step), or None"] = None
 
     def __post_init__(self) -> None:
-        for name, least in {"block": 1, "steps": 1, "revise": 0, "lookahead": 0, "fuse_commit": 0}.items():
-            value, optional = getattr(self, name), getattr(type(self), name) is None
-            if optional and value is None:
-                continue
-            number = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else -1
-            if number != number // 1 or number < least:
-                raise refuse(name, value, f"a whole number from {least} on{', or None' if optional else ''}")
-        if not isinstance(self.refresh, Refresh | CachePolicyLike | None):
-            allowed = (
-                "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None"
-            )
-            raise refuse("refresh", self.refresh, allowed)
-        if not isinstance(self.whole_blocks, bool):
-            raise refuse("whole_blocks", self.whole_blocks, "True or False")
-        if not isinstance(self.method, MethodLike | None):
-            raise refuse("method", self.method, "an mj.Method(name, step), or None")
         if self.times is not None:
             self._check_times()
+        check_fields(self)
 
     def _check_times(self) -> None:
         """Checks `times`, converts it to a tuple of floats, and sets `steps` to its length - 1."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray as Key
 
-from mercury_jax.config import NoiseConfig, refuse, schedule_values
+from mercury_jax.config import NoiseConfig, PositiveFloat, ShareBelowOne, checked, refuse, schedule_values
 from mercury_jax.tokenizer import AnyTokenizer
 
 Schedule = Callable[[Array], Array]
@@ -34,7 +34,8 @@ def cosine() -> Schedule:
     return lambda t: 2.0 * jnp.sin(0.25 * math.pi * (1.0 - t)) ** 2
 
 
-def polynomial(power: float = 2.0) -> Schedule:
+@checked
+def polynomial(power: PositiveFloat = 2.0) -> Schedule:
     """The polynomial schedule, alpha(t) = 1 - t**power (MD4, arXiv 2406.04329, table 4).
 
     Args:
@@ -46,8 +47,6 @@ def polynomial(power: float = 2.0) -> Schedule:
     Raises:
         ValueError: `power` is not above 0.
     """
-    if not power > 0:
-        raise refuse("power", power, "more than 0")
     return lambda t: 1.0 - t**power
 
 
@@ -162,7 +161,8 @@ def uniform(vocab: int, alpha: Schedule | None = None, forbidden: tuple[int, ...
     return Corruption(alpha or linear(), _uniform_ids(vocab, forbidden), tuple(forbidden), None, "uniform")
 
 
-def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...] = ()) -> Corruption:
+@checked
+def hybrid(vocab: int, mask: int, share: ShareBelowOne = 0.2, forbidden: tuple[int, ...] = ()) -> Corruption:
     """Hybrid noise, a mixture of masks and uniform tokens (GIDD, arXiv 2503.04482, section 3.2, with gamma = 1).
 
         q_t = [(1 - t) x + t m + c_t u] / (1 + c_t),   c_t = B sqrt(t (1 - t))
@@ -182,8 +182,6 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
     Raises:
         ValueError: `share` is out of range.
     """
-    if not 0 <= share < 1:
-        raise refuse("share", share, "0 <= share < 1")
     # B, at least 1e-20: the bound divides by the probability of uniform noise, and is exact in fp32 at this value.
     scale = max(2.0 * share / (1.0 - share), 1e-20)
     # sqrt has an infinite derivative at 0; the minimum keeps alpha' finite at both ends.

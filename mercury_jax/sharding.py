@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
-from mercury_jax.config import refuse
+from mercury_jax.config import AxisSize, checked, refuse
 
 if TYPE_CHECKING:
     from mercury_jax.types import Cache, Device, Model, Params
@@ -43,11 +43,12 @@ ShardingRule = tuple[str, tuple[ShardedAxis, ...]]  # (regular expression of a p
 # --- the mesh
 
 
+@checked
 def mesh(
-    data: int = -1,
-    fsdp: int = 1,
-    tensor: int = 1,
-    expert: int = 1,
+    data: AxisSize = -1,
+    fsdp: AxisSize = 1,
+    tensor: AxisSize = 1,
+    expert: AxisSize = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Makes a mesh of devices.
@@ -74,10 +75,6 @@ def mesh(
         raise refuse("devices", devices, "a list of devices, as of jax.devices(), or None for all")
     devices = list(devices)
     sizes = dict(zip(AXES, (data, fsdp, tensor, expert)))
-    for name, size in sizes.items():
-        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if not whole or (size != -1 and size < 1):
-            raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise refuse(f"mesh.{rest[1]}", -1, f"a number: mesh.{rest[0]} already takes what is left")

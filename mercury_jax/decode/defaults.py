@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Above, AtLeast, Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
-from mercury_jax.decode.registration import Above, AtLeast, check_number
+from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.sampler import LogitsProcessor, Param, Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM

@@ -16,8 +16,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mercury_jax import chat, compilation
-from mercury_jax.config import refuse
-from mercury_jax.decode.registration import AtLeast, check_number
+from mercury_jax.config import AtLeast, refuse
+from mercury_jax.decode.registration import check_number
 from mercury_jax.types import LM, Key, Model, PackedPass, Params
 
 MAX_TOKENS = 1_000_000  # beyond this, `max_tokens` is a mistake

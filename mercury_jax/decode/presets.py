@@ -18,10 +18,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.config import Plan, Refresh, refuse
+from mercury_jax.config import AtLeast, Between, Plan, Refresh, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.inputs import MAX_TOKENS, check_whole
-from mercury_jax.decode.registration import AtLeast, Between, check_number, no_such_part
+from mercury_jax.decode.registration import check_number, no_such_part
 from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static
 
 LLADA_EOS = 126081  # `<|endoftext|>`, which LLaDA's script names by its id

@@ -29,21 +29,17 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from mercury_jax.config import refuse
+from mercury_jax.config import Above, AtLeast, Between, Finite, refuse
 from mercury_jax.decode.inputs import check_whole
 from mercury_jax.decode.registration import (
     PROCESSORS,
-    Above,
-    AtLeast,
-    Between,
     Count,
-    Finite,
     NonNegative,
     Probability,
     check_number,
     logits_processor,
     no_such_part,
-)  # fmt: skip
+)
 from mercury_jax.decode.sampler import Logits, LogitsProcessor, Param, Static
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.types import View

@@ -13,17 +13,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Annotated, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from mercury_jax.config import nearest, refuse
+from mercury_jax.config import AtLeast, Between, Range, nearest, refuse
 from mercury_jax.decode.sampler import (
     KINDS,
     NOISE,
@@ -41,94 +40,6 @@ from mercury_jax.decode.sampler import (
     no_memory,
 )
 from mercury_jax.types import Key, Proposal, View
-
-
-class Range(NamedTuple):
-    """The numbers that a parameter may be.
-
-    Attributes:
-        low: Lower end.
-        high: Upper end.
-        open_low: Whether `low` itself is excluded.
-        open_high: Whether `high` itself is excluded.
-        integer: Whether only whole numbers are allowed.
-        token_id: Whether it is an id of the model's vocabulary, or -1 for none.
-    """
-
-    low: float = -math.inf
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-    integer: bool = False
-    token_id: bool = False  # an id of the model's vocabulary, or -1 for none
-
-    def contains(self, value: Any) -> np.ndarray | np.bool_:
-        """Returns, for each number of `value`, whether it is in the range."""
-        x = np.asarray(value, float)
-        above = x > self.low if self.open_low else x >= self.low
-        below = x < self.high if self.open_high else x <= self.high
-        return above & below & (x == np.floor(x)) if self.integer else above & below
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.integer else "a number"
-        if math.isinf(self.low) and math.isinf(self.high):
-            return f"{kind}, finite" if self.open_high else kind
-        if math.isinf(self.high):
-            start = f"above {self.low:g}" if self.open_low else f"{self.low:g} or more"
-            return f"{kind}, {start}" if self.open_high else f"{kind}, {start}, or infinity"
-        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
-        return f"{kind} in {left}{self.low:g}, {self.high:g}{right}"
-
-
-def Between(low: float, high: float, *, integer: bool = False) -> Range:
-    """Returns the range [low, high], both ends included.
-
-    Args:
-        low: Lower end.
-        high: Upper end.
-        integer: Whether only whole numbers are allowed.
-
-    Returns:
-        The range.
-
-    Raises:
-        ValueError: An end is no number, or they are in the wrong order.
-    """
-    if not _number("low of Between", low) <= _number("high of Between", high):
-        raise refuse("high of Between", high, f"{low:g} or more, its low")
-    return Range(low, high, integer=integer)
-
-
-def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Range:
-    """Returns the range [low, inf); `infinite` includes infinity itself.
-
-    Args:
-        low: Lower end, included.
-        integer: Whether only whole numbers are allowed.
-        infinite: Whether infinity is included.
-
-    Returns:
-        The range.
-    """
-    return Range(_number("low of AtLeast", low), open_high=not infinite, integer=integer)
-
-
-def Above(low: float) -> Range:
-    """Returns the range (low, inf)."""
-    return Range(_number("low of Above", low), open_low=True, open_high=True)
-
-
-def _number(name: str, value: Any) -> float:
-    """Returns a bound of a range; refuses anything but a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise refuse(name, value, "a number")
-    return value
-
-
-def Finite() -> Range:
-    """Returns the range of all finite numbers."""
-    return Range(open_low=True, open_high=True)
-
 
 # Parameters of the most frequent ranges.
 Probability: TypeAlias = Annotated[Param, Between(0, 1)]

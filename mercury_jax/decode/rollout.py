@@ -20,10 +20,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Between, Plan, refuse
 from mercury_jax.decode import inputs
 from mercury_jax.decode.inputs import Seeds, WholeNumbers
-from mercury_jax.decode.registration import Between, check_number
+from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
 from mercury_jax.decode.sampler import Param, SamplerLike

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Above, AtLeast, Between, Plan, refuse
 from mercury_jax.decode import inputs
 from mercury_jax.decode.decoder import estimate_answers
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.inputs import Seeds, WholeNumbers
-from mercury_jax.decode.registration import Above, AtLeast, Between, check_number
+from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.rollout import Reward, call_reward, repeat_prompts
 from mercury_jax.decode.sample import decode_answer, sample

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.registration import STOPPING, AtLeast, NonNegative, no_such_part, stopping_criterion
+from mercury_jax.config import AtLeast
+from mercury_jax.decode.registration import STOPPING, NonNegative, no_such_part, stopping_criterion
 from mercury_jax.decode.sampler import Memory, Param, StoppingCriterion
 from mercury_jax.types import Proposal, View
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.config import ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
+from mercury_jax.config import ModelConfig, Pattern, PositiveInt, Range, RematPolicy, refuse, refuse_if
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import Linear, weight
 from mercury_jax.models.masks import NetworkInputs
@@ -73,26 +73,21 @@ class DiTConfig(ModelConfig):
     zero_centred: bool = False
     scale_embed: bool = False
     norm_eps: float = 1e-5
-    cond: int = 128
-    frequencies: int = 256
+    cond: PositiveInt = 128
+    frequencies: PositiveInt = 256
     level: NoiseLevel = "log_linear"
-    level_eps: float = 1e-3
+    level_eps: Annotated[float, Range(0, 0.5, open_low=True, open_high=True)] = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, cond=self.cond)
-        one_of(NoiseLevel, level=self.level)
-        for name, value in _FIXED.items():
-            if getattr(self, name) != value:
-                raise refuse(name, getattr(self, name), f"{value!r}: a DiT supports no other")
-        if self.pattern == "causal_encoder":
-            raise refuse("pattern", self.pattern, "bidirectional or block_causal, for a DiT")
-        if self.kv_heads != self.heads:
-            raise refuse("kv_heads", self.kv_heads, f"heads = {self.heads}: q, k and v are one matrix")
-        if self.frequencies < 2 or self.frequencies % 2:
-            raise refuse("frequencies", self.frequencies, "an even number: a cosine and a sine of each")
-        if not 0 < self.level_eps < 0.5:
-            raise refuse("level_eps", self.level_eps, "0 < level_eps < 0.5")
+        refuse_if(
+            self,
+            *((getattr(self, x) != v, x, f"{v!r}: a DiT supports no other") for x, v in _FIXED.items()),
+            (self.pattern == "causal_encoder", "pattern", "bidirectional or block_causal, for a DiT"),
+            (self.kv_heads != self.heads, "kv_heads", f"heads = {self.heads}: q, k and v are one matrix"),
+            (self.frequencies % 2, "frequencies", "an even number: a cosine and a sine of each"),
+            prefix="model.",
+        )
 
 
 def noise_level(config: DiTConfig, time: Float[Array, "*s"]) -> Float[Array, "*s"]:

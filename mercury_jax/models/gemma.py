@@ -21,7 +21,17 @@ from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import Experts, ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
+from mercury_jax.config import (
+    Experts,
+    ModelConfig,
+    NonNegativeInt,
+    Pattern,
+    PositiveFloat,
+    PositiveInt,
+    RematPolicy,
+    Share,
+    refuse_if,
+)
 from mercury_jax.kernels.fused_norms import HeadFactors, Residual
 from mercury_jax.kernels.quantised_rows import Rows, dense
 from mercury_jax.models import cache as kv_cache, masks
@@ -106,54 +116,45 @@ class GemmaConfig(ModelConfig):
     pattern: Pattern = "causal_encoder"
     zero_centred: bool = False
     mask: int | None = None
-    window: int = 512  # pyright: ignore[reportIncompatibleVariableOverride]  # never None here
-    context_tail: int | None = None
-    global_head_dim: int = 64
-    global_kv_heads: int = 2
+    window: PositiveInt = 512  # pyright: ignore[reportIncompatibleVariableOverride]  # never None here
+    context_tail: NonNegativeInt | None = None
+    global_head_dim: PositiveInt = 64
+    global_kv_heads: PositiveInt = 2
     global_rope_theta: float = 1e6
-    global_rope_fraction: float = 0.25
-    global_rope_factor: float = 1.0
+    global_rope_fraction: Share = 0.25
+    global_rope_factor: PositiveFloat = 1.0
     keys_as_values: bool = False
     activation: GemmaActivation = "gelu_tanh"
-    softcap: float | None = 30.0
+    softcap: PositiveFloat | None = 30.0
     self_conditioning: bool = False
     encoder_scalars: bool = False
-    per_layer_width: int = 0
+    per_layer_width: NonNegativeInt = 0
     per_layer_vocab: int = 0
-    shared_kv: int = 0
+    shared_kv: NonNegativeInt = 0
     shared_ffn: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in _FIXED.items():
-            if getattr(self, name) != value:
-                raise refuse(name, getattr(self, name), f"{value!r} in a Gemma model")
-        if not self.causal:
-            raise refuse(
-                "pattern", self.pattern, "causal_encoder, or block_causal with block 1, in a Gemma model"
-            )
-        one_of(GemmaActivation, activation=self.activation)
-        at_least(1, global_kv_heads=self.global_kv_heads)
-        at_least(0, per_layer_width=self.per_layer_width, shared_kv=self.shared_kv, context_tail=self.tail)
-        if self.heads % self.global_kv_heads:
-            raise refuse("global_kv_heads", self.global_kv_heads, f"a divisor of heads = {self.heads}")
-        if self.global_head_dim < 2 or self.global_head_dim % 2:
-            raise refuse("global_head_dim", self.global_head_dim, "an even number, for RoPE")
-        if not 0 <= self.global_rope_fraction <= 1 or not self.global_rope_factor > 0:
-            value = (self.global_rope_fraction, self.global_rope_factor)
-            raise refuse("global_rope_fraction and factor", value, "0 <= fraction <= 1, factor > 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise refuse("softcap", self.softcap, "more than 0, or None")
-        if self.per_layer_width:
-            at_least(self.vocab, per_layer_vocab=self.per_layer_vocab)
+        e = self.experts
+        plain = None if e is None else Experts(count=e.count, active=e.active, width=e.width)
         kinds = {self.is_global(i) for i in range(self.layers - self.shared_kv)}
-        if any(self.is_global(i) not in kinds for i in range(self.layers)):
-            allowed = "a number that leaves a layer of each kind with keys of its own"
-            raise refuse("shared_kv", self.shared_kv, allowed)
-        if (e := self.experts) is not None:
-            plain = Experts(count=e.count, active=e.active, width=e.width)
-            if e != plain:
-                raise refuse("experts", e, f"{plain} in a Gemma model")
+        refuse_if(
+            self,
+            *((getattr(self, x) != value, x, f"{value!r} in a Gemma model") for x, value in _FIXED.items()),
+            (not self.causal, "pattern", "causal_encoder, or block_causal with block 1, in a Gemma model"),
+            (self.heads % self.global_kv_heads, "global_kv_heads", f"a divisor of heads = {self.heads}"),
+            (self.global_head_dim % 2, "global_head_dim", "an even number, for RoPE"),
+            (
+                self.per_layer_width and self.per_layer_vocab < self.vocab, "per_layer_vocab",
+                f"vocab = {self.vocab} or more",
+            ),
+            (
+                any(self.is_global(i) not in kinds for i in range(self.layers)), "shared_kv",
+                "a number that leaves a layer of each kind with keys of its own",
+            ),
+            (e != plain, "experts", f"{plain} in a Gemma model"),
+            prefix="model.",
+        )  # fmt: skip
 
     @property
     def tail(self) -> int:

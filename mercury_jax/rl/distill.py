@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import NonNegativeFloat, PositiveFloat, Share, check_fields
 from mercury_jax.decode.rollout import masked_answer_logits
 from mercury_jax.noise import Corruption
 from mercury_jax.rl.grpo import PolicyBatch
@@ -41,16 +41,12 @@ class FewSteps:
         ValueError: A field is out of range.
     """
 
-    certainty: float = 1.0
-    temperature: float = 0.5
-    early: float = 0.5
+    certainty: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 0.5
+    early: Share = 0.5
 
     def __post_init__(self) -> None:
-        at_least(0, certainty=self.certainty, early=self.early)
-        if not self.temperature > 0:
-            raise refuse("temperature", self.temperature, "more than 0")
-        if self.early > 1:
-            raise refuse("early", self.early, "a share, 0 to 1")
+        check_fields(self)
 
     def __call__(
         self, key: Key, model: Model, params: Params, batch: PolicyBatch, corruption: Corruption

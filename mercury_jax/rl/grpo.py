@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import at_least, one_of, refuse
+from mercury_jax.config import NonNegativeFloat, PositiveInt, Share, check_fields, refuse, refuse_if
 from mercury_jax.decode.rollout import ESTIMATORS, AnswerBatch, token_log_probs
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Key, Loss, Model, Params
@@ -92,30 +92,22 @@ class GRPO:
     """
 
     estimator: str = "coupled_grpo"
-    samples: int | None = None
-    mask_prompt: float | None = None
+    samples: PositiveInt | None = None
+    mask_prompt: Share | None = None
     ratios: tuple[float, float] | None = None
-    passes: int | None = None
-    clip: float = 0.2
-    clip_high: float | None = None
-    kl: float = 0.0
+    passes: PositiveInt | None = None
+    clip: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat | None = None
+    kl: NonNegativeFloat = 0.0
     normalise: GroupNorm = "answer"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.estimator not in ESTIMATORS:
             raise refuse("estimator", self.estimator, ", ".join(ESTIMATORS))
-        for name, value in self._given.items():
-            if name not in ESTIMATORS[self.estimator]:
-                raise refuse(
-                    name, value, f"None: {self.estimator} takes {', '.join(ESTIMATORS[self.estimator])}"
-                )
-        one_of(GroupNorm, normalise=self.normalise)
-        at_least(0, clip=self.clip, kl=self.kl)
-        at_least(0, clip_high=self.clip if self.clip_high is None else self.clip_high)
-        at_least(1, samples=1 if self.samples is None else self.samples)
-        at_least(1, passes=1 if self.passes is None else self.passes)
-        if self.mask_prompt is not None and not 0 <= self.mask_prompt <= 1:
-            raise refuse("mask_prompt", self.mask_prompt, "a share, 0 to 1")
+        options = ESTIMATORS[self.estimator]
+        allowed = f"None: {self.estimator} takes {', '.join(options)}"
+        refuse_if(self, *((name not in options, name, allowed) for name in self._given))
 
     @property
     def _given(self) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.config import Plan, at_least, refuse
+from mercury_jax.config import AtLeast, Plan, PositiveFloat, PositiveInt, check_fields, refuse
 from mercury_jax.decode.rollout import AnswerBatch, Reward, Rollout, pad_answers, rollout
 from mercury_jax.decode.sample import sample
 from mercury_jax.rl.distill import FewSteps
@@ -109,14 +109,14 @@ class TaskAnswers:
     only: Keep | None = None
     sampler: Any = None
     plan: Plan | None = None
-    max_tokens: int = 64
+    max_tokens: PositiveInt = 64
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.tasks:
             raise refuse("tasks", self.tasks, "at least one of " + ", ".join(sorted(TASKS)))
         for name in self.tasks:
             find(name)
-        at_least(1, max_tokens=self.max_tokens)
 
     def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:
         """Implements `BatchSource`.
@@ -162,18 +162,11 @@ class Rollouts(TaskAnswers):
         ValueError: A field is out of range.
     """
 
-    n: int = 8
-    temperature: float = 1.0
-    updates: int = 1
+    n: Annotated[int, AtLeast(2)] = 8
+    temperature: PositiveFloat = 1.0
+    updates: PositiveInt = 1
     scale: bool = True
     reward: Reward | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(2, n=self.n)
-        at_least(1, updates=self.updates)
-        if not self.temperature > 0:
-            raise refuse("temperature", self.temperature, "more than 0: equal answers have no advantage")
 
     def batches(self, config: TrainConfig, lm: LM) -> PolicyBatches[PolicyBatch]:
         """Implements `BatchSource`.

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import PositiveFloat, PositiveInt, ShareBelowOne, check_fields, refuse
 from mercury_jax.decode import inputs
 from mercury_jax.decode.rollout import AnswerBatch, answer_batch, pad_answers, token_log_probs
 from mercury_jax.decode.state import ArrayLike
@@ -75,13 +75,11 @@ class VRPO:
         ValueError: A field is out of range.
     """
 
-    beta: float = 0.1
-    samples: int = 8
+    beta: PositiveFloat = 0.1
+    samples: PositiveInt = 8
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise refuse("beta", self.beta, "more than 0")
-        at_least(1, samples=self.samples)
+        check_fields(self)
 
     def bounds(self, lm: LM, params: Params, answers: AnswerBatch, seed: ArrayLike) -> Float[Array, "B 2"]:
         """Estimates the ELBO of both answers of each pair.
@@ -147,11 +145,10 @@ class Preferences:
 
     where: str
     _: KW_ONLY
-    held_out: float = 0.0
+    held_out: ShareBelowOne = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise refuse("held_out", self.held_out, "a share, 0 to below 1")
+        check_fields(self)
 
     def pairs(self, lm: LM, row: int, split: DataSplit) -> list[Pair]:
         """Reads and encodes the pairs of one split.

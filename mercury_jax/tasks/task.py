@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mercury_jax.config import one_of, refuse
+from mercury_jax.config import checked, refuse
 
 Split = Literal["train", "validation", "test"]
 
@@ -67,6 +67,7 @@ class Task(NamedTuple):
     questions: int = 256
 
 
+@checked
 def draw(task: Task, rng: np.random.Generator, split: Split) -> Problem:
     """Draws problems until one is on the wanted side.
 
@@ -81,7 +82,6 @@ def draw(task: Task, rng: np.random.Generator, split: Split) -> Problem:
     Raises:
         ValueError: There is no such side.
     """
-    one_of(Split, split=split)
     while True:
         problem = task.generate(rng)
         if task.split(problem.input) == split:

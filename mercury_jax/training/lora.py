@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from mercury_jax.config import at_least, check_types, refuse
+from mercury_jax.config import NonNegativeInt, PositiveFloat, check_fields, refuse
 from mercury_jax.sharding import ShardingRule, gather, matrix_axes
 from mercury_jax.types import Key, LoraWeight, Model, Params, accumulation_dtype
 
@@ -35,15 +35,14 @@ class LoraConfig:
         ValueError: A field is out of range.
     """
 
-    rank: int = 0  # columns of A; 0: no adapters, all parameters are trained
-    alpha: float | None = None  # adapters are scaled by alpha / rank; None: the rank, so that the factor is 1
+    rank: NonNegativeInt = 0  # columns of A; 0: no adapters, all parameters are trained
+    alpha: PositiveFloat | None = (
+        None  # adapters are scaled by alpha / rank; None: the rank, so that the factor is 1
+    )
     targets: str = TARGETS  # regular expression, searched in the paths of matrices: block_0/attention/q/w
 
     def __post_init__(self) -> None:
-        check_types(self, "lora.")
-        at_least(0, **{"lora.rank": self.rank})
-        if self.alpha is not None and not self.alpha > 0:
-            raise refuse("lora.alpha", self.alpha, "more than 0, or None")
+        check_fields(self, "lora.")
         check_pattern("lora.targets", self.targets)
 
     @property

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from mercury_jax.config import at_least, check_types, one_of, refuse
+from mercury_jax.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Share,
+    ShareBelowOne,
+    check_fields,
+)
 from mercury_jax.sharding import MatrixAxes, Role, matrix_axes, path_name, role
 from mercury_jax.types import Params
 
@@ -31,38 +38,22 @@ class OptimConfig:
     """
 
     optimizer: OptimizerName = "adamw"  # muon: Muon for matrices of layers and experts, AdamW for the rest
-    lr: float = 1e-3  # the peak, after warm-up
-    base_width: int = 0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
-    warmup: int = 100  # number of the step that has the peak; the first has 1 / warmup of it
+    lr: NonNegativeFloat = 1e-3  # the peak, after warm-up
+    base_width: NonNegativeInt = (
+        0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
+    )
+    warmup: NonNegativeInt = 100  # number of the step that has the peak; the first has 1 / warmup of it
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
-    final: float = 0.1  # the last learning rate as a share of the peak
-    tail: float = 0.2  # share of the steps over which wsd decays
-    b1: float = 0.9  # decay of AdamW's average of gradients
-    b2: float = 0.98  # decay of AdamW's average of squared gradients
-    eps: float = 1e-8  # added to the denominator of an update
-    weight_decay: float = 0.1  # on matrices and tables, never on norms and biases
-    clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
+    final: Share = 0.1  # the last learning rate as a share of the peak
+    tail: Share = 0.2  # share of the steps over which wsd decays
+    b1: ShareBelowOne = 0.9  # decay of AdamW's average of gradients
+    b2: ShareBelowOne = 0.98  # decay of AdamW's average of squared gradients
+    eps: PositiveFloat = 1e-8  # added to the denominator of an update
+    weight_decay: NonNegativeFloat = 0.1  # on matrices and tables, never on norms and biases
+    clip: NonNegativeFloat = 1.0  # largest global norm of the gradient; 0: no clipping
 
     def __post_init__(self) -> None:
-        check_types(self, "optim.")
-        one_of(OptimizerName, optimizer=self.optimizer)
-        one_of(Decay, decay=self.decay)
-        at_least(
-            0,
-            lr=self.lr,
-            base_width=self.base_width,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            clip=self.clip,
-        )
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise refuse(name, getattr(self, name), "0 <= value < 1")
-        for name in ("final", "tail"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise refuse(name, getattr(self, name), "0 <= value <= 1")
-        if not self.eps > 0:
-            raise refuse("eps", self.eps, "more than 0")
+        check_fields(self, "optim.")
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:

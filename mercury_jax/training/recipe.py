@@ -20,18 +20,22 @@ from typing import Annotated, Any, get_args
 
 from mercury_jax.config import (
     Alignment,
+    AxisSize,
     ComputeType,
     ModelConfig,
     NoiseConfig,
+    NonNegativeInt,
     Pattern,
+    PositiveInt,
+    Range,
     RematPolicy,
     ScheduleName,
     ScheduleValue,
-    at_least,
-    check_types,
+    ShareBelowOne,
+    check_fields,
     nearest,
-    one_of,
     refuse,
+    refuse_if,
     to_dict,
 )
 from mercury_jax.training import find_recipe
@@ -62,16 +66,13 @@ class MeshConfig:
         ValueError: A size is neither -1 nor 1 or more.
     """
 
-    data: int = -1  # divides the rows of a batch; parameters are copied
-    fsdp: int = 1  # divides the rows of a batch, the parameters and the optimizer's state
-    tensor: int = 1  # divides heads and hidden units
-    expert: int = 1  # divides the experts of a mixture
+    data: AxisSize = -1  # divides the rows of a batch; parameters are copied
+    fsdp: AxisSize = 1  # divides the rows of a batch, the parameters and the optimizer's state
+    tensor: AxisSize = 1  # divides heads and hidden units
+    expert: AxisSize = 1  # divides the experts of a mixture
 
     def __post_init__(self) -> None:
-        check_types(self, "mesh.")
-        for name, size in dataclasses.asdict(self).items():
-            if size != -1 and size < 1:
-                raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
+        check_fields(self, "mesh.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +85,15 @@ class InitModel:
     """
 
     pattern: Pattern | None = None
-    block: int | None = None
+    block: PositiveInt | None = None
     alignment: Alignment | None = None
     predicts_next: bool | None = None
-    context: int | None = None
+    context: PositiveInt | None = None
     dtype: ComputeType | None = None  # of the arithmetic
     mask: int | None = None
 
     def __post_init__(self) -> None:
-        kinds = {"pattern": Pattern, "alignment": Alignment, "dtype": ComputeType}
-        for name, choices in kinds.items():
-            if getattr(self, name) is not None:
-                one_of(choices, **{f"model.{name}": getattr(self, name)})
-        for name in ("block", "context"):
-            if getattr(self, name) is not None:
-                at_least(1, **{f"model.{name}": getattr(self, name)})
+        check_fields(self, "model.")
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -158,9 +153,14 @@ class TrainConfig:
     """
 
     name: str
-    model: ModelConfig | InitModel
-    objective: Objective
-    data: Mixture | DataSource | BatchSource | None = None
+    model: Annotated[
+        ModelConfig | InitModel, "a ModelConfig, or InitModel() for that of the checkpoint in init"
+    ]
+    objective: Annotated[Objective, "a function, as train.objectives makes them"]
+    data: Annotated[
+        Mixture | DataSource | BatchSource | None,
+        "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ...",
+    ] = None
     chats: str = ""
     bad_lines: BadLines = "stop"
     noise: NoiseConfig = field(default_factory=NoiseConfig)
@@ -168,23 +168,23 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     freeze: str = ""
-    steps: int = 1000
-    batch: int = 16
-    row: int = 256
+    steps: PositiveInt = 1000
+    batch: PositiveInt = 16
+    row: PositiveInt = 256
     blocks: tuple[tuple[int, int], ...] = ()
-    accumulate: int = 1
+    accumulate: PositiveInt = 1
     remat: RematPolicy = "none"
-    ema: float = 0.999
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 200
-    eval_batches: int = 8
+    ema: ShareBelowOne = 0.999
+    seed: Annotated[int, Range(0, 2**32, open_high=True), "0 .. 2**32 - 1"] = 0
+    log_every: PositiveInt = 10
+    eval_every: NonNegativeInt = 200
+    eval_batches: NonNegativeInt = 8
     sampler: object = None
-    sample_every: int = 200
+    sample_every: NonNegativeInt = 200
     sample_prompts: tuple[str, ...] = ()
     sample_chat: bool = False
-    save_every: int = 200
-    keep: int = 2
+    save_every: PositiveInt = 200
+    keep: PositiveInt = 2
     profile: tuple[int, int] = (0, 0)
     wandb: str = ""
     tokenizer: str = ""
@@ -193,70 +193,53 @@ class TrainConfig:
     out: str = ""
     resume: bool = False
     distributed: bool = False
-    join_timeout: int = 300
-    heartbeat: int = 60
+    join_timeout: PositiveInt = 300
+    heartbeat: PositiveInt = 60
 
     def __post_init__(self) -> None:
-        check_types(self, skip=("data", "model"))
-        if not isinstance(self.model, ModelConfig | InitModel):
-            raise refuse(
-                "model", self.model, "a ModelConfig, or InitModel() for that of the checkpoint in init"
-            )
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise refuse("name", self.name, "letters, digits, and . _ -")
+        check_fields(self)
         self._check_values()
         self._check_unread()
-        self._check_blocks()
-        at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
-        at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
-        at_least(1, join_timeout=self.join_timeout, heartbeat=self.heartbeat)
-        at_least(
-            0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
-        )
-        one_of(RematPolicy, remat=self.remat)
-        one_of(BadLines, bad_lines=self.bad_lines)
-        if self.bad_lines != "stop" and self.data is not None and not self.chats:
-            allowed = "stop without chats; a source has its own: data.chat(..., bad_lines='skip')"
-            raise refuse("bad_lines", self.bad_lines, allowed)
         check_pattern("freeze", self.freeze)
-        if self.lora.rank and self.optim.base_width:
-            raise refuse(
-                "optim.base_width",
-                self.optim.base_width,
-                "0 with lora.rank: adapters keep their rank at every width",
-            )
-        if self.lora.rank and self.optim.optimizer == "muon":
-            allowed = "adamw (--optim.optimizer adamw) with lora.rank: Muon is not for low-rank factors"
-            raise refuse("optim.optimizer", "muon", allowed)
-        if self.profile != (0, 0) and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
-            raise refuse(
-                "profile", self.profile, f"first and last step, 1 <= first <= last <= steps = {self.steps}"
-            )
-        if self.batch % self.accumulate:
-            raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")
-        if not 0 <= self.ema < 1:
-            raise refuse("ema", self.ema, "0 <= ema < 1")
-        if not 0 <= self.seed < 2**32:
-            raise refuse("seed", self.seed, "0 .. 2**32 - 1")
+        if self.blocks:
+            self._check_blocks()
+        first, last = self.profile
+        refuse_if(
+            self,
+            (not re.fullmatch(r"[\w.-]+", self.name), "name", "letters, digits, and . _ -"),
+            (
+                isinstance(self.data, BatchSource) and self.chats, "chats",
+                f"none beside data = {type(self.data).__name__}",
+            ),
+            (
+                self.bad_lines != "stop" and self.data is not None and not self.chats, "bad_lines",
+                "stop without chats; a source has its own: data.chat(..., bad_lines='skip')",
+            ),
+            (
+                self.profile != (0, 0) and not 1 <= first <= last <= self.steps, "profile",
+                f"first and last step, 1 <= first <= last <= steps = {self.steps}",
+            ),
+            (self.batch % self.accumulate, "accumulate", f"a divisor of batch = {self.batch}"),
+        )  # fmt: skip
+        if self.lora.rank:
+            muon, adamw = self.optim.optimizer == "muon", "adamw (--optim.optimizer adamw) with lora.rank"
+            refuse_if(
+                self.optim,
+                (self.optim.base_width, "base_width", "0 with lora.rank: adapters keep their rank at every width"),
+                (muon, "optimizer", f"{adamw}: Muon is not for low-rank factors"),
+                prefix="optim.",
+            )  # fmt: skip
 
     def _check_values(self) -> None:
-        """Checks the fields in `VALUES`, and turns a single source into a mixture."""
-        if not callable(self.objective):
-            raise refuse("objective", self.objective, "a function, as train.objectives makes them")
+        """Checks the arguments of the objective, and turns a single source into a mixture."""
         try:
             inspect.signature(self.objective).bind("key", "model", "params", "batch", "corruption")
         except TypeError:
             name = getattr(self.objective, "__name__", "it")
             allowed = f"a function of (key, model, params, batch, corruption). Call it: {name}()"
             raise refuse("objective", self.objective, allowed) from None
-        if isinstance(self.data, BatchSource) and self.chats:
-            raise refuse("chats", self.chats, f"none beside data = {type(self.data).__name__}")
-        if self.data is None or isinstance(self.data, Mixture | BatchSource):
-            return
-        if not isinstance(self.data, DataSource):
-            allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
-            raise refuse("data", self.data, allowed)
-        object.__setattr__(self, "data", mixture((self.data, 1.0)))
+        if self.data is not None and not isinstance(self.data, Mixture | BatchSource):
+            object.__setattr__(self, "data", mixture((self.data, 1.0)))
 
     @property
     def unread(self) -> dict[str, str]:
@@ -284,27 +267,26 @@ class TrainConfig:
 
     def _check_blocks(self) -> None:
         """Checks that the last of `blocks` is the block of the model, with which it is saved and evaluated."""
-        if not self.blocks:
-            return
         check_blocks(self.blocks)
-        if self.blocks[-1][0] >= self.steps:
-            raise refuse("blocks", self.blocks, f"first steps below steps = {self.steps}")
-        if isinstance(self.data, BatchSource):
-            raise refuse("blocks", self.blocks, f"() for data = {type(self.data).__name__}, not documents")
-        model = self.model
-        if model.pattern == "bidirectional":
-            allowed = (
-                "() for the pattern bidirectional, which trains on whole documents whatever its block is"
-            )
-            raise refuse("blocks", self.blocks, allowed)
+        model, (first, block) = self.model, self.blocks[-1]
+        refuse_if(
+            self,
+            (first >= self.steps, "blocks", f"first steps below steps = {self.steps}"),
+            (
+                isinstance(self.data, BatchSource), "blocks",
+                f"() for data = {type(self.data).__name__}, not documents",
+            ),
+            (
+                model.pattern == "bidirectional", "blocks",
+                "() for the pattern bidirectional, which trains on whole documents whatever its block is",
+            ),
+        )  # fmt: skip
         if isinstance(model, ModelConfig):
-            if model.autoregressive:
-                raise refuse(
-                    "blocks", self.blocks, "() for an autoregressive model: it has no mask to predict"
-                )
-            if self.blocks[-1][1] != model.block:
-                allowed = f"{model.block} as the last block, that of the model"
-                raise refuse("blocks", self.blocks, allowed)
+            refuse_if(
+                self,
+                (model.autoregressive, "blocks", "() for an autoregressive model: it has no mask to predict"),
+                (block != model.block, "blocks", f"{model.block} as the last block, that of the model"),
+            )
 
     @property
     def mixture(self) -> Mixture:

@@ -23,7 +23,7 @@ from tests.cli.run import refused
     [
         ("--optim.lr", "abc", "--optim.lr is 'abc'; allowed: a number"),
         ("--steps", "1.5", "--steps is '1.5'; allowed: a whole number"),
-        ("--steps", "0", "steps is 0; allowed: 1 or more"),
+        ("--steps", "0", "steps is 0; allowed: a whole number, 1 or more"),
         ("--chats", "missing.jsonl", "chats is 'missing.jsonl'; allowed: a glob that finds"),
     ],
 )

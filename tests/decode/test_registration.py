@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.registration import Finite, Probability
+from mercury_jax.config import Finite
+from mercury_jax.decode.registration import Probability
 
 KINDS = {
     "rule": (mj.rules, "key, view, memory", "mj.rules.accept(view, view.masked), memory"),

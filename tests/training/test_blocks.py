@@ -115,8 +115,6 @@ def test_a_state_goes_on_exactly_across_every_change(start, prefetch):
         assert_same(take(fresh, 16 - taken), whole[taken:])
         run.set_state(state)  # and in place
         assert_same(take(run, 3), whole[taken : taken + 3])
-        run.close()
-        fresh.close()
 
 
 def test_two_processes_make_the_rows_of_one_and_go_on_from_its_state(start):

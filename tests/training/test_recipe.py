@@ -41,7 +41,7 @@ def test_a_recipe_file_gives_its_config(write):
 
 @pytest.mark.parametrize(
     "text, words",
-    [(RECIPE.format(optim="lr=-1.0"), "lr is -1.0; allowed: 0 or more"),
+    [(RECIPE.format(optim="lr=-1.0"), "lr is -1.0; allowed: a number, 0 or more"),
      ("x = 1", r"has no config\(\): a recipe is a Python file that defines config"),
      ("def config(): return 3", "returns a TrainConfig, not int")],
 )  # fmt: skip

@@ -566,8 +566,9 @@ def test_folders_that_are_no_corpus_are_refused(texts, tmp_path):
 
 @pytest.mark.parametrize(
     "setting, message",
-    [({"chunk": 1}, "chunk is 1; allowed: 2 or more"), ({"chunk": 15}, r"chunk is 15; allowed: 16\.\.\d+"),
-     ({"chunk": 99}, r"chunk is 99; allowed: 16\.\.\d+"), ({"infill": 2.0}, "infill is 2"),
+    [({"chunk": 1}, "chunk is 1; allowed: a whole number, 2 or more"),
+     ({"chunk": 15}, r"chunk is 15; allowed: 16\.\.\d+"), ({"chunk": 99}, r"chunk is 99; allowed: 16\.\.\d+"),
+     ({"infill": 2.0}, "infill is 2"),
      ({"row": 14}, "row is 14; allowed: 15 or more")],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(texts, setting, message):

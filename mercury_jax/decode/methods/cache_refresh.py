@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import refuse
-from mercury_jax.decode.registration import AtLeast, Between, Factory, part_decorator
+from mercury_jax.config import AtLeast, Between, refuse
+from mercury_jax.decode.registration import Factory, part_decorator
 from mercury_jax.decode.sampler import Memory, call_part
 from mercury_jax.types import Hidden, Key, Model, Pass
 

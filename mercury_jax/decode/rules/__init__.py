@@ -15,7 +15,8 @@ that users define. A rule of one's own returns `accept` or `propose`, and declar
 
 from typing import TYPE_CHECKING, Any
 
-from mercury_jax.decode.registration import RULES, Above, AtLeast, Between, no_such_part, rule
+from mercury_jax.config import Above, AtLeast, Between
+from mercury_jax.decode.registration import RULES, no_such_part, rule
 from mercury_jax.decode.rules import combined, history, masked, position, remask, uniform, variable_length
 from mercury_jax.decode.rules.combined import leftmost_first, one_of
 from mercury_jax.decode.rules.masked import confidence_without

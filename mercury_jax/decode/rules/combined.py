@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.config import refuse
+from mercury_jax.config import AtLeast, Between, refuse
 from mercury_jax.decode import stopping
-from mercury_jax.decode.registration import AtLeast, Between, NonNegative, check_number, rule, sampler_preset
+from mercury_jax.decode.registration import NonNegative, check_number, rule, sampler_preset
 from mercury_jax.decode.rules.masked import confidence, fixed_share, top
 from mercury_jax.decode.rules.remask import remask
 from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion, accept

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import AtLeast, Count, NonNegative, Probability, rule
+from mercury_jax.config import AtLeast
+from mercury_jax.decode.registration import Count, NonNegative, Probability, rule
 from mercury_jax.decode.rules.masked import even_share, fixed_share, top
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.decode.token_stats import NEVER

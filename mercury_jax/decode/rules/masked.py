@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import Above, AtLeast, Between, Count, NonNegative, Probability, rule
+from mercury_jax.config import Above, AtLeast, Between
+from mercury_jax.decode.registration import Count, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, Rule, Static, accept
 from mercury_jax.types import Key, Proposal, View
 

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import refuse
+from mercury_jax.config import Above, AtLeast, refuse
 from mercury_jax.decode.registration import (
-    Above,
-    AtLeast,
     Count,
     NonNegative,
     Probability,

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from mercury_jax.config import Between
 from mercury_jax.decode import processors, stopping
-from mercury_jax.decode.registration import Between, NonNegative, Probability, rule, sampler_preset
+from mercury_jax.decode.registration import NonNegative, Probability, rule, sampler_preset
 from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose
 from mercury_jax.types import Key, Proposal, View
 

@@ -33,12 +33,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import Share, check_fields, refuse
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training.data import packing
 from mercury_jax.training.data.filling import RowStream, TextWindow, key_of, mix, permuted
 from mercury_jax.training.data.packing import DataSplit, Example, StreamSettings
-from mercury_jax.training.data.sources import Stream
+from mercury_jax.training.data.sources import Chunk, Stream
 from mercury_jax.types import LaidOutDocument, Layout, RowLayout
 
 FORMAT, VERSION = "mercury_jax shards", 1
@@ -160,14 +160,11 @@ class Shards:
     kind: Literal["shards"] = field(default="shards", init=False)
     where: str
     _: KW_ONLY
-    chunk: int | None = None
-    infill: float | None = None
+    chunk: Chunk | None = None
+    infill: Share | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk is not None:
-            at_least(2, chunk=self.chunk)
-        if self.infill is not None and not 0 <= self.infill <= 1:
-            raise refuse("infill", self.infill, "a share, 0 to 1")
+        check_fields(self)
 
     def open(self, settings: StreamSettings) -> Stream | RowStream | None:
         """Implements `DataSource.open`.

@@ -25,7 +25,7 @@ from typing import IO, Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from mercury_jax import install
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import NonNegativeInt, PositiveInt, check_fields, refuse
 from mercury_jax.tasks.task import parse_json_line
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.training.data.packing import DataSplit, Example
@@ -251,15 +251,13 @@ class Problems:
     """
 
     source: Generated
-    count: int
-    seed: int = 0
+    count: PositiveInt
+    seed: NonNegativeInt = 0
 
     prompts = True
 
     def __post_init__(self) -> None:
-        at_least(1, count=self.count)
-        at_least(0, seed=self.seed)
-        _ = self.source.task  # refuses an unknown task
+        check_fields(self)
 
     def facts(self, held_out: float) -> dict[str, Any]:
         """Implements `DocumentReader`."""

@@ -147,8 +147,7 @@ def check_blocks(blocks: Sequence[tuple[int, int]]) -> None:
     """
     # Texts are cut between canvases of the largest block. If it is a multiple of all blocks, these cuts are between
     # canvases in every stage of the run.
-    pairs = all(isinstance(pair, tuple) and list(map(type, pair)) == [int, int] for pair in blocks)
-    firsts = [first for first, _ in blocks] if pairs else []
+    firsts = [first for first, _ in blocks]
     if firsts[:1] != [0] or any(a >= b for a, b in pairwise(firsts)):
         raise refuse("blocks", tuple(blocks), "pairs (first step, block) whose first steps rise, from 0 on")
     largest = max(block for _, block in blocks)

@@ -12,17 +12,16 @@ Only this module imports grain, for the thread that prepares batches in advance.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
-import grain
 import numpy as np
+from grain.experimental import ThreadPrefetchDatasetIterator
 
-from mercury_jax.config import ModelConfig, at_least, one_of, refuse
+from mercury_jax.config import ModelConfig, NonNegativeInt, PositiveInt, checked, refuse
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.training.data.filling import FilledRow, RowFiller, RowStream, lay_out_rows
 from mercury_jax.training.data.packing import (
@@ -52,12 +51,9 @@ class RowState(TypedDict):
     open: list[list[list[int]]]  # for each open row, [source, index] of its documents
 
 
-class DataState(TypedDict):
-    """Position of a run in its data, ready for JSON."""
-
-    data: dict[str, Any]  # everything that decides which tokens a batch holds, by name
-    batches: int  # number of batches made
-    rows: dict[str, RowState]  # state of each row, by its number in the batch
+# Position of a run in its data, ready for JSON: `data`, everything that decides which tokens a batch holds, by name;
+# `batches`, the number of batches made; `rows`, the `RowState` of each row by its number in the batch.
+DataState = dict[str, Any]
 
 
 class RowPacker:
@@ -83,19 +79,13 @@ class RowPacker:
     def use(self, streams: Streams) -> None:
         """Continues in another layout; the documents of open rows are laid out and placed again."""
         self._streams = streams
-        self._place_again()
-        for s, filler in self._fillers.items():
-            stream = streams[s]
-            assert isinstance(stream, RowStream)
-            filler.use(stream)
-
-    def _place_again(self) -> None:
         refs, self._open = [ref for row in self._open for ref in row.refs], []
-        for s, index in refs:
-            laid = self._document(s, index)
+        for ref in refs:
             # `place` may close a row that is exactly full. It goes back to the open rows, since no batch asked for it.
-            if full := place(self._open, (s, index), laid, self._row, len(refs)):
+            if full := place(self._open, ref, self._document(ref), self._row, len(refs)):
                 self._open.append(full)
+        for s, filler in self._fillers.items():
+            filler.use(cast(RowStream, streams[s]))
 
     def next_row(self) -> PackedRow | tuple[int, FilledRow]:
         """Takes documents until a row is closed."""
@@ -103,14 +93,13 @@ class RowPacker:
             # The next document comes from the source that is furthest behind its share. Shares are measured in row
             # positions, canvases included, because positions are what training costs.
             s = min(range(len(self._streams)), key=lambda s: self._positions[s] / self._weights[s])
-            stream = self._streams[s]
-            if isinstance(stream, RowStream):
+            if s in self._fillers:
                 filled = self._fillers[s].next_row()
                 self._positions[s] += filled.used
                 return s, filled
             # Row b takes the documents b, b + B, b + 2B, ... of each source: no other row has them.
             ref = (s, self._number + self._rows * self._next[s])
-            laid = stream.at(ref[1])
+            laid = self._document(ref)
             self._next[s] += 1
             self._positions[s] += len(laid.tokens)
             if closed := place(self._open, ref, laid, self._row, OPEN_ROWS):
@@ -133,18 +122,13 @@ class RowPacker:
         for refs in state["open"]:
             self._open.append(PackedRow())
             for s, index in refs:
-                self._open[-1].add((s, index), self._document(s, index))
-        # An earlier version laid documents out shorter, without what `packing.fill_up` adds.
-        if any(row.used > self._row for row in self._open):
-            self._place_again()
+                self._open[-1].add((s, index), self._document((s, index)))
 
-    def _document(self, s: int, index: int) -> LaidOutDocument:
-        stream = self._streams[s]
-        assert isinstance(stream, Stream)  # a `RowStream` has no documents in open rows
-        return stream.at(index)
+    def _document(self, ref: tuple[int, int]) -> LaidOutDocument:
+        return cast(Stream, self._streams[ref[0]]).at(ref[1])  # a `RowStream` has no documents in open rows
 
 
-class PackedIterator(grain.DatasetIterator[Batch]):
+class PackedIterator(Iterator[Batch]):
     """An endless iterator over this process's rows of the batches."""
 
     def __init__(
@@ -160,7 +144,6 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         Args:
             facts: Everything that decides which tokens a batch holds; a state that was saved with others is refused.
         """
-        super().__init__()
         self._packers, self._stages, self._streams = packers, stages, stages[0][1]
         self._row, self._pad, self._facts, self._batches = row, pad, facts, 0
 
@@ -186,8 +169,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         # order of the rows in the batch.
         parts = [(list(packed), pack(list(packed.values()), self._row, self._pad))] if packed else []
         for s, rows in filled.items():
-            stream = self._streams[s]
-            assert isinstance(stream, RowStream)
+            stream = cast(RowStream, self._streams[s])
             parts.append((list(rows), lay_out_rows(stream, list(rows.values()), self._row, self._pad)))
         if len(parts) == 1:
             return parts[0][1]
@@ -201,81 +183,44 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         sizes = [stream.size for stream in self._streams]
         return max((sum(n[s] for n in taken) / size for s, size in enumerate(sizes) if size), default=0.0)
 
-    def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def get_state(self) -> DataState:
         """Returns the position of each row of this process."""
         rows = {str(number): packer.get_state() for number, packer in self._packers.items()}
         return {"data": self._facts, "batches": self._batches, "rows": rows}
 
-    def set_state(self, state: DataState) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def set_state(self, state: DataState) -> None:
         """Continues from a saved position."""
         _check_same_data(state["data"], self._facts)
         missing = [number for number in self._packers if str(number) not in state["rows"]]
         if missing:
             allowed = f"all of this process's, {missing} too"
             raise refuse("state.rows", sorted(map(int, state["rows"])), allowed)
-        # States of older versions have no number of batches; their runs had a single layout.
-        self._batches = state.get("batches", 0)
+        self._batches = state["batches"]
         self._enter_stage(max(0, self._batches - 1))  # the layout in which the open rows were filled
         for number, packer in self._packers.items():
             packer.set_state(state["rows"][str(number)])
 
 
-class PackedDataset(grain.IterDataset[Batch]):
-    """The batches as a grain dataset, which grain's prefetch thread needs."""
+class PrefetchedIterator(ThreadPrefetchDatasetIterator[Batch]):
+    """An iterator whose batches a thread of grain prepares in advance."""
 
-    def __init__(self, new_iterator: Callable[[], PackedIterator]) -> None:
-        """Stores the function that makes an iterator."""
-        super().__init__()
-        self._new_iterator = new_iterator
-
-    def __iter__(self) -> PackedIterator:
-        return self._new_iterator()
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_exit():  # then the names of grain's modules are gone, and its own `__del__` raises
+            super().__del__()
 
 
-class PrefetchedIterator(Iterator[Batch]):
-    """An iterator whose batches a thread of grain prepares in advance.
-
-    grain ends the thread when its iterator is collected, which raises where that happens at the exit of Python, after
-    grain's own modules are gone. This one lets it go before.
-    """
-
-    def __init__(self, prefetched: grain.DatasetIterator[Batch]) -> None:
-        """Starts at the next batch of grain's iterator, to which nobody else may refer."""
-        self._prefetched = prefetched
-        atexit.register(PrefetchedIterator._close_kept, weakref.ref(self))
-
-    @staticmethod
-    def _close_kept(kept: weakref.ref[PrefetchedIterator]) -> None:
-        if (one := kept()) is not None:
-            one.close()
-
-    def close(self) -> None:
-        """Ends the thread. The iterator cannot be used afterwards."""
-        self.__dict__.pop("_prefetched", None)
-
-    def __next__(self) -> Batch:
-        return next(self._prefetched)
-
-    def get_state(self) -> DataState:
-        """Returns the position of each row of this process."""
-        return self._prefetched.get_state()  # pyright: ignore[reportReturnType]
-
-    def set_state(self, state: DataState) -> None:
-        """Continues from a saved position; see `PackedIterator.set_state`."""
-        self._prefetched.set_state(state)  # pyright: ignore[reportArgumentType]
-
-
+@checked
 def build(
     mixture: Mixture,
     tokenizer: AnyTokenizer,
     layout: Layout | Sequence[tuple[int, Layout]],
     *,
-    rows: int,
-    row: int,
-    seed: int,
+    rows: PositiveInt,
+    row: PositiveInt,
+    seed: NonNegativeInt,
     split: DataSplit = "train",
-    index: int = 0,
-    count: int = 1,
+    index: NonNegativeInt = 0,
+    count: PositiveInt = 1,
     prefetch: int = 2,
 ) -> PackedIterator | PrefetchedIterator:
     """Opens a mixture and packs it into an endless iterator of batches, which can be resumed exactly.
@@ -285,9 +230,6 @@ def build(
             the run, pairs (first batch, layout): batch n >= 0 has the layout of the last pair whose first batch is at
             most n.
     """
-    at_least(0, seed=seed, index=index)
-    at_least(1, rows=rows, row=row, count=count)
-    one_of(DataSplit, split=split)
     if index >= count:
         raise refuse("index", index, f"0..{count - 1}, one of {count} processes")
     if rows % count:
@@ -313,38 +255,20 @@ def build(
         )
     # 2. Everything that decides which tokens a batch holds. A source with an identity is known by its content, wherever
     #    its files are. A layout is a function, so it is represented by what it makes of an example.
-    probes = list[list[int]]()
-    for layout in layouts:
-        laid = layout(np.zeros(100, np.int32), 1, 0)
-        probes.append([len(laid.tokens), int(laid.positions.max()), int(laid.ranges.sum())])
+    probes = [layout(np.zeros(100, np.int32), 1, 0) for layout in layouts]
     facts: dict[str, Any] = {
-        "seed": seed,
-        "batch": rows,
-        "row": row,
-        "blocks": firsts,
-        "model's layout": probes,
-    }
-    facts |= {"tokenizer": getattr(tokenizer, "fingerprint", "") or tokenizer.vocab_size}
-    facts |= {"sources": [_facts_of(*source) for source in zip(sources, weights, (s for s, *_ in opened))]}
+        "seed": seed, "batch": rows, "row": row, "blocks": firsts,
+        "model's layout": [[len(x.tokens), int(x.positions.max()), int(x.ranges.sum())] for x in probes],
+        "tokenizer": getattr(tokenizer, "fingerprint", "") or tokenizer.vocab_size,
+        "sources": [_facts_of(*source) for source in zip(sources, weights, (s for s, *_ in opened))],
+    }  # fmt: skip
     facts = json.loads(json.dumps(facts))  # as a checkpoint returns them
     # 3. One packer for each row of this process.
     own = range(index * rows // count, (index + 1) * rows // count)
     streams = list(zip(*opened))  # [layout][source]
-
-    data = PackedDataset(
-        lambda: PackedIterator(
-            {number: RowPacker(streams[0], weights, rows, row, seed, number) for number in own},
-            list(zip(firsts, streams)),
-            row,
-            tokenizer.pad,
-            facts,
-        )
-    )
-    if not prefetch:
-        return iter(data)
-    return PrefetchedIterator(
-        iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))
-    )
+    packers = {number: RowPacker(streams[0], weights, rows, row, seed, number) for number in own}
+    batches = PackedIterator(packers, list(zip(firsts, streams)), row, tokenizer.pad, facts)
+    return PrefetchedIterator(batches, prefetch) if prefetch else batches
 
 
 def _facts_of(source: DataSource, weight: float, stream: Stream | RowStream) -> dict[str, Any]:
@@ -354,30 +278,27 @@ def _facts_of(source: DataSource, weight: float, stream: Stream | RowStream) -> 
     return {**facts, "weight": weight, "examples": stream.size, "content": stream.identity}
 
 
-def _check_same_data(saved: Any, now: dict[str, Any]) -> None:
+def _check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses a saved state of other data, and names what differs."""
-    if not isinstance(saved, dict):
-        return  # an earlier version saved a digest, in which paths were part of the data
 
     def check(name: str, had: Any, has: Any) -> None:
         if had != has:
             raise refuse(name, has, f"{had!r}, as in the checkpoint to resume")
 
-    # A state of an earlier version lacks what was added later.
-    for name in (now.keys() & saved.keys()) - {"sources", "tokenizer", "model's layout"}:
+    for name in ("seed", "batch", "row", "blocks"):
         check(name, saved[name], now[name])
     check("data", f"{len(saved['sources'])} sources", f"{len(now['sources'])} sources")
     same_run = "resume with what the run was started with, or start another run (--out)"
     for name in ("tokenizer", "model's layout"):
-        if saved.get(name, now[name]) != now[name]:
+        if saved[name] != now[name]:
             raise ValueError(f"the {name} is another one than in the checkpoint to resume; {same_run}")
     for i, (had, has) in enumerate(zip(saved["sources"], now["sources"])):
         where = f"data, source {i + 1}: {has.get('where') or has['source']}"
         # Equal content may come from another place, and with or without bad lines.
         skipped = ("content", "examples", *(("where", "bad_lines") if has["content"] else ()))
-        for name in (name for name in has if name in had and name not in skipped):
-            check(f"{name} ({where})", had[name], has[name])
-        if had.get("content") != has["content"] or had.get("examples") != has["examples"]:
+        for name in (name for name in has if name not in skipped):
+            check(f"{name} ({where})", had.get(name), has[name])
+        if had["content"] != has["content"] or had["examples"] != has["examples"]:
             raise ValueError(f"{where} has other content than in the checkpoint to resume; {same_run}")
 
 
@@ -399,12 +320,12 @@ def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream
     return [*same]
 
 
-def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:
+@checked
+def texts(mixture: Mixture, budget_bytes: PositiveInt, seed: int = 0) -> Iterator[str]:
     """Samples training texts to train a tokenizer on, from the sources in proportion to their weights.
 
     A problem becomes a text of prompt, thinking and answer, one per line. A finite source is read once.
     """
-    at_least(1, budget_bytes=budget_bytes)
     opened = [(source.texts((seed, n)), weight) for n, (source, weight) in enumerate(mixture.sources)]
     taken = dict.fromkeys(range(len(opened)), 0)  # bytes taken from each source that is not exhausted
 

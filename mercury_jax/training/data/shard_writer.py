@@ -28,7 +28,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import PositiveInt, ShareBelowOne, checked, refuse
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training.data import corpus
 from mercury_jax.training.data.documents import DocumentReader, Record, encode_record
@@ -78,14 +78,15 @@ class EncodeSettings(NamedTuple):
     dtype: str
 
 
+@checked
 def pack(
     reader: DocumentReader,
     tokenizer: AnyTokenizer,
     out: str | Path,
     *,
-    held_out: float = 0.0,
-    workers: int = 1,
-    shard_tokens: int = SHARD_TOKENS,
+    held_out: ShareBelowOne = 0.0,
+    workers: PositiveInt = 1,
+    shard_tokens: PositiveInt = SHARD_TOKENS,
     unpack: Callable[[bytes], AnyTokenizer] = Tokenizer,
     progress: Callable[[int], None] = lambda read: None,
 ) -> dict[str, Any]:
@@ -99,9 +100,6 @@ def pack(
             additional problems from the test side of their task, as a share of `count`.
         unpack: Makes a tokenizer from `tokenizer.proto` in the workers.
     """
-    at_least(1, workers=workers, shard_tokens=shard_tokens)
-    if not 0 <= held_out < 1:
-        raise refuse("held_out", held_out, "a share, 0 to below 1")
     folder, size = Path(out), max(tokenizer.vocab_size, tokenizer.eos + 1, tokenizer.end_turn + 1)
     plan = {
         "source": reader.facts(held_out), "held_out": held_out, "shard_tokens": shard_tokens,

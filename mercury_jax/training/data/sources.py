@@ -23,11 +23,11 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from mercury_jax.config import at_least, one_of, refuse
+from mercury_jax.config import AtLeast, PositiveInt, Share, check_fields, refuse, refuse_if
 from mercury_jax.tasks import Problem, Task, draw, find
 from mercury_jax.tasks.task import parse_json_line, read_json_lines, read_lines, read_text
 from mercury_jax.tokenizer import AnyTokenizer
@@ -37,6 +37,7 @@ from mercury_jax.training.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LM, LaidOutDocument, Layout, Params
 
 BadLines = Literal["stop", "skip"]
+Chunk: TypeAlias = Annotated[int, AtLeast(2)]  # largest number of tokens of a piece of text
 Seed = tuple[int, ...]
 Messages = list[dict[str, str]]  # the turns of a conversation, {"role", "content"}
 Document = tuple[str, str]  # (path or path:line for error messages, text)
@@ -147,12 +148,6 @@ def mixture(*sources: tuple[DataSource, float]) -> Mixture:
     return Mixture(tuple((source, float(weight)) for source, weight in sources))
 
 
-def _check_shares(**fields: float) -> None:
-    for name, value in fields.items():
-        if not 0 <= value <= 1:
-            raise refuse(name, value, "a share, 0 to 1")
-
-
 # --- running text
 
 
@@ -175,14 +170,12 @@ class Text:
     where: str = ""
     field: str = "text"
     part: str = "train"
-    chunk: int | None = None
-    infill: float = 0.3
-    held_out: float = 0.0
+    chunk: Chunk | None = None
+    infill: Share = 0.3
+    held_out: Share = 0.0
 
     def __post_init__(self) -> None:
-        _check_shares(infill=self.infill, held_out=self.held_out)
-        if self.chunk is not None:
-            at_least(2, chunk=self.chunk)
+        check_fields(self)
 
     def documents(self, split: DataSplit) -> list[Document]:
         """Reads the texts of one side of the split; empty texts are left out.
@@ -357,12 +350,11 @@ class Chat:
     kind: Literal["chat"] = field(default="chat", init=False)
     where: str
     _: KW_ONLY
-    held_out: float = 0.0
+    held_out: Share = 0.0
     bad_lines: BadLines = "stop"
 
     def __post_init__(self) -> None:
-        _check_shares(held_out=self.held_out)
-        one_of(BadLines, bad_lines=self.bad_lines)
+        check_fields(self)
 
     def conversations(self, split: DataSplit) -> list[tuple[str, Messages]]:
         """Reads the conversations of one side of the split.
@@ -461,16 +453,13 @@ class Generated:
     name: str
     _: KW_ONLY
     thinking: bool = False
-    prefill: float = 0.0
-    distinct: int | None = None
+    prefill: Share = 0.0
+    distinct: PositiveInt | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         find(self.name)
-        _check_shares(prefill=self.prefill)
-        if self.prefill and not self.thinking:
-            raise refuse("prefill", self.prefill, "0 without thinking=True")
-        if self.distinct is not None:
-            at_least(1, distinct=self.distinct)
+        refuse_if(self, (self.prefill and not self.thinking, "prefill", "0 without thinking=True"))
 
     @property
     def task(self) -> Task:

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from mercury_jax import noise
-from mercury_jax.config import refuse
+from mercury_jax.config import PositiveFloat, checked, refuse
 from mercury_jax.training.objectives.objective import Objective
 from mercury_jax.types import Batch, Hidden, Key, Loss, Model, PackedPass, Params, Routing
 
@@ -37,7 +37,12 @@ class Balance(NamedTuple):
     busiest: Float[Array, ""]
 
 
-def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
+@checked
+def balanced(
+    objective: Annotated[Objective, "an objective, as train.objectives makes them"],
+    *,
+    weight: PositiveFloat = 0.01,
+) -> Objective:
     """Adds a loss that spreads tokens evenly over the experts (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
 
         loss + weight * mean over layers of E * sum_i f_i P_i
@@ -60,10 +65,6 @@ def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
     Raises:
         ValueError: An argument is out of range; or, when the objective is traced, a model without experts.
     """
-    if not callable(objective):
-        raise refuse("objective", objective, "an objective, as train.objectives makes them")
-    if not weight > 0:
-        raise refuse("weight", weight, "more than 0")
 
     def with_balance(
         key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption

@@ -13,25 +13,26 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax import noise
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import NonNegativeFloat, Share, checked, refuse
 from mercury_jax.training.objectives import objective as parts
 from mercury_jax.training.objectives.masked import MaskedCanvases, mask_canvases
 from mercury_jax.training.objectives.next_token import next_tokens
-from mercury_jax.training.objectives.objective import BOUND, NO_BOUND, Objective
+from mercury_jax.training.objectives.objective import BOUND, NO_BOUND, Clip, Objective, SmallestTime
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 
+@checked
 def masked_and_edited(
     *,
-    clip: float | None = None,
-    least: float = 1e-4,
-    wrong: float = 0.3,
-    spoiled: float = 0.5,
-    full: float = 0.3,
-    edit: float = 2.0,
-    right: float = 0.15,
-    causal: float = 1.0,
-    prompt: float = 0.1,
+    clip: Clip = None,
+    least: SmallestTime = 1e-4,
+    wrong: Share = 0.3,
+    spoiled: Share = 0.5,
+    full: Share = 0.3,
+    edit: NonNegativeFloat = 2.0,
+    right: NonNegativeFloat = 0.15,
+    causal: NonNegativeFloat = 1.0,
+    prompt: NonNegativeFloat = 0.1,
 ) -> Objective:
     """masked_elbo + edit * (repair of visible tokens) + causal * (next-token prediction), per editable token.
 
@@ -59,11 +60,6 @@ def masked_and_edited(
         ValueError: A weight is negative or a share above 1; or, when the objective is traced, noise that is not
             absorbing or a model that does not predict the next token.
     """
-    at_least(0, wrong=wrong, spoiled=spoiled, full=full, edit=edit, right=right, causal=causal, prompt=prompt)
-    for name, value in {"wrong": wrong, "spoiled": spoiled, "full": full}.items():
-        if value > 1:
-            raise refuse(name, value, "0 <= share <= 1")
-    parts.check_weight(clip, least)
     masked_part = BOUND if clip is None and not wrong else NO_BOUND
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:

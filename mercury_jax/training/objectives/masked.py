@@ -12,16 +12,23 @@ differ in the weight of each cross-entropy:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax import noise
-from mercury_jax.config import one_of, refuse
+from mercury_jax.config import Range, checked, refuse
 from mercury_jax.training.objectives import objective as parts
-from mercury_jax.training.objectives.objective import BOUND, NO_BOUND, Normalise, Objective
+from mercury_jax.training.objectives.objective import (
+    BOUND,
+    NO_BOUND,
+    Clip,
+    Normalise,
+    Objective,
+    SmallestTime,
+)
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 # The loss omits the integral over t below `least`. It is logged as a bound if `least` is at most this value.
@@ -44,12 +51,13 @@ class MaskedCanvases(NamedTuple):
     weight: Float[Array, "B T"]
 
 
+@checked
 def masked_elbo(
     *,
     normalise: Normalise = "token",
-    clip: float | None = None,
-    least: float = 1e-4,
-    most: float = 1.0,
+    clip: Clip = None,
+    least: SmallestTime = 1e-4,
+    most: Annotated[float, Range(0, 1, open_low=True)] = 1.0,
     complementary: bool = False,
 ) -> Objective:
     """The absorbing continuous-time NELBO (MD4 eq. 5, arXiv 2406.04329; MDLM, arXiv 2406.07524).
@@ -76,8 +84,8 @@ def masked_elbo(
     Raises:
         ValueError: An argument is out of range; or, when the objective is traced, noise that is not absorbing.
     """
-    one_of(Normalise, normalise=normalise)
-    parts.check_weight(clip, least, most)
+    if not least < most:
+        raise refuse("least", least, f"0 < least < most = {most}")
     name = BOUND if clip is None and least <= BOUND_FROM and most == 1.0 else NO_BOUND
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
@@ -97,7 +105,7 @@ def masked_elbo(
     return objective
 
 
-def llada(*, clip: float | None = None, least: float = 1e-3) -> Objective:
+def llada(*, clip: Clip = None, least: SmallestTime = 1e-3) -> Objective:
     """LLaDA's SFT loss (arXiv 2502.09992, algorithm 2): the mean over answers of the loss per token of each answer.
 
     LLaDA's pre-training loss (algorithm 1) is `masked_elbo(least=1e-3)`.
@@ -115,7 +123,13 @@ def llada(*, clip: float | None = None, least: float = 1e-3) -> Objective:
     return masked_elbo(normalise="answer", clip=clip, least=least)
 
 
-def cart(*, p: float = 0.3, normalise: Normalise = "token", least: float = 1e-3) -> Objective:
+@checked
+def cart(
+    *,
+    p: Annotated[float, Range(0, 1, open_low=True)] = 0.3,
+    normalise: Normalise = "token",
+    least: SmallestTime = 1e-3,
+) -> Objective:
     """Dream's context-adaptive token-level weights (CART, arXiv 2508.15487, section 3.2).
 
     Masks near visible tokens count more. The weight 1/t is replaced by
@@ -135,10 +149,6 @@ def cart(*, p: float = 0.3, normalise: Normalise = "token", least: float = 1e-3)
     Raises:
         ValueError: An argument is out of range.
     """
-    if not 0 < p <= 1:
-        raise refuse("p", p, "0 < p <= 1")
-    one_of(Normalise, normalise=normalise)
-    parts.check_weight(None, least)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         parts.check_noise("cart", corruption, "absorbing")
@@ -182,7 +192,8 @@ def cart_weights(masked: Bool[Array, "B T"], document: Int[Array, "B T"], p: flo
     return 0.5 * p * (from_left(visible, document) + flip(from_left(flip(visible), flip(document))))
 
 
-def score_entropy(*, normalise: Normalise = "token", least: float = 1e-4) -> Objective:
+@checked
+def score_entropy(*, normalise: Normalise = "token", least: SmallestTime = 1e-4) -> Objective:
     """SEDD's diffusion-weighted denoising score entropy (arXiv 2310.16834, eq. 5) for absorbing noise.
 
     The loss of a mask whose clean token is x, with q = alpha / (1 - alpha) and the score s_y = q exp(logit_y):
@@ -203,8 +214,6 @@ def score_entropy(*, normalise: Normalise = "token", least: float = 1e-4) -> Obj
     Raises:
         ValueError: An argument is out of range; or, when the objective is traced, noise that is not absorbing.
     """
-    one_of(Normalise, normalise=normalise)
-    parts.check_weight(None, least)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         parts.check_noise("score_entropy", corruption, "absorbing")

@@ -6,20 +6,24 @@ the encoding pass of a diffusion model to predict the next token in the same for
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax import noise
-from mercury_jax.config import at_least, one_of, refuse
+from mercury_jax.config import NonNegativeFloat, checked, refuse
 from mercury_jax.training.objectives import objective as parts
-from mercury_jax.training.objectives.objective import BOUND, Normalise, Objective
+from mercury_jax.training.objectives.objective import BOUND, Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
+# Next tokens stand outside of canvases.
+NormaliseText = Literal["token", "answer"]
 
-def next_token(*, normalise: Normalise = "token", prompt: float = 0.0) -> Objective:
+
+@checked
+def next_token(*, normalise: NormaliseText = "token", prompt: NonNegativeFloat = 0.0) -> Objective:
     """The autoregressive loss: the cross-entropy of each answer token given the clean tokens before it.
 
     For models whose encoding pass predicts the next token (`ModelConfig.predicts_next`). It noises nothing, so the
@@ -35,10 +39,6 @@ def next_token(*, normalise: Normalise = "token", prompt: float = 0.0) -> Object
     Raises:
         ValueError: An argument is out of range; or, when the objective is traced, a model with predicts_next = False.
     """
-    if normalise == "canvas":
-        raise refuse("normalise", normalise, "token or answer: next tokens stand outside of canvases")
-    one_of(Normalise, normalise=normalise)
-    at_least(0, prompt=prompt)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         del key, corruption

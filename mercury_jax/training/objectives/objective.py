@@ -11,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mercury_jax import noise, sharding
-from mercury_jax.config import refuse
+from mercury_jax.config import PositiveFloat, Range, refuse
 from mercury_jax.types import Batch, Hidden, Key, Layout, Loss, Model, PackedPass, Params, SelfCond
 
 Normalise = Literal["token", "answer", "canvas"]
+Clip: TypeAlias = PositiveFloat | None  # largest weight; None: no limit
+SmallestTime: TypeAlias = Annotated[float, Range(0, 1, open_low=True, open_high=True)]
 
 BOUND, NO_BOUND = "nats_per_token", "weighted_ce"  # names of the weighted sum in the metrics
 FILLERS = 0.25  # largest weight of all fillers of a canvas, relative to its text
@@ -72,25 +74,6 @@ def layout_of(objective: Objective, model: Model) -> Layout:
 
 
 # --- arguments
-
-
-def check_weight(clip: float | None, least: float, most: float = 1.0) -> None:
-    """Checks the arguments that weighted objectives have in common.
-
-    Args:
-        clip: Largest weight; above 0, or None for no limit.
-        least: The smallest time.
-        most: The largest time.
-
-    Raises:
-        ValueError: One of them is out of range.
-    """
-    if clip is not None and not clip > 0:
-        raise refuse("clip", clip, "more than 0, or None")
-    if not 0 < least < most:
-        raise refuse("least", least, "0 < least < 1" if most == 1.0 else f"0 < least < most = {most}")
-    if not most <= 1:
-        raise refuse("most", most, "least < most <= 1")
 
 
 def check_noise(name: str, corruption: noise.Corruption, *kinds: noise.Kind) -> None:

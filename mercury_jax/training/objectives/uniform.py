@@ -7,25 +7,24 @@ tokens of a canvas are therefore scored, corrupted or not.
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax import noise
-from mercury_jax.config import at_least, one_of, refuse
+from mercury_jax.config import NonNegativeFloat, Range, Share, checked, refuse
 from mercury_jax.training.objectives import objective as parts
 from mercury_jax.training.objectives.next_token import next_tokens
-from mercury_jax.training.objectives.objective import BOUND, NO_BOUND, Normalise, Objective
+from mercury_jax.training.objectives.objective import BOUND, NO_BOUND, Clip, Normalise, Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params, SelfCond
 
 Weights = Literal["elbo", "dynamic"]
 
 
-def uniform_elbo(
-    *, normalise: Normalise = "token", clip: float | None = None, posterior: bool = False
-) -> Objective:
+@checked
+def uniform_elbo(*, normalise: Normalise = "token", clip: Clip = None, posterior: bool = False) -> Objective:
     """The continuous-time NELBO of uniform noise (UDLM, arXiv 2412.10193, eq. 18; DUO, arXiv 2506.10892).
 
     `noise.bound_terms` computes the integrand. Each canvas has one time; the times are spread by low discrepancy, and
@@ -46,11 +45,12 @@ def uniform_elbo(
     return _elbo("uniform_elbo", "uniform", "elbo", normalise, clip, posterior)
 
 
+@checked
 def gidd_elbo(
     *,
     weights: Weights = "elbo",
     normalise: Normalise = "token",
-    clip: float | None = None,
+    clip: Clip = None,
     posterior: bool = False,
 ) -> Objective:
     """The continuous-time NELBO of hybrid noise, masks and uniform tokens (GIDD, arXiv 2503.04482, theorem 3.3).
@@ -69,7 +69,6 @@ def gidd_elbo(
     Raises:
         ValueError: An argument is out of range; or, when the objective is traced, noise that is not hybrid.
     """
-    one_of(Weights, weights=weights)
     return _elbo("gidd_elbo", "hybrid", weights, normalise, clip, posterior)
 
 
@@ -81,8 +80,6 @@ def _elbo(
     clip: float | None,
     posterior: bool,
 ) -> Objective:
-    one_of(Normalise, normalise=normalise)
-    parts.check_weight(clip, 0.5)
     is_bound = clip is None and weights == "elbo"
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
@@ -117,7 +114,13 @@ def _elbo(
     return objective
 
 
-def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least: float = 1e-4) -> Objective:
+@checked
+def diffusion_gemma(
+    *,
+    encoder: NonNegativeFloat = 1.0,
+    self_condition: Share = 0.5,
+    least: Annotated[float, Range(0, 0.5, open_low=True, open_high=True)] = 1e-4,
+) -> Objective:
     """DiffusionGemma's fine-tuning loss: denoising of the canvases, and next-token prediction of the encoder.
 
     The loss of a document is the mean cross-entropy of all tokens of its canvases, corrupted or not, plus `encoder`
@@ -146,10 +149,6 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
         ValueError: An argument is out of range; or, when the objective is traced, noise that is not uniform or a model
             that does not predict the next token.
     """
-    at_least(0, encoder=encoder, self_condition=self_condition)
-    if self_condition > 1:
-        raise refuse("self_condition", self_condition, "a probability, 0 to 1")
-    parts.check_weight(None, least, 0.5)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         parts.check_noise("diffusion_gemma", corruption, "uniform")
