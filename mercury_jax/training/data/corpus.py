@@ -38,8 +38,8 @@ from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training.data import packing
 from mercury_jax.training.data.filling import RowStream, TextWindow, key_of, mix, permuted
 from mercury_jax.training.data.packing import DataSplit, Example, StreamSettings
-from mercury_jax.training.data.sources import Chunk, Stream
-from mercury_jax.types import LaidOutDocument, Layout, RowLayout
+from mercury_jax.training.data.sources import Chunk, Stream, stream_of
+from mercury_jax.types import LaidOutDocument, RowLayout
 
 FORMAT, VERSION = "mercury_jax shards", 1
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.bin"
@@ -218,25 +218,22 @@ class Shards:
         mapped = functools.lru_cache(OPEN_SHARDS)(corpus.map)
         size, key = bases[-1], key_of("shards", *settings.seed)
 
-        def in_layout(layout: Layout) -> Stream:
-            here = settings._replace(layout=layout)
-            _check_longest(corpus, here)
+        for layout in settings.layouts or (settings.layout,):
+            _check_longest(corpus, settings._replace(layout=layout))
 
-            def at(index: int) -> LaidOutDocument:
-                # index -> place in the shuffled order of its epoch -> shard and document.
-                epoch, i = divmod(index, size)
-                i = permuted(i, size, mix(key + epoch))
-                number = bisect_right(bases, i) - 1
-                shard, d = mapped(number), i - bases[number]
-                assert shard.prompts is not None  # `manifest["prompts"]` says so
-                ids = shard.tokens[shard.index[d] : shard.index[d + 1]].astype(np.int32)
-                place = f"document {d} of {corpus.folder / corpus.shards[number].name}"
-                example = Example(ids, int(shard.prompts[d]), True)
-                return packing.lay_out(here, packing.fill_up(here, example, index), place)
+        def at(here: StreamSettings, index: int) -> LaidOutDocument:
+            # index -> place in the shuffled order of its epoch -> shard and document.
+            epoch, i = divmod(index, size)
+            i = permuted(i, size, mix(key + epoch))
+            number = bisect_right(bases, i) - 1
+            shard, d = mapped(number), i - bases[number]
+            assert shard.prompts is not None  # `manifest["prompts"]` says so
+            ids = shard.tokens[shard.index[d] : shard.index[d + 1]].astype(np.int32)
+            place = f"document {d} of {corpus.folder / corpus.shards[number].name}"
+            example = Example(ids, int(shard.prompts[d]), True)
+            return packing.lay_out(here, packing.fill_up(here, example, index), place)
 
-            return Stream(at, size, corpus.manifest["digest"], in_layout)
-
-        return in_layout(settings.layout)
+        return stream_of(at, settings, size, corpus.manifest["digest"])
 
     def tokenizer(self) -> bytes:
         """Reads the tokenizer of the folder.

@@ -73,15 +73,8 @@ class DocumentReader(Protocol):
         """Whether documents have a prompt; such documents are never cut."""
         ...
 
-    def facts(self, held_out: float) -> dict[str, Any]:
-        """Describes everything that the records depend on.
-
-        Args:
-            held_out: Share of the documents that are held out.
-
-        Returns:
-            Values that JSON can write. An interrupted pack continues only if they are unchanged.
-        """
+    def facts(self) -> dict[str, Any]:
+        """Describes everything that the records depend on, for JSON: a pack continues only if it is unchanged."""
         ...
 
     def size(self) -> int | None:
@@ -134,7 +127,7 @@ class Files:
                 raise refuse("chats", path, "files that end in .jsonl, .jsonl.gz or .jsonl.zst")
         return found
 
-    def facts(self, held_out: float) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Implements `DocumentReader`, with a digest of names, sizes and modification times."""
         # Hashing the contents would read the whole corpus once more.
         digest = hashlib.blake2b(digest_size=16)
@@ -220,7 +213,7 @@ class HubStream:
 
     prompts = False
 
-    def facts(self, held_out: float) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Implements `DocumentReader`."""
         return {"hf": self.name, "part": self.part, "field": self.field}
 
@@ -259,7 +252,7 @@ class Problems:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def facts(self, held_out: float) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Implements `DocumentReader`."""
         source = self.source
         shown = {"generated": source.name, "thinking": source.thinking, "prefill": source.prefill}

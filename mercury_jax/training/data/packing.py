@@ -103,6 +103,7 @@ def _block_of_one_canvas(layout: Layout) -> int:
     return block if layout(np.zeros(block + 1, np.int32), 0, 0).canvas.tolist() == [0] * 2 * block else 0
 
 
+@lru_cache(64)
 def block_size(layout: Layout) -> int:
     """Finds the canvas width of a layout, by laying out a text of one token."""
     return int(layout(np.zeros(1, np.int32), 0, 0).editable.sum())

@@ -13,6 +13,7 @@ continues. manifest.json is written last; without it the folder cannot be opened
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from mercury_jax.checkpoint.manifest import replace as replace_file
 from mercury_jax.config import PositiveInt, ShareBelowOne, checked, refuse
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training.data import corpus
@@ -37,7 +39,7 @@ from mercury_jax.training.data.packing import DataSplit
 BATCH = 2**20  # bytes of text of a group, which a worker tokenises at once
 SHARD_TOKENS = 2**27  # tokens of a shard, train and test together; 256 MB of uint16
 PLAN = "plan.json"  # arguments of an unfinished pack
-PART = ".part"  # suffix of a file that is being written
+PART = ".tmp"  # suffix of a file that is being written
 SIDES: tuple[DataSplit, ...] = ("train", "test")
 
 Pairs = list[list[int]]  # lengths [prompt, answer] in tokens
@@ -57,25 +59,9 @@ class Encoded(NamedTuple):
     prompts: np.ndarray
 
 
-class EncodedGroup(NamedTuple):
-    """The documents of a group on each side, and the number of its records that were skipped as bad lines."""
-
-    sides: dict[DataSplit, Encoded]
-    skipped: int
-
-
-class EncodeSettings(NamedTuple):
-    """The settings of a worker.
-
-    Attributes:
-        reader: The reader of the corpus.
-        held_out: Share of the documents that are held out.
-        dtype: dtype of the ids, "<u2" or "<u4".
-    """
-
-    reader: DocumentReader
-    held_out: float
-    dtype: str
+# The documents of a group on each side, and the number of its records that were skipped as bad lines.
+EncodedGroup = tuple[dict[DataSplit, Encoded], int]
+Encode = Callable[[list[Record], AnyTokenizer], EncodedGroup]  # `_encode` with the settings of the corpus
 
 
 @checked
@@ -102,7 +88,7 @@ def pack(
     """
     folder, size = Path(out), max(tokenizer.vocab_size, tokenizer.eos + 1, tokenizer.end_turn + 1)
     plan = {
-        "source": reader.facts(held_out), "held_out": held_out, "shard_tokens": shard_tokens,
+        "source": reader.facts(), "held_out": held_out, "shard_tokens": shard_tokens,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "dtype": "<u2" if size <= 2**16 else "<u4", "prompts": reader.prompts, "version": corpus.VERSION,
     }  # fmt: skip
@@ -114,12 +100,12 @@ def pack(
         return complete
     # Groups are cut by bytes of text, so they are the same on each call: complete shards end after a known group.
     done = _begin(folder, plan)
-    _write(folder / corpus.TOKENIZER, tokenizer.proto)
-    settings = EncodeSettings(reader, held_out, plan["dtype"])
+    replace_file(folder / corpus.TOKENIZER, tokenizer.proto)
+    encode = functools.partial(_encode, reader=reader, held_out=held_out, dtype=plan["dtype"])
     skip = done[-1]["groups"] if done else 0
     writer = _ShardWriter(folder, plan, len(done), skip)
     groups = _group(reader.records(held_out), skip, progress)
-    with _encoder(settings, tokenizer, workers, unpack) as encoded:
+    with _encoder(encode, tokenizer, workers, unpack) as encoded:
         for group in encoded(groups):
             writer.add(group)
             if writer.tokens >= shard_tokens:
@@ -144,7 +130,7 @@ def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
         if any(path.suffix != PART for path in folder.iterdir()):
             allowed = "a new or empty folder, or one with a pack of the same corpus"
             raise refuse("out", str(folder), allowed)
-        _write(folder / PLAN, json.dumps(plan, indent=1).encode())
+        replace_file(folder / PLAN, json.dumps(plan, indent=1).encode())
         return []
     before = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     _check_equal(plan, before, f"the unfinished pack of {folder}")
@@ -184,7 +170,7 @@ def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> d
     # The digest covers what is trained on, not where it was read: equal corpora have equal digests.
     content = [manifest[k] for k in ("tokenizer", "dtype", "prompts", *SIDES)]
     manifest["digest"] = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-    _write(folder / corpus.MANIFEST, json.dumps(manifest, indent=1).encode())
+    replace_file(folder / corpus.MANIFEST, json.dumps(manifest, indent=1).encode())
     for name in (PLAN, *map(_progress, range(len(done)))):
         (folder / name).unlink()
     return manifest
@@ -192,16 +178,6 @@ def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> d
 
 def _progress(number: int) -> str:
     return f"progress-{number:05}.json"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file atomically: after a crash it is complete or absent."""
-    part = path.with_name(f"{path.name}{PART}")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
 
 
 def _longest(found: Pairs, more: Pairs) -> Pairs:
@@ -218,7 +194,7 @@ class _ShardFile:
     """A file under a temporary name, with a running hash of its content."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.part = path, path.with_name(f"{path.name}{PART}")
+        self.path, self.part = path, path.with_name(path.name + PART)
         self.file: IO[bytes] = self.part.open("wb")
         self.hash = hashlib.blake2b(digest_size=16)
 
@@ -253,8 +229,9 @@ class _ShardWriter:
     def add(self, group: EncodedGroup) -> None:
         """Appends the documents of one group."""
         self.groups += 1
-        self.skipped += group.skipped
-        for side, (tokens, lengths, prompts) in group.sides.items():
+        sides, skipped = group
+        self.skipped += skipped
+        for side, (tokens, lengths, prompts) in sides.items():
             if side not in self.files:
                 ends = (corpus.TOKENS, corpus.INDEX, *[corpus.PROMPTS] * self.prompts)
                 name = f"{side}-{self.number:05}"
@@ -284,7 +261,7 @@ class _ShardWriter:
                 "files": digests,
                 "longest": self.longest[side],
             }
-        _write(self.folder / _progress(self.number), json.dumps(record).encode())
+        replace_file(self.folder / _progress(self.number), json.dumps(record).encode())
         self.number += 1
         self._start()
         return record
@@ -310,22 +287,24 @@ def _group(records: Iterator[Record], skip: int, progress: Callable[[int], None]
         yield group
 
 
-def _encode(group: list[Record], settings: EncodeSettings, tokenizer: AnyTokenizer) -> EncodedGroup:
+def _encode(
+    group: list[Record], tokenizer: AnyTokenizer, *, reader: DocumentReader, held_out: float, dtype: str
+) -> EncodedGroup:
     """Tokenises the records of a group and concatenates the documents of each side."""
     found: dict[DataSplit, list[tuple[np.ndarray, int]]] = {side: [] for side in SIDES}
     skipped = 0
     for record in group:
         try:
-            examples = list(encode_record(record, settings.reader, tokenizer, settings.held_out))
+            examples = list(encode_record(record, reader, tokenizer, held_out))
         except ValueError:
-            if getattr(settings.reader, "bad_lines", "stop") == "stop":
+            if getattr(reader, "bad_lines", "stop") == "stop":
                 raise
             skipped += 1
             continue
         for side, example in examples:
-            if example.ids.max() > np.iinfo(settings.dtype).max:
+            if example.ids.max() > np.iinfo(dtype).max:
                 raise refuse(f"{record.place}: largest id", int(example.ids.max()), "what vocab_size says")
-            found[side].append((example.ids.astype(settings.dtype), example.prompt))
+            found[side].append((example.ids.astype(dtype), example.prompt))
     sides: dict[DataSplit, Encoded] = {
         side: Encoded(
             np.concatenate([ids for ids, _ in some]),
@@ -335,7 +314,7 @@ def _encode(group: list[Record], settings: EncodeSettings, tokenizer: AnyTokeniz
         for side, some in found.items()
         if some
     }
-    return EncodedGroup(sides, skipped)
+    return sides, skipped
 
 
 Encoder = Callable[[Iterator[list[Record]]], Iterator[EncodedGroup]]
@@ -343,15 +322,15 @@ Encoder = Callable[[Iterator[list[Record]]], Iterator[EncodedGroup]]
 
 @contextmanager
 def _encoder(
-    settings: EncodeSettings, tokenizer: AnyTokenizer, workers: int, unpack: Callable[[bytes], AnyTokenizer]
+    encode: Encode, tokenizer: AnyTokenizer, workers: int, unpack: Callable[[bytes], AnyTokenizer]
 ) -> Iterator[Encoder]:
     """Yields a function that tokenises groups in order, in this process or in a pool of workers."""
     if workers == 1:
-        yield lambda groups: (_encode(group, settings, tokenizer) for group in groups)
+        yield lambda groups: (encode(group, tokenizer) for group in groups)
         return
     # Spawned, not forked: this process may run threads of JAX, and a fork copies their locks but not the threads.
     context = multiprocessing.get_context("spawn")
-    given = settings, tokenizer.proto, unpack
+    given = encode, tokenizer.proto, unpack
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=given)
 
     def encoded(groups: Iterator[list[Record]]) -> Iterator[EncodedGroup]:
@@ -371,13 +350,13 @@ def _encoder(
         pool.shutdown(cancel_futures=True)
 
 
-# In a worker process: its settings and its tokenizer, which are sent once and not with every group.
-_worker: tuple[EncodeSettings, AnyTokenizer] | None = None
+# In a worker process: its function and its tokenizer, which are sent once and not with every group.
+_worker: tuple[Encode, AnyTokenizer] | None = None
 
 
-def _start_worker(settings: EncodeSettings, proto: bytes, unpack: Callable[[bytes], AnyTokenizer]) -> None:
+def _start_worker(encode: Encode, proto: bytes, unpack: Callable[[bytes], AnyTokenizer]) -> None:
     global _worker
-    _worker = settings, unpack(proto)
+    _worker = encode, unpack(proto)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -391,4 +370,5 @@ def _start_worker(settings: EncodeSettings, proto: bytes, unpack: Callable[[byte
 
 def _encode_in_worker(group: list[Record]) -> EncodedGroup:
     assert _worker is not None
-    return _encode(group, *_worker)
+    encode, tokenizer = _worker
+    return encode(group, tokenizer)

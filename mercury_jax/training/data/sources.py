@@ -60,6 +60,17 @@ class Stream(NamedTuple):
     in_layout: Callable[[Layout], Stream] | None = None
 
 
+def stream_of(
+    at: Callable[[StreamSettings, int], LaidOutDocument],
+    settings: StreamSettings,
+    size: int,
+    identity: str = "",
+) -> Stream:
+    """Makes the stream of at(settings, index), in the layout of the settings or in another one."""
+    in_layout = lambda layout: stream_of(at, settings._replace(layout=layout), size, identity)
+    return Stream(functools.partial(at, settings), size, identity, in_layout)
+
+
 @runtime_checkable
 class DataSource(Protocol):
     """A source of a mixture. Implementations are frozen dataclasses of plain values."""
@@ -222,7 +233,6 @@ class Text:
         # All tokens stay in memory as int32, so that each epoch can cut anywhere. `Shards` is for larger corpora.
         encoded = [np.array([*tok.encode(text), tok.eos], np.int32) for _, text in documents]
         tokens, lengths = np.concatenate(encoded), np.array([len(ids) for ids in encoded])
-        identity = _identity(encoded)
         epoch = functools.lru_cache(2)(
             lambda number: packing.cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
         )
@@ -230,26 +240,21 @@ class Text:
         # be in different epochs.
         size = len(epoch(0).start)
 
-        def in_layout(layout: Layout) -> Stream:
-            here, block = settings._replace(layout=layout), packing.block_size(layout)
+        def at(here: StreamSettings, index: int) -> LaidOutDocument:
+            # Each example has its own random generator, so it does not depend on the order of calls.
+            rng = np.random.default_rng((*seed, 1, index))
+            pieces, k = epoch(index // size), index % size
+            ids = tokens[pieces.start[k] : pieces.stop[k]]
+            # A prompt of random length below a block: canvases then start anywhere in a text, not only at multiples of
+            # the block.
+            prompt = int(rng.integers(min(packing.block_size(here.layout), len(ids))))
+            piece = packing.fill_up(here, Example(ids, prompt, bool(pieces.final[k])), index)
+            laid = packing.lay_out_piece(here, piece, self.where)
+            # No infilling on the test side, so that its loss is a bound for whole canvases.
+            infill = here.split == "train" and rng.random() < self.infill
+            return packing.keep_spans(laid, rng) if infill else laid
 
-            def at(index: int) -> LaidOutDocument:
-                # Each example has its own random generator, so it does not depend on the order of calls.
-                rng = np.random.default_rng((*seed, 1, index))
-                pieces, k = epoch(index // size), index % size
-                ids = tokens[pieces.start[k] : pieces.stop[k]]
-                # A prompt of random length below a block: canvases then start anywhere in a text, not only at multiples
-                # of the block.
-                prompt = int(rng.integers(min(block, len(ids))))
-                piece = packing.fill_up(here, Example(ids, prompt, bool(pieces.final[k])), index)
-                laid = packing.lay_out_piece(here, piece, self.where)
-                # No infilling on the test side, so that its loss is a bound for whole canvases.
-                infill = settings.split == "train" and rng.random() < self.infill
-                return packing.keep_spans(laid, rng) if infill else laid
-
-            return Stream(at, size, identity, in_layout)
-
-        return in_layout(settings.layout)
+        return stream_of(at, settings, size, _identity(encoded))
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`."""
@@ -405,22 +410,16 @@ class Chat:
 
         conversations = self.conversations(settings.split)
         found = self._good([(place, encoded, place, messages) for place, messages in conversations])
-        examples = [(example, place) for place, example in found]
-        n, identity = len(examples), _identity([example.ids for example, _ in examples])
+        n = len(found)
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
         )
 
-        def in_layout(layout: Layout) -> Stream:
-            here = settings._replace(layout=layout)
+        def at(here: StreamSettings, index: int) -> LaidOutDocument:
+            place, example = found[order(index // n)[index % n]]
+            return packing.lay_out(here, packing.fill_up(here, example, index), place)
 
-            def at(index: int) -> LaidOutDocument:
-                example, place = examples[order(index // n)[index % n]]
-                return packing.lay_out(here, packing.fill_up(here, example, index), place)
-
-            return Stream(at, n, identity, in_layout)
-
-        return in_layout(settings.layout) if examples else None
+        return stream_of(at, settings, n, _identity([x.ids for _, x in found])) if found else None
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`."""
@@ -524,19 +523,14 @@ class Generated:
             ValueError: There is no such task, a row is too short for its problems, or the tokenizer has no thinking.
         """
 
-        def in_layout(layout: Layout) -> Stream:
-            here = settings._replace(layout=layout)
+        def at(here: StreamSettings, index: int) -> LaidOutDocument:
+            example = packing.fill_up(here, self.example(here.tokenizer, index, here.seed, here.split), index)
+            return packing.lay_out(here, example, f"a problem of {self.name}")
 
-            def at(index: int) -> LaidOutDocument:
-                example = self.example(settings.tokenizer, index, settings.seed, settings.split)
-                return packing.lay_out(
-                    here, packing.fill_up(here, example, index), f"a problem of {self.name}"
-                )
-
-            at(0)  # a row that is too short for this task is refused now, not hours into the training
-            return Stream(at, 0, in_layout=in_layout)
-
-        return in_layout(settings.layout)
+        for layout in settings.layouts or (settings.layout,):
+            # A row that is too short for this task is refused now, not hours into the training.
+            at(settings._replace(layout=layout), 0)
+        return stream_of(at, settings, 0)
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`: endless texts of prompt, thinking and answer, one per line."""
