@@ -1,7 +1,7 @@
 """Progress of a run: a progress bar or plain lines, metrics as JSONL, TensorBoard and Weights & Biases; MFU and memory.
 
 `loop.py` calls a `Reporter` at each step. TensorBoard files are written if the package is installed, W&B is used if the
-recipe names a project. `curves.py` reads `metrics.jsonl` again.
+recipe names a project.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,8 @@ class Reporter:
         if kind != "train":
             self.say(f"{kind} at {step}: {shown}")
         elif self._bar is None:
-            left, ahead = self.clock.left(step), "?"
-            if math.isfinite(left):
-                minutes, seconds = divmod(round(left), 60)
-                hours, minutes = divmod(minutes, 60)
-                ahead = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-            speed = self.clock.speed()
+            left, speed = self.clock.left(step), self.clock.speed()
+            ahead = timedelta(seconds=round(left)) if math.isfinite(left) else "?"
             rate = f"  {_count(speed)} tokens/s  {ahead} left" if speed else ""  # unknown after one step
             self.say(f"{step}/{self.steps}  {shown}{rate}")
 

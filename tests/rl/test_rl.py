@@ -187,16 +187,10 @@ def test_distillation_trains_from_a_teacher_and_keeps_it(start, tmp_path):
      (lambda: rl.GRPO(mask_prompt=0.0), "mask_prompt is 0.0; allowed: None: coupled_grpo takes samples, ratios"),
      (lambda: rl.GRPO(estimator="elbo", passes=9), "passes is 9; allowed: None: elbo takes samples"),
      (lambda: rl.GRPO(estimator="elbo", ratios=(0.1, 0.9)), r"ratios is \(0.1, 0.9\); allowed: None: elbo takes"),
-     (lambda: rl.GRPO(samples=0), "samples is 0; allowed: a whole number, 1 or more"),
-     (lambda: rl.GRPO(clip=-0.1), "clip is -0.1"),
-     (lambda: rl.FewSteps(temperature=0.0), "temperature is 0.0; allowed: a number, above 0"),
-     (lambda: rl.FewSteps(early=2.0), "early is 2.0"),
      (lambda: rl.Rollouts(tasks=("chess",)), "task is 'chess'; allowed: sudoku4"),
-     (lambda: rl.Rollouts(tasks=("add2",), n=1), "n is 1"),
-     (lambda: rl.Rollouts(tasks=("add2",), temperature=0.0), "temperature is 0.0"),
      (lambda: rl.Trajectories(tasks=()), "tasks is .*at least one")],
 )  # fmt: skip
-def test_fields_that_are_out_of_range_are_named(make, words):
+def test_fields_that_do_not_fit_each_other_are_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 

@@ -18,6 +18,7 @@ FIRST = np.linalg.matrix_power(CHAIN, 200)[0]
 NOISES = {
     "absorbing": noise.absorbing(MASK, forbidden=FORBIDDEN),
     "absorbing, cosine": noise.absorbing(MASK, noise.cosine(), FORBIDDEN),
+    "absorbing, polynomial": noise.absorbing(MASK, noise.polynomial(2.0), FORBIDDEN),
     "uniform": noise.uniform(6, forbidden=FORBIDDEN),
     "uniform, cosine": noise.uniform(6, noise.cosine(), FORBIDDEN),
     "hybrid": noise.hybrid(6, MASK, 0.2, FORBIDDEN),

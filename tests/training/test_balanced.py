@@ -183,8 +183,5 @@ def test_what_has_no_experts_is_refused_by_name():
     every = Experts(count=4, active=2, width=8, dense=(0, 1))
     with pytest.raises(ValueError, match="a model with routed layers"):
         step.check_objective(OBJECTIVE, models.build(ModelConfig(**SIZES, experts=every)), CORRUPTION, 4, 40)
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="weight is"):
-            balanced(ELBO, weight=wrong)
     with pytest.raises(ValueError, match="objective is 'elbo'"):
         balanced("elbo")  # type: ignore[arg-type]

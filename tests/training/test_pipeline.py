@@ -298,10 +298,7 @@ ADD3 = (data.generated("add3"), 1)
     [(lambda: data.mixture(), "sources"),
      (lambda: data.mixture((data.stdlib(), 0)), r"weight is 0\.0"),
      (lambda: data.mixture(("stdlib", 1)), "source is 'stdlib'"),  # type: ignore[arg-type]
-     (lambda: data.text("x", infill=2), "infill is 2"),
-     (lambda: data.text("x", chunk=1), "chunk is 1"),
      (lambda: build(data.mixture((data.stdlib(chunk=200), 1))), r"chunk is 200; allowed: 2\.\.\d+"),
-     (lambda: data.generated("add3", distinct=0), "distinct is 0"),
      (lambda: build(data.mixture((data.generated("add99"), 1))), "task is 'add99'; allowed: add4 is the nearest"),
      (lambda: build(data.mixture(ADD3), row=8), "row is 8; .*a problem of add3"),
      (lambda: build(data.mixture(ADD3), index=2, count=2), "index is 2"),
