@@ -152,14 +152,12 @@ def _check_evaluation(config: TrainConfig) -> None:
     """Refuses an evaluation for which no source holds anything out, before data are read or a tokenizer is made."""
     if not config.eval_every or not config.eval_batches or isinstance(config.data, pipelines.BatchSource):
         return
-    for source, _ in config.mixture.sources:
-        # A source of another kind may hold something out: that is known when it is opened.
-        if (
-            not isinstance(source, pipelines.Text | pipelines.Chat)
-            or source.kind == "stdlib"
-            or source.held_out
-        ):
-            return
+    sources = [source for source, _ in config.mixture.sources]
+    # A source of another kind may hold something out: that is known when it is opened.
+    documents = [x for x in sources if isinstance(x, pipelines.Text | pipelines.Chat) and x.kind != "stdlib"]
+    if len(documents) < len(sources) or any(source.held_out for source in documents):
+        return
+    for source in documents:
         if source.kind != "hf":
             find_paths(source.where)  # a glob that matches no file is said first
     allowed = (

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.config import AtLeast, Plan, PositiveFloat, PositiveInt, check_fields, refuse
+from mercury_jax.config import AtLeast, Plan, PositiveFloat, PositiveInt, check_fields, refuse, refuse_if
 from mercury_jax.decode.rollout import AnswerBatch, Reward, Rollout, pad_answers, rollout
 from mercury_jax.decode.sample import sample
 from mercury_jax.rl.distill import FewSteps
@@ -185,15 +185,18 @@ class Rollouts(TaskAnswers):
         objective = config.objective
         if not isinstance(objective, GRPO):
             raise refuse("objective", type(objective).__name__, "rl.GRPO, for data that are rl.Rollouts")
-        if config.batch % self.n:
-            raise refuse("batch", config.batch, f"a multiple of n = {self.n}")
-        if config.save_every % self.updates:
+        shared = config.accumulate > 1 and (self.updates > 1 or objective.kl)
+        refuse_if(
+            config,
+            (config.batch % self.n, "batch", f"a multiple of n = {self.n}"),
             # A checkpoint between two updates on the same answers would have to sample them again with the parameters
             # that the first update has already replaced.
-            raise refuse("save_every", config.save_every, f"a multiple of updates = {self.updates}")
-        if config.accumulate > 1 and (self.updates > 1 or objective.kl):
-            allowed = "1 with several updates or a penalty: old log-probabilities are those of whole batches"
-            raise refuse("accumulate", config.accumulate, allowed)
+            (config.save_every % self.updates, "save_every", f"a multiple of updates = {self.updates}"),
+            (
+                shared, "accumulate",
+                "1 with several updates or a penalty: old log-probabilities are those of whole batches",
+            ),
+        )  # fmt: skip
         if objective.kl and not config.init:
             raise refuse("kl", objective.kl, "0 without `init`, the policy from which it keeps the model")
         reference, lm = copy_params(lm.params) if objective.kl else None, dataclasses.replace(lm, params={})

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import PositiveFloat, PositiveInt, ShareBelowOne, check_fields, refuse
+from mercury_jax.config import PositiveFloat, PositiveInt, ShareBelowOne, check_fields, refuse, refuse_if
 from mercury_jax.decode import inputs
 from mercury_jax.decode.rollout import AnswerBatch, answer_batch, pad_answers, token_log_probs
 from mercury_jax.decode.state import ArrayLike
@@ -106,10 +106,8 @@ class VRPO:
         del key  # masks are drawn from the batch's seed, under which the reference was estimated
         lm = LM(model, params, None, corruption)  # pyright: ignore[reportArgumentType]  # ids need no tokenizer
         # DPO's implicit reward of each answer [B, 2]: how far the policy moved from the reference on it.
-        # DPO's implicit reward of each answer [B, 2]: how far the policy moved from the reference on it.
-        rewards = self.beta * (
-            self.bounds(lm, params, batch.answers, batch.seed) - jnp.asarray(batch.reference)
-        )
+        bounds = self.bounds(lm, params, batch.answers, batch.seed)
+        rewards = self.beta * (bounds - jnp.asarray(batch.reference))
         margin = rewards[:, 0] - rewards[:, 1]
         rows = jnp.float32(len(margin))
         metrics = {
@@ -187,12 +185,12 @@ class Preferences:
         if not isinstance(config.objective, VRPO):
             allowed = "rl.VRPO, for data that are rl.Preferences"
             raise refuse("objective", type(config.objective).__name__, allowed)
-        if not config.init:
-            raise refuse(
-                "init", config.init, "a model: it is the reference policy, and training starts from it"
-            )
-        if config.eval_every and config.eval_batches and not self.held_out:
-            raise refuse("eval_every", config.eval_every, "0 where held_out of rl.Preferences is 0")
+        evaluated = config.eval_every and config.eval_batches
+        refuse_if(
+            config,
+            (not config.init, "init", "a model: it is the reference policy, and training starts from it"),
+            (evaluated and not self.held_out, "eval_every", "0 where held_out of rl.Preferences is 0"),
+        )
         pairs = self.pairs(lm, config.row, "train")
         if not pairs:
             raise refuse("preferences", self.where, "files with at least one pair to train on")

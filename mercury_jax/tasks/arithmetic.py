@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import numpy as np
 
+from mercury_jax.config import Between, checked
 from mercury_jax.tasks.task import Problem, Split, Task, hashed_split
 
 _FORM = re.compile(r"(?:What is )?([0-9]{1,18}) ?([+-]) ?([0-9]{1,18}) ?[=?]?")
@@ -14,7 +16,10 @@ TYPED = ("{a}{op}{b}", "{a} {op} {b} =", "{a} {op} {b}", "What is {a}{op}{b}?", 
 _WORDS = {2: "two", 3: "three", 4: "four"}
 
 
-def arithmetic(name: str, digits: int, op: str, forms: tuple[str, ...] = ()) -> Task:
+@checked
+def arithmetic(
+    name: str, digits: Annotated[int, Between(1, 17)], op: str, forms: tuple[str, ...] = ()
+) -> Task:
     """Makes a task of sums or differences of two numbers with up to `digits` digits.
 
     Longer numbers are more frequent than shorter ones. Every form of a question, and every order of the numbers of a
@@ -32,8 +37,6 @@ def arithmetic(name: str, digits: int, op: str, forms: tuple[str, ...] = ()) -> 
     Raises:
         ValueError: `digits` is out of range.
     """
-    if not 1 <= digits <= 17:
-        raise ValueError(f"digits: {digits}; must be in 1..17")
 
     def generate(rng: np.random.Generator) -> Problem:
         numbers = []

@@ -16,7 +16,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from mercury_jax.tasks.task import Problem, Split, Task, hashed_split, is_public_test_problem
+from mercury_jax.tasks.task import Problem, Split, Task, hashed_split, is_public_test_problem, mix
 
 
 def parse_grid(size: int, text: str) -> np.ndarray:
@@ -245,14 +245,6 @@ def _generate_9x9(rng: np.random.Generator) -> Problem:
     return Problem(write_grid(np.array(givens).reshape(9, 9)), write_grid(np.array(known).reshape(9, 9)))
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A hash of each entry (splitmix64)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def _canonical_9x9(text: str) -> str:
     """A hash that all symmetric and renamed forms share; others share it by rare accident only.
 
@@ -262,16 +254,16 @@ def _canonical_9x9(text: str) -> str:
     cells = parse_grid(9, text).ravel()
     digit = (cells[None] == np.arange(1, 10)[:, None]).astype(np.uint64)  # [9, 81] where each digit is
     members = np.array([[k in units for units in _UNITS] for k in range(27)], np.uint64)  # [27, 81]
-    colour = _mix((cells > 0).astype(np.uint64))  # [81]
+    colour = mix((cells > 0).astype(np.uint64))  # [81]
     # After six rounds the colour of every cell depends on all of the grid.
     for _ in range(6):
-        units = _mix(members @ colour)  # [27]
+        units = mix(members @ colour)  # [27]
         lines = units[:18].reshape(6, 3)  # bands and stacks of three lines
-        lines = _mix(lines + np.uint64(3) * _mix(lines.sum(1, keepdims=True))).ravel()
-        same = _mix(digit @ colour) @ digit  # [81]
+        lines = mix(lines + np.uint64(3) * mix(lines.sum(1, keepdims=True))).ravel()
+        same = mix(digit @ colour) @ digit  # [81]
         boxes = units[18:] @ members[18:]  # [81]
-        colour = _mix(colour + lines @ members[:18] + np.uint64(5) * boxes + np.uint64(7) * same)
-    return f"{int(_mix(colour).sum()):016x}"
+        colour = mix(colour + lines @ members[:18] + np.uint64(5) * boxes + np.uint64(7) * same)
+    return f"{int(mix(colour).sum()):016x}"
 
 
 sudoku4 = Task(

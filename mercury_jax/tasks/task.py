@@ -13,14 +13,16 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from mercury_jax.config import checked, refuse
 
 Split = Literal["train", "validation", "test"]
+Number = TypeVar("Number", int, np.ndarray)
 
+MASK = 2**64 - 1
 HELD_OUT = 16  # one class of equivalent problems in 16 is never trained on
 VALIDATION = 4  # of the held-out classes one in 4 is for choosing settings, the others for reporting figures
 
@@ -222,6 +224,21 @@ def read_problems(path: str | Path, task: Task) -> list[Problem]:
         allowed = 'at least one line {"input": ..., "output": ...}; this one is empty'
         raise refuse("file", str(path), allowed)
     return problems
+
+
+def mix(x: Number) -> Number:
+    """Hashes 64-bit integers with the output function of SplitMix64 (Steele et al. 2014).
+
+    Args:
+        x: An integer, or an array of uint64.
+
+    Returns:
+        The hash of each integer.
+    """
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
 
 
 def hashed_split(name: str, canonical: str) -> Split:

@@ -36,9 +36,7 @@ class LoraConfig:
     """
 
     rank: NonNegativeInt = 0  # columns of A; 0: no adapters, all parameters are trained
-    alpha: PositiveFloat | None = (
-        None  # adapters are scaled by alpha / rank; None: the rank, so that the factor is 1
-    )
+    alpha: PositiveFloat | None = None  # adapters are scaled by alpha / rank; None: the rank, a factor of 1
     targets: str = TARGETS  # regular expression, searched in the paths of matrices: block_0/attention/q/w
 
     def __post_init__(self) -> None:

@@ -39,9 +39,7 @@ class OptimConfig:
 
     optimizer: OptimizerName = "adamw"  # muon: Muon for matrices of layers and experts, AdamW for the rest
     lr: NonNegativeFloat = 1e-3  # the peak, after warm-up
-    base_width: NonNegativeInt = (
-        0  # the width at which lr was tuned: matrices get lr * base_width / width; 0: lr
-    )
+    base_width: NonNegativeInt = 0  # width at which lr was tuned: matrices get lr * base_width / width; 0: lr
     warmup: NonNegativeInt = 100  # number of the step that has the peak; the first has 1 / warmup of it
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: Share = 0.1  # the last learning rate as a share of the peak

@@ -34,9 +34,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mercury_jax.config import Share, check_fields, refuse
+from mercury_jax.tasks.task import mix
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training.data import packing
-from mercury_jax.training.data.filling import RowStream, TextWindow, key_of, mix, permuted
+from mercury_jax.training.data.filling import RowStream, TextWindow, key_of, permuted
 from mercury_jax.training.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.training.data.sources import Chunk, Stream, stream_of
 from mercury_jax.types import LaidOutDocument, RowLayout

@@ -43,6 +43,7 @@ from mercury_jax.training.data.sources import (
 LONGEST_TEXT = 2**20  # characters; a longer text is cut after a line, and each part becomes a document
 LONGEST_LINE = 2**26  # largest number of bytes of a line of JSONL
 BAD_LINE = b"a line that cannot be read"  # stands for a line that `bad_lines="skip"` counts
+DECODERS = ("zlib", "zstd", "zstandard", "pyarrow")  # packages whose errors mean a damaged file
 PROBLEMS = 256  # problems per record
 
 
@@ -50,17 +51,14 @@ class Record(NamedTuple):
     """A unit of reading.
 
     Attributes:
-        kind: "text": a text; "json": a line of JSON with a text; "chat": a line of JSON with a conversation;
-            "problems": a range of problem numbers.
         place: Where it was read, path:line, for messages.
-        value: The text, the line, or the range (first, one after the last).
+        value: A text; a line of JSON with a text or a conversation, as bytes; or a range of problem numbers.
         split: The side of problems; "" if a hash of the text decides.
         ends: Whether the text ends with this record; otherwise the next record continues it.
     """
 
-    kind: Literal["text", "json", "chat", "problems"]
     place: str
-    value: str | bytes | tuple[int, int]
+    value: str | bytes | range
     split: DataSplit | Literal[""] = ""
     ends: bool = True
 
@@ -153,12 +151,7 @@ class Files:
             except Exception as error:
                 # A cut-off file raises EOFError, a damaged one an error of the package that reads its format.
                 package = type(error).__module__.partition(".")[0]
-                if not isinstance(error, OSError | EOFError) and package not in (
-                    "zlib",
-                    "zstd",
-                    "zstandard",
-                    "pyarrow",
-                ):
+                if not isinstance(error, OSError | EOFError) and package not in DECODERS:
                     raise
                 reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
                 raise refuse("SOURCE", path, f"a file that can be read ({reason})") from None
@@ -177,7 +170,7 @@ class Files:
                     )
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield Record("chat" if self.chats else "json", f"{path}:{number}", line)
+                    yield Record(f"{path}:{number}", line)
 
     def _read_table(self, path: str) -> Iterator[Record]:
         parquet = _package("pyarrow.parquet", path)
@@ -191,7 +184,7 @@ class Files:
                 for value in batch.column(0):
                     place = f"{path}:{number}"
                     if value.as_py() is None and self.bad_lines == "skip":
-                        yield Record("json", place, BAD_LINE)
+                        yield Record(place, BAD_LINE)
                     else:
                         yield from text_records(place, read_string(f"{place}: {self.field}", value.as_py()))
                     number += 1
@@ -267,36 +260,33 @@ class Problems:
         counts: dict[DataSplit, int] = {"train": self.count, "test": round(held_out * self.count)}
         for split, count in counts.items():
             for first in range(0, count, PROBLEMS):
-                numbers = first, min(first + PROBLEMS, count)
-                yield Record("problems", f"{self.source.name}:{first}", numbers, split)
+                numbers = range(first, min(first + PROBLEMS, count))
+                yield Record(f"{self.source.name}:{first}", numbers, split)
 
 
 def encode_record(
     record: Record, reader: DocumentReader, tokenizer: AnyTokenizer, held_out: float
 ) -> Iterator[tuple[DataSplit, Example]]:
     """Makes examples from a record."""
-    if record.kind == "problems":
-        assert isinstance(reader, Problems) and isinstance(record.value, tuple) and record.split
-        for i in range(*record.value):
+    if isinstance(record.value, range):
+        assert isinstance(reader, Problems) and record.split
+        for i in record.value:
             yield record.split, reader.source.example(tokenizer, i, (reader.seed, 0), record.split)
         return
-    assert isinstance(record.value, (str, bytes))
-    if record.kind == "chat":
-        turns = read_turns(record.place, parse_json_line(record.place, record.value))
-        yield side_of(json.dumps(turns), held_out), encode_turns(tokenizer, record.place, turns)
-        return
     texts = [record]
-    if record.kind == "json":
+    if isinstance(record.value, bytes):
         assert isinstance(reader, Files)
-        value = parse_json_line(record.place, record.value).get(reader.field)
-        texts = text_records(record.place, read_string(f"{record.place}: {reader.field}", value))
-    for text in texts:
-        assert isinstance(text.value, str)
-        ids = tokenizer.encode(text.value)
-        yield (
-            side_of(text.value, held_out),
-            Example(np.array([*ids, *[tokenizer.eos] * text.ends]), 0, text.ends),
-        )
+        values = parse_json_line(record.place, record.value)
+        if reader.chats:
+            turns = read_turns(record.place, values)
+            yield side_of(json.dumps(turns), held_out), encode_turns(tokenizer, record.place, turns)
+            return
+        text = read_string(f"{record.place}: {reader.field}", values.get(reader.field))
+        texts = text_records(record.place, text)
+    for part in texts:
+        assert isinstance(part.value, str)
+        ids = np.array([*tokenizer.encode(part.value), *[tokenizer.eos] * part.ends])
+        yield side_of(part.value, held_out), Example(ids, 0, part.ends)
 
 
 def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Record]:
@@ -306,10 +296,10 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
     rest = read(LONGEST_TEXT + 1)
     while len(rest) > LONGEST_TEXT:
         at = rest.rfind("\n", 0, LONGEST_TEXT) + 1 or LONGEST_TEXT
-        yield Record("text", place, rest[:at], ends=False)
+        yield Record(place, rest[:at], ends=False)
         rest = rest[at:] + read(at)
     if rest:
-        yield Record("text", place, rest)
+        yield Record(place, rest)
 
 
 def _read_text(path: str) -> Iterator[Record]:

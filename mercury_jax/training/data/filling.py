@@ -22,17 +22,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
+from mercury_jax.tasks.task import mix
 from mercury_jax.types import Batch, RowLayout, RowPieces, Spans
 
 AHEAD = 8  # number of windows that a row asks the kernel to read before it needs them
-MASK = 2**64 - 1
 ROUNDS = 6  # four make a Feistel network a strong pseudo-random permutation (Luby and Rackoff 1988)
-
-Number = TypeVar("Number", int, np.ndarray)
 
 
 @dataclass(eq=False)
@@ -252,14 +250,6 @@ def infilled(keys: np.ndarray, share: float) -> Spans:
 def key_of(*parts: object) -> int:
     """Hashes plain values, such as a seed and a name, to a 64-bit key."""
     return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "little")
-
-
-def mix(x: Number) -> Number:
-    """Hashes 64-bit integers with the output function of SplitMix64 (Steele et al. 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
 
 
 def uniform(hashes: np.ndarray) -> np.ndarray:

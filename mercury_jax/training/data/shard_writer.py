@@ -275,7 +275,7 @@ def _group(records: Iterator[Record], skip: int, progress: Callable[[int], None]
     group, size, number = list[Record](), 0, 0
     for record in records:
         group.append(record)
-        size += BATCH if isinstance(record.value, tuple) else len(record.value)
+        size += BATCH if isinstance(record.value, range) else len(record.value)
         if size >= BATCH:
             number += 1
             progress(size)
