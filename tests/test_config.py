@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_every_declared_field_and_argument_refuses_what_is_outside(make, request
         pytest.skip("the type checker refuses it first")
     given = RECORDS[make]
     make(**given)
-    hints = mj.config._type_hints(make)
+    hints = get_type_hints(make, include_extras=True)
     fields = [f.name for f in dataclasses.fields(make) if f.init] if isinstance(make, type) else [*hints]
     for name in fields:
         for value in wrong_values(hints[name]) if name not in ("return", "devices", "forbidden") else ():

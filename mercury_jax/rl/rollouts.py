@@ -53,9 +53,8 @@ def problems_of(
         drawn = (draw(TASKS[name], rng, split) for _ in range(1000))
         problem = next((p for p in drawn if only is None or only(p)), None)
         if problem is None:
-            raise refuse(
-                "only", only, f"a function that keeps some problems of {name}; it kept none of 1,000"
-            )
+            allowed = f"a function that keeps some problems of {name}; it kept none of 1,000"
+            raise refuse("only", only, allowed)
         found.append((name, problem))
     return found
 
@@ -259,9 +258,8 @@ class Trajectories(TaskAnswers):
             ValueError: The objective is not `FewSteps`, or there is no model to start from.
         """
         if not isinstance(config.objective, FewSteps):
-            raise refuse(
-                "objective", type(config.objective).__name__, "rl.FewSteps, for data that are rl.Trajectories"
-            )
+            allowed = "rl.FewSteps, for data that are rl.Trajectories"
+            raise refuse("objective", type(config.objective).__name__, allowed)
         if not config.init:
             raise refuse("init", config.init, "a model: it is the teacher, and the student starts from it")
         teacher = dataclasses.replace(lm, params=copy_params(lm.params))

@@ -214,9 +214,8 @@ class Preferences:
 def _encode(lm: LM, row: int, place: str, record: Mapping[str, object]) -> Pair:
     prompt: Any = record.get("messages", record.get("prompt"))
     if ("messages" in record) == ("prompt" in record):
-        raise refuse(
-            f"{place}: keys", ", ".join(record), "either prompt or messages, with chosen and rejected"
-        )
+        allowed = "either prompt or messages, with chosen and rejected"
+        raise refuse(f"{place}: keys", ", ".join(record), allowed)
     if "prompt" in record:
         read_string(f"{place}: prompt", prompt)
     answers = [read_string(f"{place}: {name}", record.get(name)) for name in ("chosen", "rejected")]

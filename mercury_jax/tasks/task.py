@@ -133,9 +133,8 @@ def read_text(path: str | Path, argument: str) -> str:
             return gzip.decompress(Path(path).read_bytes()).decode("utf-8-sig")
         return Path(path).read_text(encoding="utf-8-sig")  # without a byte-order mark
     except (OSError, EOFError, zlib.error) as error:  # the last two: cut or damaged
-        raise refuse(
-            argument, str(path), f"a file that can be read ({getattr(error, 'strerror', '') or error})"
-        ) from None
+        allowed = f"a file that can be read ({getattr(error, 'strerror', '') or error})"
+        raise refuse(argument, str(path), allowed) from None
     except UnicodeDecodeError as error:
         raise refuse(argument, str(path), f"UTF-8 text (byte {error.start} is none)") from None
 

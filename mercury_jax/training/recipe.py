@@ -301,11 +301,8 @@ class TrainConfig:
         if isinstance(self.data, BatchSource):
             raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
         if not isinstance(self.data, Mixture):
-            raise refuse(
-                "chats",
-                self.chats,
-                "a glob of JSONL files with conversations, since this recipe has no other data",
-            )
+            allowed = "a glob of JSONL files with conversations, since this recipe has no other data"
+            raise refuse("chats", self.chats, allowed)
         return self.data
 
     @property

@@ -209,9 +209,8 @@ class Reporter:
 def check_wandb(project: str) -> None:
     """Refuses a project of Weights & Biases where its package is missing."""
     if project and importlib.util.find_spec("wandb") is None:
-        raise refuse(
-            "wandb", project, "a project, once the package wandb is installed (pip install wandb); or none"
-        )
+        allowed = "a project, once the package wandb is installed (pip install wandb); or none"
+        raise refuse("wandb", project, allowed)
 
 
 def _wandb_run(project: str, out: Path, name: str, config: Json) -> Any:

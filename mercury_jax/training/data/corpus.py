@@ -189,9 +189,8 @@ class Shards:
         layout, row = settings.layout, settings.row
         layouts = [x for x in settings.layouts or (layout,) if isinstance(x, RowLayout)]
         if not isinstance(layout, RowLayout) or len(layouts) < len(settings.layouts):
-            raise refuse(
-                "layout", layout, "`Model.layout`, which lays out whole rows, for a source of shards"
-            )
+            allowed = "`Model.layout`, which lays out whole rows, for a source of shards"
+            raise refuse("layout", layout, allowed)
         block = layout.block
         least = layout.sizes(2 * block - 1, block - 1).slots
         if least > row:
@@ -212,9 +211,8 @@ class Shards:
         """Opens a corpus of chats, which are never cut."""
         for name in ("chunk", "infill"):
             if getattr(self, name) is not None:
-                raise refuse(
-                    name, getattr(self, name), f"None: {self.where} holds chats, which are never cut"
-                )
+                allowed = f"None: {self.where} holds chats, which are never cut"
+                raise refuse(name, getattr(self, name), allowed)
         bases = [0, *accumulate(shard.documents for shard in corpus.shards)]
         mapped = functools.lru_cache(OPEN_SHARDS)(corpus.map)
         size, key = bases[-1], key_of("shards", *settings.seed)
@@ -260,9 +258,8 @@ class Shards:
         """
         proto = self.tokenizer()
         if proto[:2] == b"PK":
-            raise refuse(
-                "shards", self.where, "a corpus packed with a SentencePiece tokenizer, to read its texts"
-            )
+            allowed = "a corpus packed with a SentencePiece tokenizer, to read its texts"
+            raise refuse("shards", self.where, allowed)
         return (text for _, text in sample_documents(self.where, Tokenizer(proto), "train", key_of(*seed)))
 
 

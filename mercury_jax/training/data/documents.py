@@ -165,9 +165,8 @@ class Files:
                         pass
                     line = BAD_LINE
                 if len(line) > LONGEST_LINE:
-                    raise refuse(
-                        f"{path}:{number}", f"{len(line):,} bytes or more", f"lines up to {LONGEST_LINE:,}"
-                    )
+                    allowed = f"lines up to {LONGEST_LINE:,}"
+                    raise refuse(f"{path}:{number}", f"{len(line):,} bytes or more", allowed)
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield Record(f"{path}:{number}", line)
@@ -176,9 +175,8 @@ class Files:
         parquet = _package("pyarrow.parquet", path)
         with parquet.ParquetFile(path) as file:
             if self.field not in file.schema_arrow.names:
-                raise refuse(
-                    "field", self.field, ", ".join(file.schema_arrow.names) + f", the columns of {path}"
-                )
+                allowed = ", ".join(file.schema_arrow.names) + f", the columns of {path}"
+                raise refuse("field", self.field, allowed)
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=[self.field]):
                 for value in batch.column(0):

@@ -248,11 +248,8 @@ def build(
             sources.append(source)
             weights.append(weight)
     if not opened:
-        raise refuse(
-            "split",
-            split,
-            "train: no source of this mixture holds anything out. Set eval_every to 0, or held_out",
-        )
+        allowed = "train: no source of this mixture holds anything out. Set eval_every to 0, or held_out"
+        raise refuse("split", split, allowed)
     # 2. Everything that decides which tokens a batch holds. A source with an identity is known by its content, wherever
     #    its files are. A layout is a function, so it is represented by what it makes of an example.
     probes = [layout(np.zeros(100, np.int32), 1, 0) for layout in layouts]
@@ -357,6 +354,5 @@ def check_fit(tokenizer: AnyTokenizer, config: ModelConfig, origin: str = "the t
     # Gemma's tokenizer names a mask; a model without masks never emits it.
     for name in ("pad", "eos") if config.mask is None else ("mask", "pad", "eos"):
         if getattr(tokenizer, name) != getattr(config, name):
-            raise refuse(
-                f"model.{name}", getattr(config, name), f"{getattr(tokenizer, name)}, as in {origin}"
-            )
+            allowed = f"{getattr(tokenizer, name)}, as in {origin}"
+            raise refuse(f"model.{name}", getattr(config, name), allowed)

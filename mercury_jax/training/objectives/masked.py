@@ -153,11 +153,8 @@ def cart(
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         parts.check_noise("cart", corruption, "absorbing")
         if model.config.pattern != "bidirectional":
-            raise refuse(
-                "pattern",
-                model.config.pattern,
-                "bidirectional, for cart: distances are those in the document",
-            )
+            allowed = "bidirectional, for cart: distances are those in the document"
+            raise refuse("pattern", model.config.pattern, allowed)
         noised = mask_canvases(key, batch, corruption, None, least, 1.0)
         weight = cart_weights(noised.masked, parts.documents(batch), p)
         return _masked_loss(model, params, batch, noised._replace(weight=weight), normalise, NO_BOUND)
