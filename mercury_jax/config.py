@@ -170,9 +170,9 @@ class Range(NamedTuple):
     integer: bool = False
     token_id: bool = False
 
-    def contains(self, value: Any) -> np.ndarray | np.bool_:
+    def contains(self, value: Any) -> np.ndarray | np.bool_ | bool:
         """Returns, for each number of `value`, whether it is in the range."""
-        x = np.asarray(value, float)
+        x = value if isinstance(value, int | float) else np.asarray(value, float)
         above = x > self.low if self.open_low else x >= self.low
         below = x < self.high if self.open_high else x <= self.high
         return above & below & (x == np.floor(x)) if self.integer else above & below
