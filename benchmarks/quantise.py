@@ -26,7 +26,7 @@ from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.compilation import hardware
 from mercury_jax.config import at_least, refuse
-from mercury_jax.decode import score
+from mercury_jax.decode import likelihood, score
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.evaluate import code
 from mercury_jax.evaluate.runner import EvalReport, Z, paired
@@ -265,7 +265,9 @@ def masked_texts(lm: LM, count: int, samples: int, seed: int) -> list[MaskedText
         np.ones(block, bool),
         np.zeros(block, int),
     )
-    return [MaskedText(ids[:-block], ids[-block:], *score.draw_masks(laid, samples, rng)) for ids in whole]
+    return [
+        MaskedText(ids[:-block], ids[-block:], *likelihood.draw_masks(laid, samples, rng)) for ids in whole
+    ]
 
 
 def nats_per_token(lm: LM, piece: MaskedText) -> float:
@@ -279,7 +281,7 @@ def nats_per_token(lm: LM, piece: MaskedText) -> float:
         Nats for each token.
     """
     if lm.model.config.autoregressive:
-        [total] = score.next_token_nats(lm, [(piece.before.tolist(), piece.canvas.tolist())])
+        [total] = likelihood.next_token_nats(lm, [(piece.before.tolist(), piece.canvas.tolist())])
         return float(total) / len(piece.canvas)
     assert lm.corruption.mask is not None
     noised = np.where(piece.hidden, lm.corruption.mask, piece.canvas)

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
-    from mercury_jax.decode.defaults import EFFORTS, Effort
+    from mercury_jax.decode.defaults import EFFORTS
     from mercury_jax.decode.edit import edit
     from mercury_jax.decode.infill import Hole, infill
+    from mercury_jax.decode.inputs import Effort
     from mercury_jax.decode.methods import cache_refresh
     from mercury_jax.decode.methods.drafting import Draft
     from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
@@ -50,7 +51,8 @@ _PUBLIC = {
     "decode": ("grammar", "presets", "processors", "rules", "stopping"),
     "decode.state": ("Method",),
     "decode.decoder": ("Decoder", "decoder"),
-    "decode.defaults": ("EFFORTS", "Effort"),
+    "decode.defaults": ("EFFORTS",),
+    "decode.inputs": ("Effort",),
     "decode.methods": ("cache_refresh",),
     "decode.methods.drafting": ("Draft",),
     "decode.edit": ("edit",),
@@ -58,6 +60,7 @@ _PUBLIC = {
     "decode.search": ("best_of_n", "smc"),
     "decode.request": ("prompt_ids",),
     "decode.rollout": ("rollout",),
+
     "decode.sample": ("Output", "sample"),
     "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
     "decode.sampler": ("LogitsProcessor", "Rule", "Sampler", "StoppingCriterion"),

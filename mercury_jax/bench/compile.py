@@ -38,7 +38,7 @@ from mercury_jax.bench.gpu.check import SHAPES
 from mercury_jax.bench.gpu.commands import HOPPER, tune_cases
 from mercury_jax.bench.gpu.tune import choices, neighbours
 from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_of, refuse
-from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
+from mercury_jax.decode.lowering import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.fused_norms import (

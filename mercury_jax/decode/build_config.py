@@ -13,25 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from mercury_jax import sharding
 from mercury_jax.config import Plan, Refresh, refuse
-from mercury_jax.decode import inputs, processors, rules
-from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode import inputs, processors
+from mercury_jax.decode.chunked_vocab import ChunkedVocab
+from mercury_jax.decode.denoise import PLAIN
 from mercury_jax.decode.methods.cache_refresh import CachePolicy, cache_vectors
-from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
 from mercury_jax.decode.methods.fused_commit import SEEDED, fused_commit, repeat_fused
 from mercury_jax.decode.methods.key_reuse import key_reuse
 from mercury_jax.decode.methods.lookahead import lookahead
 from mercury_jax.decode.methods.self_speculation import SELF_SPECULATION
-from mercury_jax.decode.passes import PLAIN
 from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
-from mercury_jax.decode.sampler import Sampler, call_part, check_sampler
+from mercury_jax.decode.sampler import CAPABILITIES, Sampler, call_part
 from mercury_jax.decode.state import (
     PREFILL,
-    SEES_PADDING,
     DecodeConfig,
     Frame,
     Method,
@@ -40,7 +36,6 @@ from mercury_jax.decode.state import (
     State,
     bucket,
     first_state,
-    sampling_params,
 )
 from mercury_jax.types import LM, Model, Params, Pass, accumulation_dtype
 
@@ -71,7 +66,7 @@ def build_config(
         model, lm.corruption, width, block, method, forbidden=(config.eos, *config.ends) if infilling else (),
         revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
         leave_one_out=rule.leave_one_out, variable_length=rule.variable_length, logprobs=logprobs,
-        times=plan.times, trajectory=trajectory,
+        times=plan.times, trajectory=trajectory, predict=ChunkedVocab(),
     )  # fmt: skip
     if isinstance(plan.refresh, CachePolicy):  # reads the keys of every position
         return built
@@ -241,86 +236,75 @@ def _fused_rows(lm: LM, plan: Plan, sampler: Sampler) -> int:
     return int(plan.fuse_commit)
 
 
+def _conditions_itself(lm: LM) -> bool:
+    """Returns whether a pass of the model reads the predictions of the pass before."""
+    return bool(jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))))
+
+
+# Which models offer the `CAPABILITIES` that a rule relies on.
+OFFERS: dict[str, Callable[[LM], bool]] = {
+    "leave-one-out masks": lambda lm: lm.model.leave_one_out,
+    "aligned logits": lambda lm: lm.model.config.alignment != "shifted",
+    "hidden padding": lambda lm: lm.model.hides_padding,
+    "no self-conditioning": lambda lm: not _conditions_itself(lm),
+    "no time": lambda lm: not lm.model.config.timed,
+    "hybrid noise": lambda lm: lm.corruption.kind == "hybrid",
+}
+
+
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Raises ValueError for plans, rules and drafts that the model does not support."""
-    config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional, model = pattern == "bidirectional", lm.model
+    config, rule, draft = lm.model.config, sampler.rule, sampler.speculate
+    pattern, refresh = config.pattern, plan.refresh
     check_tables(rule, config.vocab)
-    if plan.refresh is not None and not model.reuses_keys:
-        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
-    if rule.leave_one_out and not model.leave_one_out:
-        allowed = "a rule without leave-one-out predictions: they need attention_mask and positions in apply"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.variable_length and not model.hides_padding:
-        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
-        allowed = f"a divisor of {config.block}, the block of this model, or None"
-        raise refuse("plan.block", plan.block, allowed)
-    if rule.leave_one_out and config.alignment == "shifted":
-        allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.name == "ancestral_cache" and config.timed:
-        allowed = "ancestral: this model takes the time, and predicts anew in each step"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.name == "hybrid_ancestral" and lm.corruption.kind != "hybrid":
-        raise refuse("sampler.rule", rule.name, f"ancestral: the noise of this model is {lm.corruption.kind}")
-    if isinstance(plan.refresh, Refresh) and not bidirectional:
-        allowed = f"a policy of mj.cache_refresh, or None: a {pattern} model computes its canvas alone"
-        raise refuse("plan.refresh", plan.refresh, allowed)
-    if plan.revise and not bidirectional:
-        raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
-    if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
-        raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
-    self_cond = lambda: lm.model.condition(None, jnp.zeros((1, 1, 1)))
-    if rule.variable_length and jax.tree.leaves(jax.eval_shape(self_cond)):
-        allowed = (
-            "a rule that keeps the number of tokens: this model reads its predictions of the pass before"
-        )
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.variable_length and plan.block is not None and "block" in rule.params:
-        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
-    if plan.lookahead:
-        _check_lookahead(lm, plan, draft)
-    if isinstance(plan.refresh, CachePolicy):
-        name = f"the cache policy {plan.refresh.name}"
-        if config.alignment == "shifted":
-            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
+    for need in rule.requires:
+        if not OFFERS[need](lm):
+            raise refuse("sampler.rule", rule.name, CAPABILITIES[need])
+    reuses, policy, own = refresh is not None, isinstance(refresh, CachePolicy), isinstance(refresh, Refresh)
+    shown, drifts = refresh, False
+    if isinstance(refresh, CachePolicy):
+        shown = f"the cache policy {refresh.name}"
         keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
-        if plan.refresh.drift and not keys:
-            allowed = "a policy that compares no keys: those of this model are quantised"
-            raise refuse("plan.refresh", name, allowed)
-    elif plan.refresh is not None and not isinstance(plan.refresh, Refresh):
-        raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
-    if draft is None:
-        return
-    if plan.refresh is not None:
-        raise refuse("sampler.speculate", draft, "None with plan.refresh: a draft is verified as a whole")
-    allowed = "a number of tokens to draft, 0 or more, or None"
-    inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, allowed)
-    if not config.predicts_next:
-        allowed = "None: this model's encoding pass does not predict the next token"
-        raise refuse("sampler.speculate", draft, allowed)
-    if pattern == "block_causal" and draft:
-        raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
-    if rule.leave_one_out or rule.variable_length:
-        raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
-
-
-def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
-    """Raises ValueError for lookahead if the logits of a canvas depend on more than the canvas.
-
-    Lookahead computes canvases of later steps in the same pass, when the passes before them have not been made.
-    """
-    reason = None
-    if plan.refresh is not None:
-        reason = "with plan.refresh: reused keys depend on earlier passes"
-    elif draft is not None:
-        reason = "with sampler.speculate: its drafts are verified by a causal pass"
-    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
-        reason = "for this model: its self-conditioning depends on the previous pass"
-    if reason is not None:
-        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
+        drifts = refresh.drift and not keys
+    several = rule.leave_one_out or rule.variable_length
+    # (what does not fit, field, value, what is allowed); the first row that holds is refused.
+    conflicts: list[tuple[Any, str, Any, str]] = [
+        (reuses and not lm.model.reuses_keys, "plan.refresh", refresh, "None: this model has no KV cache"),
+        (pattern == "block_causal" and plan.block and config.block % plan.block, "plan.block", plan.block,
+         f"a divisor of {config.block}, the block of this model, or None"),
+        (own and pattern != "bidirectional", "plan.refresh", refresh,
+         f"a policy of mj.cache_refresh, or None: a {pattern} model computes its canvas alone"),
+        (plan.revise and pattern != "bidirectional", "plan.revise", plan.revise,
+         f"0: a {pattern} model encodes its blocks; use edit()"),
+        (reuses and several, "plan.refresh", refresh, f"None with {rule.name}: it reads the whole canvas"),
+        (rule.variable_length and plan.block and "block" in rule.params, "plan.block", plan.block,
+         f"None with {rule.name}: {rule.name}(block=) sets it"),
+        (plan.lookahead and reuses, "plan.lookahead", plan.lookahead,
+         "0 with plan.refresh: reused keys depend on earlier passes"),
+        (plan.lookahead and draft is not None, "plan.lookahead", plan.lookahead,
+         "0 with sampler.speculate: its drafts are verified by a causal pass"),
+        (plan.lookahead and _conditions_itself(lm), "plan.lookahead", plan.lookahead,
+         "0 for this model: its self-conditioning depends on the previous pass"),
+        (policy and config.alignment == "shifted", "plan.refresh", shown,
+         "a Refresh: this model's logits are shifted by a position"),
+        (drifts, "plan.refresh", shown, "a policy that compares no keys: those of this model are quantised"),
+        (reuses and not policy and not own, "plan.refresh", refresh,
+         "a Refresh, a policy of mj.cache_refresh, or None"),
+    ]  # fmt: skip
+    if draft is not None:
+        whole = "a number of tokens to draft, 0 or more, or None"
+        inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, whole)
+        conflicts += [
+            (reuses, "sampler.speculate", draft, "None with plan.refresh: a draft is verified as a whole"),
+            (not config.predicts_next, "sampler.speculate", draft,
+             "None: this model's encoding pass does not predict the next token"),
+            (pattern == "block_causal" and draft, "sampler.speculate", draft,
+             "0: a model of one-token blocks has no draft to verify"),
+            (several, "sampler.rule", rule.name, "a rule that accepts masks in place, to draft with"),
+        ]  # fmt: skip
+    for holds, name, value, allowed in conflicts:
+        if holds:
+            raise refuse(name, value, allowed)
 
 
 def _sizes(
@@ -346,42 +330,3 @@ def _sizes(
         return config.block, plan.block or config.block
     width = bucket(region, config.block) if whole else plan.block or config.block
     return width, width
-
-
-def add_drafter(
-    draft: Draft, config: DecodeConfig, sampler: Sampler, mesh: Mesh | None, longest: int, rows: int, n: int
-) -> tuple[DecodeConfig, SamplingParams]:
-    """Chooses the static sizes and the sampling parameters of the drafter.
-
-    Returns:
-        The verifier's config for decoding with drafts, and the drafter's sampling parameters [B, ...].
-    """
-    lm = draft.lm
-    rule = rules.entropy_bound() if lm.corruption.mask is None else rules.confidence()
-    own = draft.sampler or Sampler(rule, processors=sampler.processors, allow=sampler.allow)
-    own = complete_sampler(check_sampler(own), lm.corruption)
-    temperature = sampler.temperature if draft.temperature is None else draft.temperature
-    own = own._replace(
-        rule=draft_rule(own.rule, draft.method, lm.model.config.dtype),
-        temperature=inputs.check_temperature(temperature),
-    )
-    if longest > lm.model.config.context:
-        allowed = f"a model whose context holds {longest} tokens"
-        raise refuse("draft.lm", f"{lm.name} with a context of {lm.model.config.context}", allowed)
-    # The block length of a block-causal drafter is fixed. Its draft is the rest of the block after the verified text.
-    block = None if lm.model.config.pattern == "block_causal" else draft.tokens
-    drafter = build_config(
-        lm,
-        own,
-        Plan(block=block, steps=draft.steps, fuse_commit=0),
-        model=sharding.with_mesh(lm.model, mesh),
-        longest=longest,
-        region=draft.tokens,
-    )
-    # With the same seed, a draft is drawn with the uniforms of its verification.
-    drafter = drafter._replace(method=drafter.method._replace(position_draws=draft.method == "same_seed"))
-    sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
-    sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
-    check_functions(drafter, sampling, lm.params)
-    width = draft.tokens + 1  # the verifying pass feeds the last committed token and the draft
-    return config._replace(width=width, block=width, method=drafting(drafter, draft.method)), sampling

@@ -2,18 +2,20 @@
 
 Rules need a few numbers per position (argmax, a sample, its probability, entropy, margin), not all V logits. For
 DiffusionGemma, 256 positions x 262,144 ids in fp32 are 268 MB per row; one chunk of 32,768 ids is 34 MB. This module
-iterates over the vocabulary in chunks of `config.vocab_chunk` ids, reduces each chunk to partial statistics, and merges
+iterates over the vocabulary in chunks of `ChunkedVocab.size` ids, reduces each chunk to partial statistics, and merges
 them exactly (an online softmax, Milakov and Gimelshein, arXiv 1805.02867). With self-conditioning the expected
 embedding is accumulated in the same loop, like the output of an attention whose keys are the ids.
 
-XLA copies the slice of the table of each chunk before it multiplies. If all logits fit into `config.logit_bytes`, one
-product computes them, and the chunks are only parts of the result: a pass over one canvas of DiffusionGemma then moves
-3 GB less. Two passes over these logits follow, one for the maxima and one for all sums; the second also writes the
-weights of the expected embedding. Samples are drawn from sums over blocks of ids, and read one block each.
+XLA copies the slice of the table of each chunk before it multiplies. If all logits fit into
+`ChunkedVocab.logit_bytes`, one product computes them, and the chunks are only parts of the result: a pass over one
+canvas of DiffusionGemma then moves 3 GB less. Two passes over these logits follow, one for the maxima and one for all
+sums; the second also writes the weights of the expected embedding. Samples are drawn from sums over blocks of ids, and
+read one block each.
 
 If the embedding and the head are sharded over the mesh axis `tensor`, each device iterates over its own ids. One
 all-gather of the partial statistics and one sum of the embeddings merge the results; gathering the tables instead would
-transfer gigabytes per pass. `denoise.py` uses this module when no part of the sampler needs all logits.
+transfer gigabytes per pass. `ChunkedVocab` is the
+place of `denoise.predict_tokens` in a `DecodeConfig`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.decode.denoise import predict_tokens
 from mercury_jax.decode.sampler import Param, Sampler
-from mercury_jax.decode.state import DecodeConfig, State
+from mercury_jax.decode.state import DecodeConfig, Predictions, State
 from mercury_jax.decode.token_stats import NEVER, block_of, in_blocks, most_probable, search_blocks
 from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes
-from mercury_jax.types import Params, SelfCond, TokenStats
+from mercury_jax.types import Params, TokenStats
 
 AXIS = "tensor"  # the mesh axis that shards the vocabulary
 # As the path rules of all our models shard the tables; and the scales of quantised tables, one per id.
@@ -61,46 +64,51 @@ class SoftEmbedding(NamedTuple):
     sum: Float[Array, "B L D"]  # sum of exp(logit - max) * embedding
 
 
-def applies(config: DecodeConfig, sampler: Sampler) -> bool:
-    """Returns whether to process the vocabulary in chunks: it is large, and no part of the sampler needs all logits."""
-    # These need all logits: for draws by position, for example, because a chunk uses uniforms of its own.
-    if config.method.position_draws or config.leave_one_out or config.variable_length:
-        return False
-    if config.logprobs is not None or config.trajectory:
-        return False
-    whole = any(part.needs_logits for part in sampler.parts) or any(p.draws_only for p in sampler.processors)
-    separable = config.model.head_chunk is not None and not whole
-    return separable and config.model.config.vocab > config.vocab_chunk
+class ChunkedVocab(NamedTuple):
+    """Computes the statistics in chunks where the vocabulary is large and no part of the sampler needs all logits.
 
-
-def chunked_stats(
-    config: DecodeConfig, params: Params, state: State, hidden: Any, seen: Observation
-) -> tuple[TokenStats, SelfCond]:
-    """Computes the statistics of every row, and the self-conditioning for the next pass.
-
-    A token is sampled in two stages, each by inverting a cumulative distribution at its own uniform: the chunk, and the
-    id within the chunk.
-
-    Args:
-        hidden: Hidden states of each row's window [B, L, ...].
-
-    Returns:
-        The statistics [B, L], and the self-conditioning; () for models without self-conditioning.
+    Elsewhere it does what `denoise.predict_tokens` does. The value of `DecodeConfig.predict`.
     """
-    vocab, mesh = config.model.config.vocab, config.model.mesh
-    uniforms = jax.vmap(functools.partial(draw_uniforms, config))(state, seen.window)
-    rows = (state, hidden, seen, uniforms[1])
-    if mesh is not None and dividing_axes((AXIS,), vocab, mesh):
-        soft, chunks = _walk_sharded(config, mesh, params, rows)
-    else:
-        soft, chunks = _walk(config, params, 0, vocab, *rows)
-    temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
-    stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, uniforms[0], temperature)
-    stats = stats._replace(p_eos=jnp.where(seen.view.eos[:, None] >= 0, stats.p_eos, 0.0))
-    return stats, () if soft is None else soft.sum / soft.total
+
+    size: int = 32768  # ids per chunk
+    logit_bytes: int = 2**29  # up to this size in fp32, one product computes the logits of all chunks
+
+    def __call__(
+        self, config: DecodeConfig, params: Params, state: State, hidden: Any, seen: Observation
+    ) -> Predictions:
+        """Computes the statistics of every row, and the self-conditioning for the next pass.
+
+        A token is sampled in two stages, each by inverting a cumulative distribution at its own uniform: the chunk, and
+        the id within the chunk.
+        """
+        if not self.applies(config, state.sampling.sampler):
+            return predict_tokens(config, params, state, hidden, seen)
+        vocab, mesh = config.model.config.vocab, config.model.mesh
+        uniforms = jax.vmap(functools.partial(draw_uniforms, config))(state, seen.window)
+        rows = (state, hidden, seen, uniforms[1])
+        if mesh is not None and dividing_axes((AXIS,), vocab, mesh):
+            soft, chunks = _walk_sharded(self, config, mesh, params, rows)
+        else:
+            soft, chunks = _walk(self, config, params, 0, vocab, *rows)
+        temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
+        stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, uniforms[0], temperature)
+        stats = stats._replace(p_eos=jnp.where(seen.view.eos[:, None] >= 0, stats.p_eos, 0.0))
+        return Predictions(seen, stats, None, () if soft is None else soft.sum / soft.total)
+
+    def applies(self, config: DecodeConfig, sampler: Sampler) -> bool:
+        """Returns whether the vocabulary is processed in chunks."""
+        # These need all logits: for draws by position, for example, because a chunk uses uniforms of its own.
+        if config.method.position_draws or config.leave_one_out or config.variable_length:
+            return False
+        if config.logprobs is not None or config.trajectory:
+            return False
+        whole = any(part.needs_logits for part in sampler.parts)
+        whole |= any(part.draws_only for part in sampler.processors)
+        return config.model.head_chunk is not None and not whole and config.model.config.vocab > self.size
 
 
 def _walk(
+    sizes: ChunkedVocab,
     config: DecodeConfig,
     params: Params,
     base: int | Int[Array, ""],
@@ -115,14 +123,14 @@ def _walk(
     Returns:
         The expected embedding (None without self-conditioning), and the statistics of all P chunks [P, B, L].
     """
-    model, size, part = config.model, min(config.vocab_chunk, count), config.model.head_chunk
+    model, size, part = config.model, min(sizes.size, count), config.model.head_chunk
     assert part is not None
 
     def processed(at: Any, size: int) -> Float[Array, "B L v"]:
         process = functools.partial(process_logits, config, first_id=base + at)
         return jax.vmap(process)(state, seen.view, seen.window.at, part(params, hidden, at, size))[0]
 
-    if 4 * state.canvas.shape[0] * config.window * count <= config.logit_bytes:
+    if 4 * state.canvas.shape[0] * config.window * count <= sizes.logit_bytes:
         return _parts(config, params, base, size, processed(0, count), state, seen, uniforms)
 
     def chunk(soft: SoftEmbedding | None, at: Any, size: int) -> tuple[SoftEmbedding | None, ChunkStats]:
@@ -297,7 +305,7 @@ def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[
 
 
 def _walk_sharded(
-    config: DecodeConfig, mesh: Mesh, params: Params, rows: tuple[Any, ...]
+    sizes: ChunkedVocab, config: DecodeConfig, mesh: Mesh, params: Params, rows: tuple[Any, ...]
 ) -> tuple[SoftEmbedding | None, ChunkStats]:
     """Runs `_walk` on every device of the mesh over the ids of its shard, and merges the results.
 
@@ -313,7 +321,7 @@ def _walk_sharded(
     row = dividing_axes(("data",), jax.tree.leaves(rows)[0].shape[0], mesh) or None
 
     def own(tables: Params, *rows: Any) -> tuple[SoftEmbedding | None, ChunkStats]:
-        soft, chunks = _walk(config, tables, jax.lax.axis_index(AXIS) * count, count, *rows)
+        soft, chunks = _walk(sizes, config, tables, jax.lax.axis_index(AXIS) * count, count, *rows)
         chunks = gather_chunks(chunks)
         return (None if soft is None else sum_embeddings(soft, chunks.max.max(axis=0)[..., None])), chunks
 

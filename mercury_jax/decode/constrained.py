@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt
 
-from mercury_jax.config import refuse
-from mercury_jax.decode import processors
-from mercury_jax.decode.answer_text import check_stops
-from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, Without, compile
-from mercury_jax.decode.inputs import check_max_tokens, encode_prompts
+from mercury_jax.decode.grammar.grammar import Walker
 from mercury_jax.decode.passes import run_limited
-from mercury_jax.decode.request import Request
-from mercury_jax.decode.sampler import check_sampler
 from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.state import DecodeConfig, Frame, State
 from mercury_jax.decode.token_stats import slice_at
@@ -248,76 +242,6 @@ class ConstrainedRow:
 
 
 Grammars = Sequence[ConstrainedRow | None]
-
-
-def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[ConstrainedRow | None]:
-    """Compiles the grammars of a request, after checking that its other arguments work with a grammar."""
-    if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
-        allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
-        raise refuse("schema or bad_words", "set", allowed)
-    others = {"state": request.state, "passes": passes, "guidance": request.guidance, "mesh": request.mesh}
-    others["stop"] = request.stop  # a cut text would no longer match the grammar
-    for name, value in others.items():
-        if value is not None:
-            raise refuse(name, value, "None with schema= or bad_words=")
-    judges = "the grammar judges the tokens of each pass"
-    reasons = {"revise": "tokens that the grammar has accepted stay", "lookahead": judges, "method": judges}
-    for name, reason in reasons.items():
-        if value := getattr(request.plan, name):
-            allowed = f"{None if name == 'method' else 0} with schema= or bad_words=: {reason}"
-            raise refuse(f"plan.{name}", value, allowed)
-    sampler = None if request.sampler is None else check_sampler(request.sampler)
-    if sampler is not None and sampler.rule.variable_length:
-        allowed = "a rule that keeps the number of tokens, with schema= or bad_words="
-        raise refuse("sampler.rule", sampler.rule.name, allowed)
-    if sampler is not None and sampler.speculate:
-        allowed = "None or 0 with schema= or bad_words=: the grammar judges what is drafted"
-        raise refuse("sampler.speculate", sampler.speculate, allowed)
-    prompts, _ = encode_prompts(lm, request.prompt)
-    budgets, count = check_max_tokens(lm, prompts, request.max_tokens).tolist(), len(prompts)
-    schema = request.schema
-    several = isinstance(schema, Sequence) and not isinstance(schema, str)
-    if several and len(schema) != count:
-        raise refuse("schema", f"{len(schema)} of them", f"one, or {count}: one for each prompt")
-    rows: list[ConstrainedRow | None] = []
-    for i, one in enumerate(schema if several else [schema] * count):
-        name = f"schema[{i}]" if several else "schema"
-        spec = JSONSchema(one, name) if isinstance(one, Mapping | bool) else one
-        if spec is not None and not isinstance(spec, Spec):
-            raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
-        try:
-            compiled = None if spec is None else compile(lm.tokenizer, spec)
-            walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]
-        except GrammarError as error:
-            if isinstance(spec, Without) or (error.place is not None and error.place.root == name):
-                raise
-            raise GrammarError(f"{name} is refused: {error}") from None
-        rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]
-    return rows
-
-
-def without_bad_words(lm: LM, request: Request, bad_words: Any) -> Request:
-    """Makes the texts that no answer may hold the grammar of each prompt.
-
-    Args:
-        bad_words: As in `sample`.
-    """
-    if request.schema is not None or request.prompt is None:
-        allowed = "None with schema=, and None without a prompt"
-        raise refuse("bad_words", bad_words, allowed)
-    prompts, _ = encode_prompts(lm, request.prompt)
-    words = check_stops(bad_words, len(prompts), "bad_words")
-    before = ["" if p.chat else lm.tokenizer.decode(p.ids) for p in prompts]
-    specs = [Without(texts, text) if texts else None for texts, text in zip(words, before, strict=False)]
-    return request._replace(schema=specs if any(specs) else None)
-
-
-def with_grammar_mask(lm: LM, request: Request) -> Request:
-    """Adds a grammar mask per row to the sampler of a request; it allows every id until `run` sets it."""
-    sampler, count = check_sampler(request.sampler), len(request.prompts) // request.n
-    bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
-    mask = processors.allow_bits(bits, np.full(count, -1, np.int32))
-    return request._replace(sampler=sampler._replace(allow=(*sampler.allow, mask)))
 
 
 def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Session, list[Frame], int]:

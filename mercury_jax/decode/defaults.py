@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 
 from mercury_jax.config import Above, AtLeast, Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
+from mercury_jax.decode.inputs import Effort, EffortLike
 from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.sampler import LogitsProcessor, Param, Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
@@ -133,21 +134,6 @@ def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressiv
     )
 
 
-class Effort(NamedTuple):
-    """How much compute an answer may use. The answer itself may have `max_tokens` tokens at every effort.
-
-    Attributes:
-        thinking: Maximum tokens of thinking before the answer of a conversation; 0: no thinking.
-        p: Probability at which the rule `threshold` accepts a token.
-        steps: Maximum denoising steps per block, as a share of its tokens.
-    """
-
-    thinking: int
-    p: float
-    steps: float
-
-
-EffortLike: TypeAlias = str | Effort
 EFFORTS = {
     "instant": Effort(thinking=0, p=0.7, steps=0.25),
     "low": Effort(thinking=128, p=0.8, steps=0.5),

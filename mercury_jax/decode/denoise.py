@@ -1,10 +1,13 @@
-"""One denoising step of all rows: token statistics, the rule's decision, the stopping criterion, commit.
+"""One pass of plain decoding, and its denoising step: token statistics, the rule's decision, stopping, commit.
+
+`plain_step` is the whole pass: rows open their canvases, one forward pass serves all rows, some rows encode committed
+tokens and the others denoise.
 
 `open_canvases` makes the canvas on which a row begins a block. `denoise` works on the batch and vmaps `decide`, which
 works on one row. A step of a row ends in one of two ways: the canvas becomes the rule's proposal, or the block is
 finished and committed to `tokens`, and later passes encode it.
 
-The step of a method calls `denoise` after the forward pass; `view.py` builds what the rule sees.
+Other methods have steps of their own, which call `denoise` after the forward pass; `view.py` builds what the rule sees.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode import chunked_vocab
+from mercury_jax.decode.passes import forward, next_feed
 from mercury_jax.decode.sampler import call_part
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
+    Method,
+    Predictions,
     State,
     Written,
     close_thinking,
@@ -91,29 +96,9 @@ def denoise(
     """
     small = state.without_cache()
     seen = jax.vmap(functools.partial(observe, config))(small)
-    # 1. Token statistics of each position [B, L], and the self-conditioning for the next pass. With a large vocabulary
-    # they are computed in chunks, so that the logits [B, L, V] never exist at once.
-    if chunked_vocab.applies(config, state.sampling.sampler):
-        stats, self_cond = chunked_vocab.chunked_stats(config, params, small, hidden, seen)
-        raw = None
-    else:
-        raw = config.model.head(params, hidden)  # [B, L, V]
-        process = functools.partial(process_logits, config)
-        logits, draw_logits = jax.vmap(process)(small, seen.view, seen.window.at, raw)
-        # Sampling needs uniforms and cumulative sums over the vocabulary. They are computed only if a row has a
-        # temperature above 0.
-        temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
-
-        def draw_tokens() -> Int[Array, "B L"]:
-            uniforms, _ = jax.vmap(functools.partial(draw_uniforms, config))(small, seen.window)
-            return jax.vmap(draw)(draw_logits, uniforms, temperature)
-
-        greedy = most_probable(draw_logits)
-        drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, lambda: greedy)
-        view = seen.view._replace(logits=logits, draw_logits=draw_logits)
-        stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
-        self_cond = config.model.condition(params, logits)
-        seen = seen._replace(view=view)
+    # 1. Token statistics of each position [B, L], and the self-conditioning for the next pass.
+    predict = config.predict or predict_tokens
+    seen, stats, raw, self_cond = predict(config, params, small, hidden, seen)
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
     rule = state.sampling.sampler.rule
     if rule.needs_hidden:
@@ -135,6 +120,28 @@ def denoise(
     answer = jax.vmap(lambda x, start: slice_at(x, start, config.window))(moved.answer, offset)
     used = jnp.where(rows, moved.used if config.variable_length else seen.window.used, 0)
     return moved, Frame(state.cache_length + offset, used, answer, accepted, confidence, moved.done)
+
+
+def predict_tokens(
+    config: DecodeConfig, params: Params, state: State, hidden: Any, seen: Observation
+) -> Predictions:
+    """Computes the logits of each row's window, all ids at once, and from them the statistics of each position."""
+    raw = config.model.head(params, hidden)  # [B, L, V]
+    process = functools.partial(process_logits, config)
+    logits, draw_logits = jax.vmap(process)(state, seen.view, seen.window.at, raw)
+    # Sampling needs uniforms and cumulative sums over the vocabulary. They are computed only if a row has a
+    # temperature above 0.
+    temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
+
+    def draw_tokens() -> Int[Array, "B L"]:
+        uniforms, _ = jax.vmap(functools.partial(draw_uniforms, config))(state, seen.window)
+        return jax.vmap(draw)(draw_logits, uniforms, temperature)
+
+    greedy = most_probable(draw_logits)
+    drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, lambda: greedy)
+    view = seen.view._replace(logits=logits, draw_logits=draw_logits)
+    stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
+    return Predictions(seen._replace(view=view), stats, raw, config.model.condition(params, logits))
 
 
 class Decision(NamedTuple):
@@ -257,9 +264,8 @@ def _commit(
     first_end = jnp.min(jnp.where(editable & ends(proposal.answer), at, decision.row_end))
     finished = stopped | (view.step + 1 >= view.steps)
     assert params.sampler.stopping is not None
-    if config.corruption.mask is not None and params.sampler.stopping.name == "filled":
-        # The canvas holds an end of text with no mask before it: the positions after it need no more steps. Only under
-        # the criterion `filled`: under another one the rule may still revise tokens before the end of text.
+    if config.corruption.mask is not None and params.sampler.stopping.keeps_decided:
+        # The canvas holds an end of text with no mask before it: the positions after it need no more steps.
         far = at[-1] + 1
         first_open = jnp.min(jnp.where(decision.open, at, far))
         finished |= jnp.min(jnp.where(editable & ends(proposal.canvas), at, far)) < first_open
@@ -295,3 +301,21 @@ def _commit(
     for name in {"committed", "limits", "step", "used"} & set(changes):
         changes[name] = jax.tree.map(lambda x: x.astype(jnp.int32), changes[name])
     return changes, (proposal.canvas == answer) | finished
+
+
+def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one forward pass and advances every row by what that row needs next.
+
+    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
+    canvas), and finished rows do nothing. All of them share the pass.
+    """
+    state = open_canvases(config, state)  # rows that finished a block start the next one
+    feed = next_feed(config, state)  # committed tokens, or a canvas
+    # `hidden` is opaque: leaves [B, L, ...].
+    hidden, leave_one_out, state = forward(config, params, state, *feed)
+    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
+    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
+    return feed.advance(state), frame
+
+
+PLAIN = Method("plain", plain_step)

@@ -112,7 +112,12 @@ def edit(
         allowed = "a diffusion model: only its tokens see both sides"
         raise refuse("lm", f"{lm.name}, an autoregressive model", allowed)
     request = Request(
-        seed=seed, sampler=sampler, plan=plan, temperature=temperature, mesh=mesh, infilling=True
+        seed=seed,
+        sampler=sampler,
+        plan=Plan() if plan is None else plan,
+        temperature=temperature,
+        mesh=mesh,
+        infilling=True,
     ).checked()
     encoded, single = encode_prompts(lm, text, begin=False, name="text")
     texts: list[Any] = [text] if single else list(text)

@@ -28,9 +28,9 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.defaults import complete_sampler, default_sampler
 from mercury_jax.decode.inputs import MAX_TOKENS, Ids, Seeds, check_ids, check_lm, check_whole, row_seeds
+from mercury_jax.decode.likelihood import noised_document, weighted_nats
 from mercury_jax.decode.request import Request, start
 from mercury_jax.decode.sampler import Param, SamplerLike, Static, check_sampler
-from mercury_jax.decode.score import noised_document, weighted_nats
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import QUANTUM, Frame, Rows, bucket
 from mercury_jax.types import LM
@@ -206,7 +206,12 @@ def infill(
         raise refuse("parts", parts, "texts, ids and Holes, or a non-empty list of such lists")
     several = not any(isinstance(part, str | Hole) for part in parts)
     rows = [_encode_parts(lm, p, i) for i, p in enumerate(parts if several else [parts])]
-    request = Request(seed=row_seeds(seed, len(rows), each="row"), sampler=sampler, plan=plan, mesh=mesh)
+    request = Request(
+        seed=row_seeds(seed, len(rows), each="row"),
+        sampler=sampler,
+        plan=Plan() if plan is None else plan,
+        mesh=mesh,
+    )
     request = request._replace(temperature=temperature).checked()
     began = time.perf_counter()
     done = fill(lm, rows, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -298,3 +298,59 @@ def check_params(model: Model, params: Params, name: str) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         count = len(jax.tree.leaves(params))
         raise refuse(name, f"{count} arrays", f"the parameters of lm.model ({reason})") from error
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A reward function for answers, defined by the user; runs on the host, in Python or numpy."""
+
+    def __call__(
+        self, prompts: Sequence[PromptLike], texts: Sequence[str], /
+    ) -> Sequence[float] | np.ndarray | jax.Array:
+        """Returns one finite number per text; texts[i] answers prompts[i], which is as the caller gave it."""
+        ...
+
+
+def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) -> np.ndarray:
+    """Calls a user's reward and checks what it returns.
+
+    Returns:
+        The rewards, float64 [B].
+    """
+    try:
+        values = np.asarray(reward(prompts, texts))
+    except Exception as error:
+        what = f"reward(prompts, texts) failed for {len(texts)} texts: {type(error).__name__}: {error}"
+        raise RuntimeError(what) from error
+    if values.shape != (len(texts),) or values.dtype.kind not in "biuf" or not np.isfinite(values).all():
+        found = values.tolist() if values.size <= 8 else f"{values.dtype}{list(values.shape)}"
+        if values.shape == (len(texts),) and values.dtype.kind == "f":
+            at = int(np.flatnonzero(~np.isfinite(values))[0])
+            found = f"{values[at]} for text {at}"
+        raise refuse("what reward returned", found, f"{len(texts)} finite numbers, one for each text")
+    return values.astype(np.float64)
+
+
+def repeat_prompts(lm: LM, prompt: Any, n: int) -> list[Any]:
+    """Repeats every prompt n times: n times the first, then n times the second, and so on."""
+    check_lm(lm)
+    n = check_whole("n", n, 1, MAX_TOKENS)
+    _, single = encode_prompts(lm, prompt)
+    return [one for one in ([prompt] if single else list(prompt)) for _ in range(n)]
+
+
+class Effort(NamedTuple):
+    """How much compute an answer may use. The answer itself may have `max_tokens` tokens at every effort.
+
+    Attributes:
+        thinking: Maximum tokens of thinking before the answer of a conversation; 0: no thinking.
+        p: Probability at which the rule `threshold` accepts a token.
+        steps: Maximum denoising steps per block, as a share of its tokens.
+    """
+
+    thinking: int
+    p: float
+    steps: float
+
+
+EffortLike: TypeAlias = str | Effort

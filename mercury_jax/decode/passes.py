@@ -1,4 +1,4 @@
-"""Forward passes: what each row feeds, the plain step, prefill, and the loops that repeat passes on the device.
+"""Forward passes: what each row feeds, prefill, and the loops that repeat passes on the device.
 
 The phase of a row is derived from its fields and never stored. The first that applies counts:
 
@@ -9,7 +9,7 @@ The phase of a row is derived from its fields and never stored. The first that a
 Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
 rows denoise.
 
-`plain_step` is one pass of plain decoding. Other methods supply a step of their own (`state.Method`), written
+`denoise.plain_step` is one pass of plain decoding. Other methods supply a step of their own (`state.Method`), written
 with the same functions. `run_until_done` and `run_limited` repeat passes of any method.
 """
 
@@ -23,11 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.denoise import denoise, open_canvases
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
-    Method,
     PackedState,
     State,
     Step,
@@ -131,24 +129,6 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
         return None
     time = lambda row: step_times(config, row.step, steps_of(window_of(config, row), row))[0]
     return jnp.where(causal, 0.0, jax.vmap(time)(state.without_cache()))
-
-
-def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass and advances every row by what that row needs next.
-
-    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
-    canvas), and finished rows do nothing. All of them share the pass.
-    """
-    state = open_canvases(config, state)  # rows that finished a block start the next one
-    feed = next_feed(config, state)  # committed tokens, or a canvas
-    # `hidden` is opaque: leaves [B, L, ...].
-    hidden, leave_one_out, state = forward(config, params, state, *feed)
-    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
-    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
-    return feed.advance(state), frame
-
-
-PLAIN = Method("plain", plain_step)
 
 
 def prefill(

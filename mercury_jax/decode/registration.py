@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from mercury_jax.config import AtLeast, Between, Range, nearest, refuse
 from mercury_jax.decode.sampler import (
+    CAPABILITIES,
     KINDS,
     NOISE,
     HiddenHead,
@@ -302,6 +303,7 @@ def rule(
     needs_hidden: bool | HiddenHead = False,
     variable_length: bool = False,
     needs_logits: bool = True,
+    needs: tuple[str, ...] = (),
 ) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
 def rule(
     function: Any = None,
@@ -320,8 +322,8 @@ def rule(
             another function is not registered.
         noise: "absorbing" or "uniform", the kind of noise that it is made for; None for both.
         source: Paper and equation, or reference implementation.
-        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `needs_hidden`, `variable_length` and `needs_logits`
-            of `Rule`.
+        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `needs_hidden`, `variable_length`, `needs_logits`
+            and `needs` of `Rule`.
 
     Returns:
         A factory: call it with parameters to get a `Rule`.
@@ -347,6 +349,9 @@ def rule(
         raise refuse(
             "needs_hidden of a rule", head, "True, False or a function of (params, hidden [B, L, ...])"
         )
+    for need in fields.get("needs", ()):
+        if need not in CAPABILITIES:
+            raise refuse("needs of a rule", need, ", ".join(CAPABILITIES))
     fields["noise"] = NOISE if noise is None else (noise,)
 
     decorate = part_decorator(Rule, RULES, name, source, fields)
@@ -395,6 +400,7 @@ def stopping_criterion(
     source: str = "",
     init: Callable[[jax.Array, int], Memory] = no_memory,
     needs_logits: bool = True,
+    keeps_decided: bool = False,
 ) -> Callable[[Callable[Concatenate[View, Proposal, Any, P], Any]], Factory[P, StoppingCriterion]]: ...
 def stopping_criterion(
     function: Any = None, /, *, name: str | None = None, source: str = "", **fields: Any
@@ -407,7 +413,7 @@ def stopping_criterion(
             another function is not registered.
         source: Paper and equation, or reference implementation.
         fields: `init(canvas [L], vocab)` makes the memory at the start of each block; `needs_logits=False` promises
-            that the function does not read `view.logits`.
+            that the function does not read `view.logits`; `keeps_decided=True` promises that no decided token changes.
 
     Returns:
         A factory: call it with parameters to get a `StoppingCriterion`.

@@ -9,8 +9,8 @@ compute.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,17 @@ from jax.sharding import AxisType, Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import inputs, processors, rules
+from mercury_jax.decode import grammar, inputs, processors, rules
 from mercury_jax.decode.answer_text import check_stops, continuation_prompt, visible_ids
-from mercury_jax.decode.build_config import add_drafter, build_config, check_functions
-from mercury_jax.decode.defaults import EffortLike, choose_sampler, complete_sampler, find_effort
+from mercury_jax.decode.build_config import build_config, check_functions
+from mercury_jax.decode.constrained import ALL_IDS, ConstrainedRow, Grammars
+from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
+from mercury_jax.decode.grammar.spec import GrammarError, JSONSchema, Spec, Without
+from mercury_jax.decode.inputs import EffortLike
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
-from mercury_jax.decode.sampler import Sampler, check_sampler
+from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
+from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
 from mercury_jax.decode.session import (
     Fork,
     Session,
@@ -47,6 +51,13 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.types import LM, Key
 
+LogitBias: TypeAlias = (
+    Mapping[int, float] | Sequence[Mapping[int, float] | None]
+)  # {id: bias}; or one per prompt
+Stops: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None]  # texts; or a list for each prompt
+Schema: TypeAlias = Mapping[str, Any] | bool | Spec  # a JSON Schema, or a spec of `mj.grammar`
+Schemas: TypeAlias = Schema | Sequence[Schema | None]
+
 
 class Request(NamedTuple):
     """The arguments of a call, in one record from `sample`, `stream`, `edit` and `infill` to the decoder.
@@ -55,25 +66,28 @@ class Request(NamedTuple):
     or by `edit` and `infill` themselves.
     """
 
-    prompt: Any = None
-    max_tokens: Any = 64
-    seed: Any = 0
-    sampler: Any = None
-    plan: Any = None
-    temperature: Any = None
-    effort: Any = None
-    logit_bias: Any = None
-    guidance: Any = None
-    negative: Any = None
-    logprobs: Any = None
-    state: Any = None  # the Session of an earlier call
-    mesh: Any = None
-    schema: Any = None
-    n: Any = 1
-    stop: Any = None
-    draft: Any = None
+    prompt: inputs.Prompts | None = None
+    max_tokens: Any = 64  # inputs.WholeNumbers; after `encode_request` one per row, int [B]
+    seed: Any = 0  # inputs.Seeds; after `encode_request` one per row, int [B] or typed keys [B]
+    sampler: SamplerLike | None = None
+    plan: Plan = Plan()
+    temperature: Param | Sequence[float] | None = None
+    effort: EffortLike | Sequence[EffortLike] | None = None
+    logit_bias: LogitBias | None = None
+    guidance: Param | Sequence[float] | None = None
+    negative: inputs.Prompts | None = None
+    logprobs: int | None = None
+    state: Session | None = None  # of an earlier call
+    mesh: Mesh | None = None
+    schema: Schemas | None = None
+    n: int = 1
+    stop: Stops | None = None
+    draft: Draft | None = None
+    bad_words: Stops | None = None
+    passes: int | None = None
 
     rows: Rows | None = None
+    grammars: Grammars | None = None  # of each row; None: no row has one
     prompts: Sequence[inputs.Prompt] = ()
     end_thinking: int | None = None  # the id that ends the thinking
     infilling: bool = False  # no id ends the answer
@@ -84,13 +98,13 @@ class Request(NamedTuple):
     trajectory: bool = False  # keep when each token was accepted (`rollout`)
 
     def checked(self) -> Request:
-        """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
+        """Returns the request with numbers and a mesh as the decoder takes them.
 
         The axes of the mesh become those that the compiler shards (`AxisType.Auto`), whatever kind the user's are.
         """
         if self.state is not None and not isinstance(self.state, Session):
             raise refuse("state", self.state, "the state of an earlier Output, or None")
-        if not isinstance(self.plan, Plan | None):
+        if not isinstance(self.plan, Plan):
             raise refuse("plan", self.plan, "a Plan, such as mj.Plan(block=32, steps=16), or None")
         mesh = self.mesh
         if mesh is not None:
@@ -103,7 +117,6 @@ class Request(NamedTuple):
                 mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return self._replace(
             n=inputs.check_whole("n", self.n, 1, inputs.MAX_TOKENS, "a whole number of answers, 1 or more"),
-            plan=self.plan or Plan(),
             mesh=mesh,
             temperature=None if self.temperature is None else inputs.check_temperature(self.temperature),
             logprobs=inputs.check_logprobs(self.logprobs),
@@ -111,11 +124,16 @@ class Request(NamedTuple):
 
 
 def encode_request(lm: LM, request: Request) -> Request:
-    """Encodes the prompts of a request, and chooses its sampler and plan."""
+    """Encodes the prompts of a request, compiles its grammars, and chooses its sampler and plan."""
+    if request.bad_words is not None:
+        request = request._replace(schema=_bad_words(lm, request))
+    grammars = None if request.schema is None else _grammars(lm, request)
     efforts = find_effort(request.effort)
     prompts = _prompts(lm, request, _thinks(efforts))
     count, n = len(prompts), request.n
     request = resolve_sampler(lm, request, count)
+    if grammars is not None:
+        request = request._replace(sampler=_with_grammar_mask(lm, request.sampler, count), grammars=grammars)
     max_tokens = inputs.check_max_tokens(lm, prompts, request.max_tokens)
     seeds = inputs.row_seeds(request.seed, count, n)
     stops = check_stops(request.stop, count)
@@ -215,7 +233,7 @@ def resolve_sampler(lm: LM, request: Request, prompts: int) -> Request:
 
 def _prompts(lm: LM, request: Request, thinking: bool | list[bool]) -> list[inputs.Prompt]:
     """The prompts of a request, after the session that they continue."""
-    session: Session | None = request.state
+    session = request.state
     previous = () if session is None else session.prompts
     prompts, _ = inputs.encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
     if session is None:
@@ -236,9 +254,12 @@ def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
         The request with its sampler, for answers that are continued after their thinking; and a copy of the session,
         because running one uses its state up.
     """
-    session: Session = request.state
+    session = request.state
+    assert session is not None
     check_session(lm, session)
-    fixed: dict[str, Any] = dict.fromkeys(("guidance", "negative", "schema", "logprobs", "mesh")) | {"n": 1}
+    fixed: dict[str, Any] = dict.fromkeys(
+        ("guidance", "negative", "schema", "bad_words", "logprobs", "mesh")
+    ) | {"n": 1}
     if request.effort is None:  # else answers are continued after their thinking, with these
         fixed |= dict.fromkeys(("sampler", "temperature", "logit_bias"))
         fixed |= {"plan": Plan(), "max_tokens": 64, "seed": 0}
@@ -551,3 +572,109 @@ def continue_request(
         state=None,
         forked=False,
     )
+
+
+def add_drafter(
+    draft: Draft, config: DecodeConfig, sampler: Sampler, mesh: Mesh | None, longest: int, rows: int, n: int
+) -> tuple[DecodeConfig, SamplingParams]:
+    """Chooses the static sizes and the sampling parameters of the drafter.
+
+    Returns:
+        The verifier's config for decoding with drafts, and the drafter's sampling parameters [B, ...].
+    """
+    lm = draft.lm
+    rule = rules.entropy_bound() if lm.corruption.mask is None else rules.confidence()
+    own = draft.sampler or Sampler(rule, processors=sampler.processors, allow=sampler.allow)
+    own = complete_sampler(check_sampler(own), lm.corruption)
+    temperature = sampler.temperature if draft.temperature is None else draft.temperature
+    own = own._replace(
+        rule=draft_rule(own.rule, draft.method, lm.model.config.dtype),
+        temperature=inputs.check_temperature(temperature),
+    )
+    if longest > lm.model.config.context:
+        allowed = f"a model whose context holds {longest} tokens"
+        raise refuse("draft.lm", f"{lm.name} with a context of {lm.model.config.context}", allowed)
+    # The block length of a block-causal drafter is fixed. Its draft is the rest of the block after the verified text.
+    block = None if lm.model.config.pattern == "block_causal" else draft.tokens
+    drafter = build_config(
+        lm,
+        own,
+        Plan(block=block, steps=draft.steps, fuse_commit=0),
+        model=sharding.with_mesh(lm.model, mesh),
+        longest=longest,
+        region=draft.tokens,
+    )
+    # With the same seed, a draft is drawn with the uniforms of its verification.
+    drafter = drafter._replace(method=drafter.method._replace(position_draws=draft.method == "same_seed"))
+    sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
+    sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
+    check_functions(drafter, sampling, lm.params)
+    width = draft.tokens + 1  # the verifying pass feeds the last committed token and the draft
+    return config._replace(width=width, block=width, method=drafting(drafter, draft.method)), sampling
+
+
+# --- grammars
+
+
+def _grammars(lm: LM, request: Request) -> list[ConstrainedRow | None]:
+    """Compiles the grammars of a request, after checking that its other arguments work with a grammar."""
+    if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
+        allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
+        raise refuse("schema or bad_words", "set", allowed)
+    # A text that `stop` cuts would no longer match the grammar.
+    for name in ("state", "passes", "guidance", "mesh", "stop"):
+        if getattr(request, name) is not None:
+            raise refuse(name, getattr(request, name), "None with schema= or bad_words=")
+    judges = "the grammar judges the tokens of each pass"
+    reasons = {"revise": "tokens that the grammar has accepted stay", "lookahead": judges, "method": judges}
+    for name, reason in reasons.items():
+        if value := getattr(request.plan, name):
+            allowed = f"{None if name == 'method' else 0} with schema= or bad_words=: {reason}"
+            raise refuse(f"plan.{name}", value, allowed)
+    sampler = None if request.sampler is None else check_sampler(request.sampler)
+    if sampler is not None and sampler.rule.variable_length:
+        allowed = "a rule that keeps the number of tokens, with schema= or bad_words="
+        raise refuse("sampler.rule", sampler.rule.name, allowed)
+    if sampler is not None and sampler.speculate:
+        allowed = "None or 0 with schema= or bad_words=: the grammar judges what is drafted"
+        raise refuse("sampler.speculate", sampler.speculate, allowed)
+    prompts, _ = inputs.encode_prompts(lm, request.prompt)
+    budgets, count = inputs.check_max_tokens(lm, prompts, request.max_tokens).tolist(), len(prompts)
+    several = isinstance(request.schema, Sequence) and not isinstance(request.schema, str)
+    schemas: list[Any] = list(request.schema) if several else [request.schema] * count  # type: ignore[arg-type]
+    if len(schemas) != count:
+        raise refuse("schema", f"{len(schemas)} of them", f"one, or {count}: one for each prompt")
+    rows: list[ConstrainedRow | None] = []
+    for i, one in enumerate(schemas):
+        name = f"schema[{i}]" if several else "schema"
+        spec = JSONSchema(one, name) if isinstance(one, Mapping | bool) else one
+        if spec is not None and not isinstance(spec, Spec):
+            raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
+        try:
+            compiled = None if spec is None else grammar.compile(lm.tokenizer, spec)
+            walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]
+        except GrammarError as error:
+            if isinstance(spec, Without) or (error.place is not None and error.place.root == name):
+                raise
+            raise GrammarError(f"{name} is refused: {error}") from None
+        rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]
+    return rows
+
+
+def _bad_words(lm: LM, request: Request) -> list[Without | None] | None:
+    """Makes the texts that no answer may hold the grammar of each prompt; None if there are none."""
+    if request.schema is not None:
+        raise refuse("bad_words", request.bad_words, "None with schema=")
+    prompts, _ = inputs.encode_prompts(lm, request.prompt)
+    words = check_stops(request.bad_words, len(prompts), "bad_words")
+    before = ["" if p.chat else lm.tokenizer.decode(p.ids) for p in prompts]
+    specs = [Without(texts, text) if texts else None for texts, text in zip(words, before, strict=False)]
+    return specs if any(specs) else None
+
+
+def _with_grammar_mask(lm: LM, sampler: SamplerLike | None, prompts: int) -> Sampler:
+    """Adds a grammar mask for each prompt to a sampler; it allows every id until `constrained.run` sets it."""
+    checked = check_sampler(sampler)
+    bits = np.full((prompts, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
+    mask = processors.allow_bits(bits, np.full(prompts, -1, np.int32))
+    return checked._replace(allow=(*checked.allow, mask))

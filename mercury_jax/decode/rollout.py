@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Between, Plan, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.inputs import Seeds, WholeNumbers
+from mercury_jax.decode.inputs import Reward, Seeds, WholeNumbers, call_reward, repeat_prompts
 from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
@@ -31,45 +31,6 @@ from mercury_jax.decode.session import advance, read_answers
 from mercury_jax.decode.state import ArrayLike, bucket, check_equal_lengths
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, Key, PackedPass, Params, fields_shown
-
-
-@runtime_checkable
-class Reward(Protocol):
-    """A reward function for answers, defined by the user; runs on the host, in Python or numpy."""
-
-    def __call__(
-        self, prompts: Sequence[inputs.PromptLike], texts: Sequence[str], /
-    ) -> Sequence[float] | np.ndarray | jax.Array:
-        """Returns one finite number per text; texts[i] answers prompts[i], which is as the caller gave it."""
-        ...
-
-
-def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) -> np.ndarray:
-    """Calls a user's reward and checks what it returns.
-
-    Returns:
-        The rewards, float64 [B].
-    """
-    try:
-        values = np.asarray(reward(prompts, texts))
-    except Exception as error:
-        what = f"reward(prompts, texts) failed for {len(texts)} texts: {type(error).__name__}: {error}"
-        raise RuntimeError(what) from error
-    if values.shape != (len(texts),) or values.dtype.kind not in "biuf" or not np.isfinite(values).all():
-        found = values.tolist() if values.size <= 8 else f"{values.dtype}{list(values.shape)}"
-        if values.shape == (len(texts),) and values.dtype.kind == "f":
-            at = int(np.flatnonzero(~np.isfinite(values))[0])
-            found = f"{values[at]} for text {at}"
-        raise refuse("what reward returned", found, f"{len(texts)} finite numbers, one for each text")
-    return values.astype(np.float64)
-
-
-def repeat_prompts(lm: LM, prompt: Any, n: int) -> list[Any]:
-    """Repeats every prompt n times: n times the first, then n times the second, and so on."""
-    inputs.check_lm(lm)
-    n = inputs.check_whole("n", n, 1, inputs.MAX_TOKENS)
-    _, single = inputs.encode_prompts(lm, prompt)
-    return [one for one in ([prompt] if single else list(prompt)) for _ in range(n)]
 
 
 @dataclass(frozen=True)
@@ -180,7 +141,8 @@ def rollout(
         raise refuse("reward", reward, "a function of (prompts, texts), or None")
     began = time.perf_counter()
     request = Request(
-        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
+        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, temperature=temperature,
+        plan=Plan() if plan is None else plan,
         trajectory=True,
     ).checked()  # fmt: skip
     request = encode_request(lm, request)

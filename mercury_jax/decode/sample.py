@@ -3,8 +3,7 @@
 The path of a call: a `Request` holds the arguments; `request.encode_request` tokenizes the prompts; `request.start`
 makes a `Session`; `session.advance` runs it on the device; `collect` reads the answers from its state.
 
-`abstract_session`, `lower_run` and `lower_prefill` lower the programs of a call from shapes alone, to compile them
-ahead of time or to inspect them. Nothing is computed; `lm.params` may be `jax.ShapeDtypeStruct`s with shardings.
+`lowering.py` lowers the programs of a call without running them.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax import decode, sharding
-from mercury_jax.config import Plan, at_least, refuse
+from mercury_jax import decode
+from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.answer_text import closed_thinking, decode_answer, end_stopped_rows, watched_rows
-from mercury_jax.decode.defaults import EffortLike, choose_sampler
-from mercury_jax.decode.grammar import Spec
+from mercury_jax.decode.grammar.spec import Spec
 from mercury_jax.decode.inputs import (
     MAX_TOKENS,
+    EffortLike,
     Prompt,
     Prompts,
     Seeds,
@@ -47,8 +46,6 @@ from mercury_jax.decode.request import (
     fork_of,
     keeps_slots,
     resume_request,
-    row_mesh,
-    rows_of,
     start,
 )
 from mercury_jax.decode.sampler import Param, SamplerLike
@@ -58,12 +55,9 @@ from mercury_jax.decode.session import (
     advance,
     check_nan_steps,
     decode_program,
-    prefill_program,
     read_answers,
-    run_program,
-    run_sharded_program,
 )
-from mercury_jax.decode.state import DecodeConfig, Frame, first_state, prefill_width
+from mercury_jax.decode.state import DecodeConfig, Frame, prefill_width
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM, shortened
@@ -73,6 +67,234 @@ if TYPE_CHECKING:
 
 # passes per dispatch while frames are kept: a static size, since it shapes the frame buffer
 HISTORY_PASSES = 16
+
+
+def sample(
+    lm: LM,
+    prompt: Prompts | None,
+    *,
+    n: int = 1,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
+    sampler: SamplerLike | None = None,
+    plan: Plan | None = None,
+    temperature: Param | Sequence[float] | None = None,
+    effort: EffortLike | Sequence[EffortLike] | None = None,
+    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
+    guidance: Param | Sequence[float] | None = None,
+    negative: Prompts | None = None,
+    logprobs: int | None = None,
+    state: Session | None = None,
+    keep: bool = False,
+    passes: int | None = None,
+    history: bool = False,
+    mesh: Mesh | None = None,
+    schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
+    draft: Draft | LM | None = None,
+    bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
+) -> Output:
+    """Decodes answers to each prompt.
+
+    Where an argument may be a list, the list has one entry per prompt, and all n answers to a prompt use that entry.
+    The parameters of a rule may be lists too: `rules.threshold([0.5, 0.9])`.
+
+    Args:
+        lm: The model, from `mj.load()`.
+        prompt: One prompt or a list of prompts. A prompt is a text; a conversation, which is a list of
+            {"role", "content"} whose content is a text or a list of parts {"type": "text", "text": ...}; or token ids
+            as a list, a numpy array or a JAX array. A 2-D array is a list of id prompts.
+        n: Answers per prompt. The prompt is encoded once and its KV cache is shared.
+        max_tokens: Maximum number of tokens of an answer, not counting its thinking; one number or a list.
+        seed: Answer j of prompt i uses the seed `seed + i * n + j`; with a list, `seed[i] + j`. A key of
+            `jax.random.key` is allowed instead of a number; k is then added by `fold_in(key, k)`.
+        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the checkpoint's default, or else the
+            default for its noise.
+        plan: Block length, denoising steps, and reuse of cached keys and values.
+        temperature: Sampling temperature of tokens, one number or a list. 0: argmax. None: the default of the rule.
+        effort: "instant", "low", "medium", "high" or an `Effort`, or a list of these. In conversations the model then
+            thinks before it answers, within the budget of the effort.
+        stop: Stop texts: one, a list for all prompts, or a list of such lists (or None). The text of an answer is cut
+            before the stop text that is completed first; its tokens include the one that completes the stop text.
+            Thinking is not searched. Not with `schema`.
+        logit_bias: {token id: bias}, or a list with one such table (or None) per prompt.
+        guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
+        negative: The prompt of the unconditional branch of the guidance, one or one per prompt. None: no prompt, so
+            this branch sees only the answer. "masked": a mask instead of each prompt token, which is the guidance of
+            LLaDA (`cfg_scale` in its generate.py).
+        logprobs: Number of alternatives per token for which log-probabilities are returned, in addition to the
+            emitted token's. None: `Output.logprobs` is None.
+        state: `Output.state` of an earlier call, to continue from its KV cache. `prompt` is then the text that
+            follows, one for each answer of that call; or None to finish a call that `passes` stopped. A guided call
+            continues with the caches of both branches and its weight, unless `guidance` sets another one; both
+            branches then read `prompt`.
+        keep: Whether to return the final state in `Output.state`.
+        passes: Stop after this many passes and return the state. None: run until all answers are done.
+        history: Whether to return a `Frame` of every pass in `Output.history`.
+        mesh: Mesh over whose `data` axis the rows are sharded.
+        schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
+            with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
+        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one. It drafts blocks, and `lm`, a model
+            that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
+            sense of `mj.Draft.method`. Not with plan, schema, guidance, state, keep or passes.
+        bad_words: Texts that no answer holds, in whatever tokens: one, a list for all prompts, or a list of such lists
+            (or None). A text that the prompt begins is not completed either. Thinking may hold them. It is a grammar
+            of the answer (`mj.grammar.Without`): the answer is not blank, and what `schema` says of other arguments
+            holds. Not with schema.
+
+    Returns:
+        The answers and their cost.
+
+    Raises:
+        ValueError: Names the argument that does not fit, before any compute; or names row and pass if the logits of a
+            model are NaN.
+
+    Example:
+        >>> out = mj.sample(lm, "def fibonacci(n):", max_tokens=64)
+        >>> out.text, out.forwards
+    """
+    began = time.perf_counter()
+    check_lm(lm)
+    for name, value in (("keep", keep), ("history", history)):
+        if not isinstance(value, bool | np.bool_):
+            raise refuse(name, value, "True or False")
+    if passes is not None:
+        passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
+    if prompt is None and state is None:
+        allowed = "a prompt; or None with state=, which passes= and keep=True put into Output.state"
+        raise refuse("prompt", None, allowed)
+    if draft is not None:  # its own settings plan the drafts
+        plan = None if plan == Plan() else plan
+        others = dict(
+            plan=plan, state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words,
+            keep=keep, passes=passes,
+        )  # fmt: skip
+        lm, draft, sampler = with_drafter(lm, draft, sampler, others)
+    request = Request(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, temperature=temperature,
+        plan=Plan() if plan is None else plan,
+        effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
+        mesh=mesh, schema=schema, bad_words=bad_words, n=n, stop=stop, draft=draft, passes=passes,
+    ).checked()  # fmt: skip
+    if state is not None and prompt is None:
+        request, session = resume_request(lm, request)
+    else:
+        request = encode_request(lm, request)
+        # The fast path: when no state, frame or text is needed before the end, prefill and all passes are one program.
+        watched = (keep, history, passes, state, mesh, effort, stop, request.grammars)
+        if not any(watched) and guidance is negative is None:
+            answers, made, cached = _decode_at_once(lm, request)
+            out = collect(lm, answers, request.prompts, began, cached=cached)
+            return dataclasses.replace(out, passes=made, n=n)
+        session = start(lm, request)
+    cached = _cached(request, session.config, session.state.tokens.shape[1])
+    if request.grammars is not None:
+        session, frames, made = constrained.run(lm, session, request.grammars, history)
+    else:
+        session, frames, made = _run(lm, session, passes, history)
+    answers = read_answers(session.config, session.state)
+    out = collect(lm, answers, session.prompts, began, frames, cached, session.stopped)
+    if effort is not None and passes is None and request.grammars is None:
+        out, session, more = _continue_empty_answers(lm, request, session, out)
+        made += more
+    keep = keep or state is not None or passes is not None
+    return dataclasses.replace(
+        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n
+    )
+
+
+def _cached(request: Request, config: DecodeConfig, slots: int) -> np.ndarray:
+    """Counts the tokens [B] that were in the KV cache before a call encoded anything, to be subtracted at its end."""
+    cached = np.zeros(len(request.prompts), int)
+    # A continued call starts from the cache of the earlier one; each of its rows may have n answers now.
+    if request.state is not None and keeps_slots(config, slots, request.state.state):
+        before = np.asarray(request.state.state.cache_length)[: request.state.rows]
+        cached = np.repeat(before, len(cached) // len(before))
+    # The prompt is encoded in the row of its first answer, and the other n - 1 rows copy its cache. A bidirectional
+    # model has no cache to copy.
+    if request.forked and request.rows is not None and config.model.config.pattern != "bidirectional":
+        ready = np.asarray(config.encodable(jnp.asarray(request.rows.committed)))
+        cached = np.where(np.arange(len(cached)) % request.n > 0, ready, cached)
+    return cached
+
+
+def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]:
+    """Decodes a request that needs no state afterwards: one compiled program, one transfer to the host.
+
+    Returns:
+        The answers, the number of passes, and the cached tokens [B] (see `_cached`).
+    """
+    config, sampling, rows = configure(lm, request)
+    fork = fork_of(request, len(rows.committed))
+    with explain_wrong_params(lm):
+        width = prefill_width(config, rows.tokens.shape[1], always=fork is not None)
+        answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows, fork))
+    return answers, int(made), _cached(request, config, rows.tokens.shape[1])
+
+
+def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
+    """Runs a session until all rows are done, or for at most `passes` passes.
+
+    Returns:
+        The session, its frames (empty without `history`), and the number of passes made.
+    """
+    watch = watched_rows(session)
+    if not history and passes is None and watch is None:
+        session, _, made = advance(lm, session, None)
+        return session, [], int(np.max(jax.device_get(made)))
+    frames: list[Frame] = []
+    total, checked = 0, np.zeros(session.state.done.shape[0], int)
+    while not session.done and (passes is None or total < passes):
+        # The number of frames is static. Chunks of HISTORY_PASSES and then single passes serve every `passes` with two
+        # compiled programs. Stop texts alone need no frames: the loop returns when a watched row commits a block.
+        size = HISTORY_PASSES if passes is None or passes - total >= HISTORY_PASSES else 1
+        session, chunk, made = advance(lm, session, size if history or passes is not None else None, watch)
+        host, count = jax.device_get(chunk), int(np.max(jax.device_get(made)))
+        total += count
+        if watch is not None:
+            session, checked = end_stopped_rows(lm, session, checked)
+        for i in range(count if history else 0):
+            frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
+    return session, frames, total
+
+
+def _continue_empty_answers(
+    lm: LM, request: Request, session: Session, out: Output
+) -> tuple[Output, Session, int]:
+    """Continues conversations whose answer has no text, such as those that never closed their thinking section.
+
+    The thinking section is closed, and decoding continues with the answer.
+    """
+    prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
+    empty = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    which = [i for i in empty if i not in session.stopped]
+    if not which:
+        return out, session, 0
+    for i in which:
+        replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
+    began = time.perf_counter() - out.seconds
+    session = start(lm, continue_request(lm, request, replies, which))
+    session, frames, made = _run(lm, session, None, bool(out.history))
+    frames, answers = [*out.history, *frames], read_answers(session.config, session.state)
+    more = collect(lm, answers, session.prompts, began, frames, stopped=session.stopped)
+    texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
+    tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
+    for i in which:
+        tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
+        thinking[i], text = decode_answer(lm, tokens[i], True)
+        texts[i] = session.stopped.get(i, text)
+        finish[i] = more.finish[i]
+        if logprobs is not None and more.logprobs is not None:
+            logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
+    return dataclasses.replace(
+        more, first=out.first, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
+        forwards=out.forwards + more.forwards, evaluated=out.evaluated + more.evaluated,
+        encoded=out.encoded + more.encoded,
+        draft=None if out.draft is None or more.draft is None else out.draft + more.draft,
+    ), session, made  # fmt: skip
+
+
+# --- programs from shapes alone
 
 
 @dataclass(frozen=True)
@@ -218,201 +440,6 @@ class Output:
         return decode.pictures().output(self)
 
 
-def sample(
-    lm: LM,
-    prompt: Prompts | None,
-    *,
-    n: int = 1,
-    max_tokens: WholeNumbers = 64,
-    seed: Seeds = 0,
-    sampler: SamplerLike | None = None,
-    plan: Plan | None = None,
-    temperature: Param | Sequence[float] | None = None,
-    effort: EffortLike | Sequence[EffortLike] | None = None,
-    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
-    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
-    guidance: Param | Sequence[float] | None = None,
-    negative: Prompts | None = None,
-    logprobs: int | None = None,
-    state: Session | None = None,
-    keep: bool = False,
-    passes: int | None = None,
-    history: bool = False,
-    mesh: Mesh | None = None,
-    schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
-    draft: Draft | LM | None = None,
-    bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
-) -> Output:
-    """Decodes answers to each prompt.
-
-    Where an argument may be a list, the list has one entry per prompt, and all n answers to a prompt use that entry.
-    The parameters of a rule may be lists too: `rules.threshold([0.5, 0.9])`.
-
-    Args:
-        lm: The model, from `mj.load()`.
-        prompt: One prompt or a list of prompts. A prompt is a text; a conversation, which is a list of
-            {"role", "content"} whose content is a text or a list of parts {"type": "text", "text": ...}; or token ids
-            as a list, a numpy array or a JAX array. A 2-D array is a list of id prompts.
-        n: Answers per prompt. The prompt is encoded once and its KV cache is shared.
-        max_tokens: Maximum number of tokens of an answer, not counting its thinking; one number or a list.
-        seed: Answer j of prompt i uses the seed `seed + i * n + j`; with a list, `seed[i] + j`. A key of
-            `jax.random.key` is allowed instead of a number; k is then added by `fold_in(key, k)`.
-        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the checkpoint's default, or else the
-            default for its noise.
-        plan: Block length, denoising steps, and reuse of cached keys and values.
-        temperature: Sampling temperature of tokens, one number or a list. 0: argmax. None: the default of the rule.
-        effort: "instant", "low", "medium", "high" or an `Effort`, or a list of these. In conversations the model then
-            thinks before it answers, within the budget of the effort.
-        stop: Stop texts: one, a list for all prompts, or a list of such lists (or None). The text of an answer is cut
-            before the stop text that is completed first; its tokens include the one that completes the stop text.
-            Thinking is not searched. Not with `schema`.
-        logit_bias: {token id: bias}, or a list with one such table (or None) per prompt.
-        guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
-        negative: The prompt of the unconditional branch of the guidance, one or one per prompt. None: no prompt, so
-            this branch sees only the answer. "masked": a mask instead of each prompt token, which is the guidance of
-            LLaDA (`cfg_scale` in its generate.py).
-        logprobs: Number of alternatives per token for which log-probabilities are returned, in addition to the
-            emitted token's. None: `Output.logprobs` is None.
-        state: `Output.state` of an earlier call, to continue from its KV cache. `prompt` is then the text that
-            follows, one for each answer of that call; or None to finish a call that `passes` stopped. A guided call
-            continues with the caches of both branches and its weight, unless `guidance` sets another one; both
-            branches then read `prompt`.
-        keep: Whether to return the final state in `Output.state`.
-        passes: Stop after this many passes and return the state. None: run until all answers are done.
-        history: Whether to return a `Frame` of every pass in `Output.history`.
-        mesh: Mesh over whose `data` axis the rows are sharded.
-        schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
-            with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
-        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one. It drafts blocks, and `lm`, a model
-            that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
-            sense of `mj.Draft.method`. Not with plan, schema, guidance, state, keep or passes.
-        bad_words: Texts that no answer holds, in whatever tokens: one, a list for all prompts, or a list of such lists
-            (or None). A text that the prompt begins is not completed either. Thinking may hold them. It is a grammar
-            of the answer (`mj.grammar.Without`): the answer is not blank, and what `schema` says of other arguments
-            holds. Not with schema.
-
-    Returns:
-        The answers and their cost.
-
-    Raises:
-        ValueError: Names the argument that does not fit, before any compute; or names row and pass if the logits of a
-            model are NaN.
-
-    Example:
-        >>> out = mj.sample(lm, "def fibonacci(n):", max_tokens=64)
-        >>> out.text, out.forwards
-    """
-    began = time.perf_counter()
-    check_lm(lm)
-    for name, value in (("keep", keep), ("history", history)):
-        if not isinstance(value, bool | np.bool_):
-            raise refuse(name, value, "True or False")
-    if passes is not None:
-        passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
-    if prompt is None and state is None:
-        allowed = "a prompt; or None with state=, which passes= and keep=True put into Output.state"
-        raise refuse("prompt", None, allowed)
-    if draft is not None:  # its own settings plan the drafts
-        plan = None if plan == Plan() else plan
-        others = dict(
-            plan=plan, state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words,
-            keep=keep, passes=passes,
-        )  # fmt: skip
-        lm, draft, sampler = with_drafter(lm, draft, sampler, others)
-    request = Request(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
-        effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
-        mesh=mesh, schema=schema, n=n, stop=stop, draft=draft,
-    ).checked()  # fmt: skip
-    if bad_words is not None:
-        request = constrained.without_bad_words(lm, request, bad_words)
-    grammars = None if request.schema is None else constrained.rows_of_request(lm, request, passes)
-    if state is not None and prompt is None:
-        request, session = resume_request(lm, request)
-    else:
-        request = encode_request(lm, request)
-        if grammars is not None:
-            request = constrained.with_grammar_mask(lm, request)
-        # The fast path: when no state, frame or text is needed before the end, prefill and all passes are one program.
-        elif (
-            not (keep or history or passes or state or mesh or effort or stop)
-            and guidance is negative is None
-        ):
-            answers, made, cached = _decode_at_once(lm, request)
-            out = collect(lm, answers, request.prompts, began, cached=cached)
-            return dataclasses.replace(out, passes=made, n=n)
-        session = start(lm, request)
-    cached = _cached(request, session.config, session.state.tokens.shape[1])
-    if grammars is not None:
-        session, frames, made = constrained.run(lm, session, grammars, history)
-    else:
-        session, frames, made = _run(lm, session, passes, history)
-    answers = read_answers(session.config, session.state)
-    out = collect(lm, answers, session.prompts, began, frames, cached, session.stopped)
-    if effort is not None and passes is None and grammars is None:
-        out, session, more = _continue_empty_answers(lm, request, session, out)
-        made += more
-    keep = keep or state is not None or passes is not None
-    return dataclasses.replace(
-        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n
-    )
-
-
-def _cached(request: Request, config: DecodeConfig, slots: int) -> np.ndarray:
-    """Counts the tokens [B] that were in the KV cache before a call encoded anything, to be subtracted at its end."""
-    cached = np.zeros(len(request.prompts), int)
-    # A continued call starts from the cache of the earlier one; each of its rows may have n answers now.
-    if request.state is not None and keeps_slots(config, slots, request.state.state):
-        before = np.asarray(request.state.state.cache_length)[: request.state.rows]
-        cached = np.repeat(before, len(cached) // len(before))
-    # The prompt is encoded in the row of its first answer, and the other n - 1 rows copy its cache. A bidirectional
-    # model has no cache to copy.
-    if request.forked and request.rows is not None and config.model.config.pattern != "bidirectional":
-        ready = np.asarray(config.encodable(jnp.asarray(request.rows.committed)))
-        cached = np.where(np.arange(len(cached)) % request.n > 0, ready, cached)
-    return cached
-
-
-def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]:
-    """Decodes a request that needs no state afterwards: one compiled program, one transfer to the host.
-
-    Returns:
-        The answers, the number of passes, and the cached tokens [B] (see `_cached`).
-    """
-    config, sampling, rows = configure(lm, request)
-    fork = fork_of(request, len(rows.committed))
-    with explain_wrong_params(lm):
-        width = prefill_width(config, rows.tokens.shape[1], always=fork is not None)
-        answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows, fork))
-    return answers, int(made), _cached(request, config, rows.tokens.shape[1])
-
-
-def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
-    """Runs a session until all rows are done, or for at most `passes` passes.
-
-    Returns:
-        The session, its frames (empty without `history`), and the number of passes made.
-    """
-    watch = watched_rows(session)
-    if not history and passes is None and watch is None:
-        session, _, made = advance(lm, session, None)
-        return session, [], int(np.max(jax.device_get(made)))
-    frames: list[Frame] = []
-    total, checked = 0, np.zeros(session.state.done.shape[0], int)
-    while not session.done and (passes is None or total < passes):
-        # The number of frames is static. Chunks of HISTORY_PASSES and then single passes serve every `passes` with two
-        # compiled programs. Stop texts alone need no frames: the loop returns when a watched row commits a block.
-        size = HISTORY_PASSES if passes is None or passes - total >= HISTORY_PASSES else 1
-        session, chunk, made = advance(lm, session, size if history or passes is not None else None, watch)
-        host, count = jax.device_get(chunk), int(np.max(jax.device_get(made)))
-        total += count
-        if watch is not None:
-            session, checked = end_stopped_rows(lm, session, checked)
-        for i in range(count if history else 0):
-            frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
-    return session, frames, total
-
-
 def collect(
     lm: LM,
     found: Answers,
@@ -470,42 +497,6 @@ def collect(
     )
 
 
-def _continue_empty_answers(
-    lm: LM, request: Request, session: Session, out: Output
-) -> tuple[Output, Session, int]:
-    """Continues conversations whose answer has no text, such as those that never closed their thinking section.
-
-    The thinking section is closed, and decoding continues with the answer.
-    """
-    prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
-    empty = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
-    which = [i for i in empty if i not in session.stopped]
-    if not which:
-        return out, session, 0
-    for i in which:
-        replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
-    began = time.perf_counter() - out.seconds
-    session = start(lm, continue_request(lm, request, replies, which))
-    session, frames, made = _run(lm, session, None, bool(out.history))
-    frames, answers = [*out.history, *frames], read_answers(session.config, session.state)
-    more = collect(lm, answers, session.prompts, began, frames, stopped=session.stopped)
-    texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
-    tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
-    for i in which:
-        tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
-        thinking[i], text = decode_answer(lm, tokens[i], True)
-        texts[i] = session.stopped.get(i, text)
-        finish[i] = more.finish[i]
-        if logprobs is not None and more.logprobs is not None:
-            logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
-    return dataclasses.replace(
-        more, first=out.first, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
-        forwards=out.forwards + more.forwards, evaluated=out.evaluated + more.evaluated,
-        encoded=out.encoded + more.encoded,
-        draft=None if out.draft is None or more.draft is None else out.draft + more.draft,
-    ), session, made  # fmt: skip
-
-
 def _join_logprobs(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
     """Concatenates the log-probabilities of the first `size` tokens of an answer and of its continuation.
 
@@ -520,48 +511,3 @@ def _join_logprobs(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
 
     pairs = ((before.tokens, behind.tokens), (before.top_ids, behind.top_ids), (before.top, behind.top))
     return LogProbs(*(join(old, new) for old, new in pairs))
-
-
-# --- programs from shapes alone
-
-
-def abstract_session(
-    lm: LM, rows: int, context: int, answer: int | None = None, mesh: Mesh | None = None
-) -> tuple[Session, int | None]:
-    """Makes the session of a call with `jax.ShapeDtypeStruct`s instead of arrays.
-
-    Returns:
-        The session, and the tokens per prefill pass; None if prompts are so short that `step` encodes them.
-    """
-    config = lm.model.config
-    answer = min(config.block, context - 1) if answer is None else answer
-    at_least(1, rows=rows, answer=answer)
-    if not answer < context <= config.context:
-        raise refuse("context", context, f"{answer + 1}..{config.context}: the model's context")
-    prompts = [Prompt([config.pad] * (context - answer), False)] * rows
-    sampler, plan = choose_sampler(lm, None, Plan(), None)
-    request = Request(sampler=sampler, plan=plan, mesh=mesh, rows=rows_of(prompts, answer, 0))
-    decode_config, sampling, padded = configure(lm, request)
-    state = jax.eval_shape(lambda: first_state(decode_config, sampling, padded))
-    on = sharding.model_parallel_mesh(lm.params)
-    # `eval_shape` drops shardings, and the lowered program needs the sharding of the cache
-    if on is not None:
-        place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        shardings = sharding.cache_shardings(state.cache, on)
-        state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
-    session = Session(decode_config, state, rows, row_mesh(lm, mesh))
-    width = prefill_width(decode_config, padded.tokens.shape[1])
-    return session, None if int(np.max(padded.committed)) <= decode_config.own_prefill else width
-
-
-def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages.Lowered:
-    """Lowers the decoding loop for the devices in the shardings of the parameters."""
-    varying = lm.params, session.state, passes
-    if session.mesh is None:
-        return run_program.lower(session.config, *varying)
-    return run_sharded_program.lower(session.config, session.mesh, *varying)
-
-
-def lower_prefill(lm: LM, session: Session, width: int) -> jax.stages.Lowered:
-    """Lowers the prefill loop of long prompts for the devices in the shardings of the parameters."""
-    return prefill_program.lower(session.config, lm.params, session.state, width)

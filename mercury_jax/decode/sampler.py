@@ -40,6 +40,19 @@ NOISE = ("absorbing", "uniform")  # kinds of noise: with a mask id, and without 
 LeaveOneOutMasks: TypeAlias = bool | Literal["joint"]
 
 
+# What a rule may rely on in a model and its noise, and which rule to choose where that is missing.
+CAPABILITIES = {
+    "leave-one-out masks": "a rule without leave-one-out predictions: they need attention_mask and positions in apply",
+    "aligned logits": "a rule without leave-one-out predictions: this model's logits are shifted",
+    "hidden padding": "a rule that keeps the number of tokens: apply takes neither lengths nor attention_mask, so it "
+    "would see the padding of shorter rows",
+    "no self-conditioning": "a rule that keeps the number of tokens: this model reads its predictions of the pass "
+    "before",
+    "no time": "ancestral: this model takes the time, and predicts anew in each step",
+    "hybrid noise": "ancestral: the noise of this model is no mixture of masks and random tokens",
+}
+
+
 class Static(NamedTuple):
     """A parameter that is one array for all rows, such as a table of ids; a plain array is one number per row."""
 
@@ -199,6 +212,7 @@ class Rule:
         variable_length: Whether the rule inserts or deletes positions.
         needs_logits: Whether the rule reads `view.logits`. If no part of a sampler does, a large vocabulary is
             processed in chunks, and the logits [L, V] never exist at once.
+        needs: Further properties of the model that the rule relies on: names of `CAPABILITIES`.
     """
 
     function: Callable[..., tuple[Proposal, Memory]]
@@ -212,9 +226,17 @@ class Rule:
     needs_hidden: bool | HiddenHead = False
     variable_length: bool = False
     needs_logits: bool = True
+    needs: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return part_text(self)
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The `CAPABILITIES` of a model that the rule relies on."""
+        leave_one_out = ("leave-one-out masks", "aligned logits") if self.leave_one_out else ()
+        moves = ("hidden padding", "no self-conditioning") if self.variable_length else ()
+        return (*leave_one_out, *moves, *self.needs)
 
     def __call__(self, key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
         """Runs the rule on one row and checks shapes and dtypes of what it returns, while tracing.
@@ -303,6 +325,8 @@ class StoppingCriterion:
         name: For messages and reports.
         init: init(canvas [L], vocabulary size) makes the memory at the start of each block.
         needs_logits: Whether the criterion reads `view.logits`.
+        keeps_decided: Whether decided tokens are final. A block then also ends with an end of text that has no mask
+            before it; under other criteria the rule may still revise the tokens before it.
     """
 
     function: Callable[..., tuple[Bool[Array, ""] | bool, Memory]]
@@ -310,6 +334,7 @@ class StoppingCriterion:
     name: str
     init: Callable[[jax.Array, int], Memory] = no_memory
     needs_logits: bool = True
+    keeps_decided: bool = False
 
     def __repr__(self) -> str:
         return part_text(self)

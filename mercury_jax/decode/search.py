@@ -21,13 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Above, AtLeast, Between, Plan, refuse
 from mercury_jax.decode import inputs
+from mercury_jax.decode.answer_text import decode_answer
 from mercury_jax.decode.decoder import estimate_answers
 from mercury_jax.decode.defaults import complete_sampler
-from mercury_jax.decode.inputs import Seeds, WholeNumbers
+from mercury_jax.decode.inputs import Reward, Seeds, WholeNumbers, call_reward, repeat_prompts
 from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.request import Request, encode_request, start
-from mercury_jax.decode.rollout import Reward, call_reward, repeat_prompts
-from mercury_jax.decode.sample import decode_answer, sample
+from mercury_jax.decode.sample import sample
 from mercury_jax.decode.sampler import LogitsProcessor, Memory, Sampler, SamplerLike, call_part, check_sampler
 from mercury_jax.decode.session import Session, check_nan
 from mercury_jax.decode.state import DecodeConfig, State
@@ -237,7 +237,7 @@ def smc(
         max_tokens=max_tokens,
         seed=seed,
         sampler=sampler,
-        plan=plan,
+        plan=Plan() if plan is None else plan,
         temperature=temperature,
     ).checked()
     request = encode_request(lm, request)

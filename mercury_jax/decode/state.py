@@ -33,7 +33,7 @@ from mercury_jax.decode.token_stats import (
     write_changed,
 )
 from mercury_jax.noise import Corruption
-from mercury_jax.types import LM, Cache, Key, Model, Params, SelfCond, fields_shown
+from mercury_jax.types import LM, Cache, Key, Model, Params, SelfCond, TokenStats, fields_shown
 
 PREFILL = 256  # tokens per prefill pass
 QUANTUM = 64  # capacities are multiples of this number; larger ones, of its products with powers of two
@@ -328,6 +328,19 @@ class Method(NamedTuple):
         return f"Method({self.name})"
 
 
+class Predictions(NamedTuple):
+    """What a pass predicts for the windows of all rows."""
+
+    seen: Any  # the rows' `view.Observation`, with the logits in its view if they are kept
+    stats: TokenStats  # [B, L]
+    raw: Float[Array, "B L V"] | None  # logits as the model computes them; None: not kept
+    self_cond: SelfCond
+
+
+# predict(config, params, state, hidden, seen) -> Predictions
+Predict: TypeAlias = Callable[["DecodeConfig", Params, State, Any, Any], Predictions]
+
+
 class DecodeConfig(NamedTuple):
     """What a compiled step closes over. Hashable: equal configs share one compilation."""
 
@@ -345,8 +358,7 @@ class DecodeConfig(NamedTuple):
     logprobs: int | None = None
     times: tuple[float, ...] | None = None  # times t of a block's steps and its end; None: evenly from 1 to 0
     trajectory: bool = False  # record when each token was accepted, and the log-probability of its draw
-    vocab_chunk: int = 32768  # ids per chunk, if no part needs all logits (`chunked_vocab.py`)
-    logit_bytes: int = 2**29  # up to this size in fp32, one product computes the logits of all chunks
+    predict: Predict | None = None  # from hidden states to token statistics; None: `denoise.predict_tokens`
 
     @property
     def window(self) -> int:

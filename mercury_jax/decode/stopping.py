@@ -20,7 +20,7 @@ from mercury_jax.types import Proposal, View
 ALL = STOPPING
 
 
-@stopping_criterion(needs_logits=False)
+@stopping_criterion(needs_logits=False, keeps_decided=True)
 def filled(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
     """Stops when no mask is left: the default of masked decoding, where another pass would change nothing.
 

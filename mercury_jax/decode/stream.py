@@ -25,9 +25,16 @@ from mercury_jax.decode.answer_text import (
     watched_rows,
 )
 from mercury_jax.decode.constrained import ConstrainedRow, Grammars
-from mercury_jax.decode.defaults import EffortLike
-from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, Seeds, WholeNumbers, check_lm, check_whole
+from mercury_jax.decode.grammar.spec import Spec
+from mercury_jax.decode.inputs import (
+    MAX_TOKENS,
+    EffortLike,
+    Prompts,
+    Seeds,
+    WholeNumbers,
+    check_lm,
+    check_whole,
+)
 from mercury_jax.decode.request import Request, continue_request, encode_request, start
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import Session, advance, check_nan
@@ -139,24 +146,18 @@ def stream(
         raise refuse("prompt", prompt, "a prompt; sample(lm, None, state=) finishes what was stopped")
     every = check_whole("every", every, 1, MAX_TOKENS, "1 or more passes")
     request = Request(
-        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
+        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, temperature=temperature,
+        plan=Plan() if plan is None else plan,
         effort=effort, stop=stop, logit_bias=logit_bias, guidance=guidance, negative=negative, state=state, mesh=mesh,
-        schema=schema,
+        schema=schema, bad_words=bad_words,
     ).checked()  # fmt: skip
-    if bad_words is not None:
-        request = constrained.without_bad_words(lm, request, bad_words)
-    grammars = None if request.schema is None else constrained.rows_of_request(lm, request, None)
     request = encode_request(lm, request)
-    if grammars is not None:
-        request = constrained.with_grammar_mask(lm, request)
-    return _outputs(lm, request, start(lm, request), every, grammars)
+    return _outputs(lm, request, start(lm, request), every)
 
 
-def _outputs(
-    lm: LM, request: Request, session: Session, every: int, grammars: Grammars | None
-) -> Iterator[StreamOutput]:
+def _outputs(lm: LM, request: Request, session: Session, every: int) -> Iterator[StreamOutput]:
     """Yields the outputs of a session, and those of the continuation of conversations without any answer text."""
-    prompts, count = request.prompts, len(request.prompts)
+    prompts, count, grammars = request.prompts, len(request.prompts), request.grammars
     replies: list[tuple[int, ...]] = [()] * count
     passes, unanswered = [0] * count, []
     rows, nothing = range(count), [()] * count

@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, infill as infilling
-from mercury_jax.decode.score import canvas_times, score
+from mercury_jax.decode.likelihood import canvas_times
+from mercury_jax.decode.score import score
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.evaluate.runner import (
     OF_EXACT,

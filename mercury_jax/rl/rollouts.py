@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.config import AtLeast, Plan, PositiveFloat, PositiveInt, check_fields, refuse, refuse_if
-from mercury_jax.decode.rollout import AnswerBatch, Reward, Rollout, pad_answers, rollout
+from mercury_jax.decode.inputs import Reward
+from mercury_jax.decode.rollout import AnswerBatch, Rollout, pad_answers, rollout
 from mercury_jax.decode.sample import sample
 from mercury_jax.rl.distill import FewSteps
 from mercury_jax.rl.grpo import GRPO, PolicyBatch

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from mercury_jax.decode.score import prefix_log_p
+from mercury_jax.decode.likelihood import prefix_log_p
 from mercury_jax.serve.chat.output_parser import ParsedCall, ParsedCallDelta, ParsedMessage
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.types import LM

@@ -5,7 +5,7 @@ import pytest
 
 import mercury_jax as mj
 from benchmarks import quantise
-from mercury_jax.decode import score
+from mercury_jax.decode import likelihood
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def test_the_bound_with_a_kv_cache_equals_that_without(nano):
         at = np.flatnonzero(laid.editable)
         hidden, weight = np.zeros((4, len(laid.tokens)), bool), np.zeros((4, len(laid.tokens)))
         hidden[:, at], weight[:, at] = piece.hidden, piece.weight
-        want = score.weighted_nats(nano, [score.MaskedDocument(laid, hidden, weight)]).mean() / len(
+        want = likelihood.weighted_nats(nano, [likelihood.MaskedDocument(laid, hidden, weight)]).mean() / len(
             piece.canvas
         )
         assert abs(quantise.nats_per_token(nano, piece) - want) < 1e-4

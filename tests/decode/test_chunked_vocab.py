@@ -13,6 +13,7 @@ import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.config import NoiseConfig
 from mercury_jax.decode import chunked_vocab, processors
+from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.registration import logits_processor, rule
@@ -124,7 +125,7 @@ def session_of(lm, sampler, rows=2):
 
 
 def passes(lm, session, piece, count=3, logit_bytes=0):
-    program = session.config._replace(vocab_chunk=piece, logit_bytes=logit_bytes)
+    program = session.config._replace(predict=ChunkedVocab(piece, logit_bytes))
     state, frames = session.state, []
     step = jax.jit(functools.partial(program.method.step, program))
     for _ in range(count):
@@ -153,8 +154,8 @@ def test_a_model_decodes_in_pieces_as_with_all_logits(logit_bytes):
     piece = 24
     lm, sampler = conditioned(), Sampler(mj.rules.entropy_bound(), SHAPERS, temperature=0.0, allow=ALLOWS)
     session = session_of(lm, sampler)
-    assert chunked_vocab.applies(session.config._replace(vocab_chunk=piece), session.state.sampling.sampler)
-    assert not chunked_vocab.applies(session.config, session.state.sampling.sampler)
+    assert ChunkedVocab(piece).applies(session.config, session.state.sampling.sampler)
+    assert not ChunkedVocab().applies(session.config, session.state.sampling.sampler)
     got, shown = passes(lm, session, piece, logit_bytes=logit_bytes)
     want, expected = passes(lm, session, 10**6)
     for a, b in zip(jax.tree.leaves((shown, got.self_cond)), jax.tree.leaves((expected, want.self_cond))):
@@ -193,7 +194,7 @@ def test_no_array_of_all_logits_is_made_unless_it_is_small():
 
     def widest(sampler, logit_bytes=0):
         session = session_of(lm, sampler)
-        config = session.config._replace(vocab_chunk=32, logit_bytes=logit_bytes)
+        config = session.config._replace(predict=ChunkedVocab(32, logit_bytes))
         made = jax.make_jaxpr(functools.partial(config.method.step, config))
         jaxpr = made(lm.params, session.state)
         shapes = [v.aval for e in every(jaxpr.jaxpr) for v in e.outvars]
@@ -230,6 +231,4 @@ def test_parts_that_say_nothing_are_given_all_logits():
 
     for sampler in (Sampler(own()), Sampler(mj.rules.entropy_bound(), (mine(),))):
         session = session_of(conditioned(), sampler)
-        assert not chunked_vocab.applies(
-            session.config._replace(vocab_chunk=8), session.state.sampling.sampler
-        )
+        assert not ChunkedVocab(8).applies(session.config, session.state.sampling.sampler)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.passes import PLAIN, plain_step
+from mercury_jax.decode.denoise import PLAIN, plain_step
 from tests.decode.test_self_speculation import PROMPTS, causal
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-method.md"

@@ -10,9 +10,9 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models, noise
+from mercury_jax.decode.likelihood import canvas_times
 from mercury_jax.decode.registration import rule
 from mercury_jax.decode.sampler import accept
-from mercury_jax.decode.score import canvas_times
 from mercury_jax.hub.export import named_family, writers
 from mercury_jax.hub.family import family_of
 from mercury_jax.hub.load import open_checkpoint

@@ -12,6 +12,7 @@ import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.bench import hlo
 from mercury_jax.config import Experts, ModelConfig
+from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
@@ -144,7 +145,7 @@ def answered(lm, piece, on=None):
     rows = rows_of(prompts, 12, 0)
     session = start(lm, Request(sampler=sampler, plan=mj.Plan(steps=4), mesh=on, rows=rows))
     assert session.mesh is None
-    session = dataclasses.replace(session, config=session.config._replace(vocab_chunk=piece))
+    session = dataclasses.replace(session, config=session.config._replace(predict=ChunkedVocab(piece)))
     state = advance(lm, session, None)[0].state
     return np.asarray(state.tokens), np.asarray(state.self_cond)
 

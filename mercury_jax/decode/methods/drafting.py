@@ -38,11 +38,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.decode import rules
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
-from mercury_jax.decode.methods.self_speculation import SELF_SPECULATION, idle_frame, verify, verifying_pass
+from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
 from mercury_jax.decode.passes import prefill
+from mercury_jax.decode.rules.combined import autoregressive
 from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
 from mercury_jax.decode.state import (
     DecodeConfig,
@@ -164,7 +164,7 @@ def with_drafter(
     leaves, tree = jax.tree.flatten(draft.lm.params)
     _check_drafter_params(draft.lm.model, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
     if sampler is None and not config.autoregressive:
-        sampler = rules.autoregressive()
+        sampler = autoregressive()
     if sampler is not None and check_sampler(sampler).speculate != 0:
         allowed = "rules.autoregressive(), or None; mj.Draft(sampler=) chooses how drafts are made"
         raise refuse("sampler", check_sampler(sampler).rule.name, allowed)
@@ -242,9 +242,10 @@ def drafting(config: DecodeConfig, acceptance: DraftMethod) -> Method:
     Args:
         config: Config of the drafter.
     """
-    return SELF_SPECULATION._replace(
-        name="drafting", step=drafted_step, init=first_drafter, settings=DraftSettings(config, acceptance),
-        prefill=prefill_drafter, report=report,
+    return Method(
+        "drafting", drafted_step, first_drafter, DraftSettings(config, acceptance),
+        # The verifying pass feeds the last committed token, then the draft, whose tokens it draws by position.
+        held_back=1, min_steps=1, position_draws=True, prefill=prefill_drafter, report=report,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Passes that write a finished block to the KV cache and also begin the next block.
 
-In a plain decoder these are two passes (`passes.plain_step`): a block of n steps takes n + 1 of them.
+In a plain decoder these are two passes (`denoise.plain_step`): a block of n steps takes n + 1 of them.
 
 `fused_commit`: one pass feeds the committed tokens and, after them, the new canvas. In each layer the keys of the
 committed tokens are written before the canvas attends to them, so the canvas sees what it would see one pass later, and
@@ -19,24 +19,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.passes import Feed, forward, next_feed, plain_step, slice_rows, times
+from mercury_jax.decode.denoise import denoise, open_canvases, plain_step
+from mercury_jax.decode.methods.causal import first_tokens
+from mercury_jax.decode.passes import forward, next_feed, slice_rows, times
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
     Method,
     State,
     Step,
-    Written,
-    close_thinking,
-    like_row,
     unpack_state,
-    update_rows,
 )
-from mercury_jax.decode.token_stats import write_at
-from mercury_jax.decode.view import ends_text, process_logits, row_view, window_offset
+from mercury_jax.decode.view import window_offset
 from mercury_jax.types import Params, Pass
 
 
@@ -126,54 +122,3 @@ def seeded_step(config: DecodeConfig, params: Params, state: State) -> tuple[Sta
 
 
 SEEDED = Method("seeded", seeded_step)
-
-
-def first_tokens(
-    config: DecodeConfig, params: Params, hidden: Any, state: State, feed: Feed, moved: State
-) -> State:
-    """Decides the first token of the next block from the pass that encoded the block before it.
-
-    With shifted logits, the last position of a finished block predicts the first token of the next one, and in a
-    block-causal model no later token changes that prediction. As Fast-dLLM v2 (arXiv 2509.26328; `generate` in the
-    checkpoint's modeling.py), this takes the argmax at any temperature. The block is then denoised with this token
-    decided.
-
-    Args:
-        hidden: Hidden states of each row's window [B, L, ...]; the last position is the end of the encoded block.
-    """
-    rows = feed.encoding & (state.cache_length + feed.used == state.committed)  # no token follows the block
-    logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
-    changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
-    # Skip rows that are finished, or whose next token is known already: given by the user, or part of a draft.
-    here = lambda known: jnp.take_along_axis(known, moved.committed[:, None], axis=1)[:, 0]
-    rows = rows & (moved.committed < moved.limits.end) & ~here(moved.given) & ~here(moved.draft)
-    if not isinstance(moved.sampling.constrained, tuple):
-        rows = rows & ~moved.sampling.constrained
-    return update_rows(moved, rows, changes)
-
-
-def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) -> dict[str, Any]:
-    """Commits the argmax of these logits as the next token of one row, and returns the fields that change."""
-    # Processors see a canvas of one open position, at time 1.
-    at, one = row.committed[None], jnp.ones(())
-    open_token = jnp.ones((1,), bool)
-    blank = jnp.full((1,), config.corruption.mask or 0, jnp.int32)
-    view = row_view(
-        config, row, canvas=blank, answer=blank, editable=open_token, masked=open_token, used=jnp.int32(1),
-        growth=jnp.int32(0), noise=blank, t=one, s=one, alpha_t=one * 0, alpha_s=one * 0, steps=jnp.int32(1),
-        position=at[0] - row.prompt,
-    )  # fmt: skip
-    token = process_logits(config, row, view, at, logits)[1].argmax(-1).astype(jnp.int32)
-    ended = ends_text(config, token, row)[0]
-    ended |= (row.limits.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
-    end = jnp.where(ended, row.committed, row.limits.end)  # the end of text itself is no part of the text
-    committed = jnp.minimum(row.committed + 1, end)
-    changes: dict[str, Any] = dict(
-        tokens=write_at(row.tokens, token, row.committed),
-        committed=committed,
-        limits=row.limits._replace(end=end),
-        done=ended | (committed >= end),
-    )
-    changes |= close_thinking(row, changes)
-    written = Written(token, open_token, row.committed, config.corruption.forbidden, logits)
-    return like_row(row, changes | {"records": row.records.with_tokens(written)})

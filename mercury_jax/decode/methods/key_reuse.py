@@ -52,7 +52,7 @@ def first_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Re
 
 
 def reuse_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one pass as `passes.plain_step`, over a part of the canvases."""
+    """Runs one pass as `denoise.plain_step`, over a part of the canvases."""
     state = open_canvases(config, state)
     feed = next_feed(config, state)
     run = _policy_forward if isinstance(config.method.settings, CachePolicy) else _refresh_forward

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.denoise import denoise, open_canvases
-from mercury_jax.decode.methods.fused_commit import first_tokens
+from mercury_jax.decode.methods.causal import first_tokens
 from mercury_jax.decode.passes import forward, next_feed
 from mercury_jax.decode.state import DecodeConfig, Frame, Method, Rows, SamplingParams, State, update_rows
 from mercury_jax.sharding import varying, varying_axes

@@ -119,6 +119,7 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
         leave_one_out=masks.pop() if masks else False,
         needs_hidden=heads[0] if heads else False,
         variable_length=bool(variable),
+        needs=tuple(dict.fromkeys(need for p in rules for need in p.needs)),
     )
 
 

@@ -237,6 +237,7 @@ def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     temperature=1.0,
     needs_logits=False,
     init=lambda canvas, vocab: jnp.asarray(0, jnp.int32),
+    needs=("no time",),
     source="MDLM, arXiv 2406.07524, `ddpm_cache` in its diffusion.py; `ancestral_cache` in DUO's trainer_base.py",
 )
 def ancestral_cache(key: Key, view: View, memory: Int[Array, ""]) -> tuple[Proposal, Int[Array, ""]]:

@@ -374,6 +374,7 @@ def blind_editing(
     noise="absorbing",
     temperature=1.0,
     stopping=stopping.never,
+    needs=("hybrid noise",),
     source="GIDD, arXiv 2503.04482, `GiddSampler` in gidd/sampling.py",
 )
 def hybrid_ancestral(

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.config import Plan
 from mercury_jax.decode.build_config import choose_method, with_rings
+from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.constrained import no_free_text, no_tokens
 from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import QUANTUM, DecodeConfig, State, bucket as padded_size, slots_for
@@ -114,6 +115,7 @@ class Buckets(NamedTuple):
             block=min(self.block, width),
             method=choose_method(self.lm, Plan(fuse_commit=0), self.rules.own),
             leave_one_out=self.leave_one_out,
+            predict=ChunkedVocab(),
             logprobs=self.config.max_logprobs if level > sampling.PLAIN else None,
         ))  # fmt: skip
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.config import refuse
+from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.hub import params
 from mercury_jax.models.weight_quant import stored_bytes
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, make_buckets
@@ -75,9 +76,9 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
     # all active blocks, which are computed in chunks of the vocabulary unless they are small.
     positions = largest.rows * program.width + PREFILL_WIDTH
     shards = 1 if buckets.mesh is None else dict(buckets.mesh.shape).get("tensor", 1)
-    vocab = -(-model.vocab // shards)
-    whole = 4 * largest.rows * program.window * vocab <= program.logit_bytes
-    ids = vocab if whole else min(vocab, program.vocab_chunk)
+    vocab, chunks = -(-model.vocab // shards), ChunkedVocab()
+    whole = 4 * largest.rows * program.window * vocab <= chunks.logit_bytes
+    ids = vocab if whole else min(vocab, chunks.size)
     logits = largest.rows * program.window * ids * LOGIT_COPIES
     return EngineMemory(
         cache=int(_device_bytes(state.cache, shardings and shardings.cache) * states),
