@@ -22,7 +22,7 @@ def test_a_mesh_has_four_auto_axes_and_fills_the_one_that_is_left():
 @pytest.mark.parametrize(
     "sizes, words",
     [({"data": 3}, "the product of the sizes, and is 4"), ({"data": 1}, "the product of the sizes, and is 4"),
-     ({"fsdp": -1}, "mesh.fsdp is -1"), ({"tensor": 0}, "mesh.tensor is 0")],
+     ({"fsdp": -1}, "mesh.fsdp is -1"), ({"tensor": 0}, "tensor is 0")],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):

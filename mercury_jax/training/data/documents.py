@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Literal, NamedTuple, Protocol
+from typing import IO, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class Record(NamedTuple):
     ends: bool = True
 
 
+@runtime_checkable
 class DocumentReader(Protocol):
     """A reader of a corpus."""
 
