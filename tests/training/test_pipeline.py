@@ -53,6 +53,21 @@ def test_a_state_of_other_data_is_refused_by_what_differs(mixed):
             build(mixed, prefetch=0, **other).set_state(state)
 
 
+def test_a_state_of_an_earlier_version_goes_on_without_later_fields_and_with_shorter_documents(mixed):
+    run = build(mixed, pattern="bidirectional", prefetch=0)
+    take(run, 5)
+    state = json.loads(json.dumps(run.get_state()))
+    del state["data"]["blocks"], state["data"]["sources"][1]["bad_lines"]
+    for row in state["rows"].values():  # all in one row, which is overfull
+        row["open"] = [[ref for refs in row["open"] for ref in refs]]
+    run.set_state(state)
+    assert all(batch.tokens.shape == (4, 128) for batch in take(run, 20))
+    state["data"]["tokenizer"] = 7
+    state["data"]["sources"][0]["content"] = "other"
+    with pytest.raises(ValueError, match="the tokenizer is another one"):
+        run.set_state(state)
+
+
 @pytest.mark.parametrize("kind", ["text", "jsonl", "chat"])
 def test_data_are_known_by_their_content_wherever_they_are(tmp_path, monkeypatch, kind):
     lines = [conversation(f"q{i}", f"answer {i}") if kind == "chat" else json.dumps({"text": f"word {i} " * 9})

@@ -123,6 +123,9 @@ class RowPacker:
             self._open.append(PackedRow())
             for s, index in refs:
                 self._open[-1].add((s, index), self._document((s, index)))
+        # An earlier version laid documents out shorter, without what `packing.fill_up` adds.
+        if any(row.used > self._row for row in self._open):
+            self.use(self._streams)
 
     def _document(self, ref: tuple[int, int]) -> LaidOutDocument:
         return cast(Stream, self._streams[ref[0]]).at(ref[1])  # a `RowStream` has no documents in open rows
@@ -195,7 +198,8 @@ class PackedIterator(Iterator[Batch]):
         if missing:
             allowed = f"all of this process's, {missing} too"
             raise refuse("state.rows", sorted(map(int, state["rows"])), allowed)
-        self._batches = state["batches"]
+        # States of older versions have no number of batches; their runs had a single layout.
+        self._batches = state.get("batches", 0)
         self._enter_stage(max(0, self._batches - 1))  # the layout in which the open rows were filled
         for number, packer in self._packers.items():
             packer.set_state(state["rows"][str(number)])
@@ -275,27 +279,30 @@ def _facts_of(source: DataSource, weight: float, stream: Stream | RowStream) -> 
     return {**facts, "weight": weight, "examples": stream.size, "content": stream.identity}
 
 
-def _check_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same_data(saved: Any, now: dict[str, Any]) -> None:
     """Refuses a saved state of other data, and names what differs."""
 
     def check(name: str, had: Any, has: Any) -> None:
         if had != has:
             raise refuse(name, has, f"{had!r}, as in the checkpoint to resume")
 
+    if not isinstance(saved, dict):
+        return  # an earlier version saved a digest, in which paths were part of the data
+    # A state of an earlier version lacks what was added later.
     for name in ("seed", "batch", "row", "blocks"):
-        check(name, saved[name], now[name])
+        check(name, saved.get(name, now[name]), now[name])
     check("data", f"{len(saved['sources'])} sources", f"{len(now['sources'])} sources")
     same_run = "resume with what the run was started with, or start another run (--out)"
     for name in ("tokenizer", "model's layout"):
-        if saved[name] != now[name]:
+        if saved.get(name, now[name]) != now[name]:
             raise ValueError(f"the {name} is another one than in the checkpoint to resume; {same_run}")
     for i, (had, has) in enumerate(zip(saved["sources"], now["sources"])):
         where = f"data, source {i + 1}: {has.get('where') or has['source']}"
         # Equal content may come from another place, and with or without bad lines.
         skipped = ("content", "examples", *(("where", "bad_lines") if has["content"] else ()))
-        for name in (name for name in has if name not in skipped):
-            check(f"{name} ({where})", had.get(name), has[name])
-        if had["content"] != has["content"] or had["examples"] != has["examples"]:
+        for name in (name for name in has if name in had and name not in skipped):
+            check(f"{name} ({where})", had[name], has[name])
+        if had.get("content") != has["content"] or had.get("examples") != has["examples"]:
             raise ValueError(f"{where} has other content than in the checkpoint to resume; {same_run}")
 
 
