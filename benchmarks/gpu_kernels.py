@@ -19,11 +19,11 @@ import numpy as np
 
 from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import attend, device as kernel_device
-from mercury_jax.kernels.attention_inputs import AttentionResult, quantise_int8
-from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.ops import attend, device as kernel_device
+from mercury_jax.ops.attention.inputs import AttentionResult, attention_form, quantise_int8
+from mercury_jax.ops.experts.grouped_matmul import grouped_form, offsets_of
 
 CACHED = 200e6  # bytes: several times the 50 MB of an H200's L2 cache
 SETS, CALLS, REPEATS = 6, 18, 7
@@ -48,7 +48,7 @@ def time_attention(args: Row, stage: Stage) -> Iterator[Row]:
         q = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
         k = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
         keys = jax.eval_shape(quantise_int8, k) if int8 else k
-        row |= _computed_by(kernel_device.attention_form(q, keys, None, gradient=gradient))
+        row |= _computed_by(attention_form(q, keys, None, gradient=gradient))
         if "left_out" in row:
             yield row
             return
@@ -113,7 +113,7 @@ def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     row: Row = {"shape": shape, "way": way}
     if way == "ours":
-        row |= _computed_by(kernel_device.grouped_form(shape["dtype"]))
+        row |= _computed_by(grouped_form(shape["dtype"]))
         if "left_out" in row:
             yield row
             return

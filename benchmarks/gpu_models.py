@@ -29,8 +29,8 @@ from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub.families.gemma import export_diffusion
-from mercury_jax.kernels import device as kernel_device
 from mercury_jax.models import masks
+from mercury_jax.ops import device as kernel_device
 from mercury_jax.types import LM, Batch
 
 # Steps of a canvas for which tokens/s are given. The pass that commits it is counted as one more, also in a batch of

@@ -27,9 +27,9 @@ from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.compilation import compilations, hardware
 from mercury_jax.config import at_least
 from mercury_jax.decode.inputs import check_seed
+from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import Output, sample
 from mercury_jax.decode.session import Session
-from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.types import LM, Params, Pass
 

@@ -31,11 +31,11 @@ from mercury_jax.compilation import hardware
 from mercury_jax.config import ModelConfig, Plan, at_least
 from mercury_jax.decode import rules
 from mercury_jax.decode.inputs import Prompt, check_seed
-from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.request import Request, rows_of, start
+from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.state import PREFILL, Rows
-from mercury_jax.kernels import attend
-from mercury_jax.kernels.attention_inputs import AttentionResult
+from mercury_jax.ops import attend
+from mercury_jax.ops.attention.inputs import AttentionResult
 from mercury_jax.types import LM
 
 SAMPLED = 32  # tokens decoded after the prompt

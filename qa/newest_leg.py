@@ -14,8 +14,9 @@ import numpy as np
 
 import mercury_jax as mj
 from mercury_jax.bench import compile as bench_compile
-from mercury_jax.kernels import attend, blackwell, device as kernel_device
-from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.bench.gpu.interpreter import interpreted
+from mercury_jax.ops import attend, device as kernel_device
+from mercury_jax.ops.attention import blackwell
 from mercury_jax.training import data
 from mercury_jax.training.objectives import masked_elbo
 from mercury_jax.training.optim import OptimConfig
@@ -67,7 +68,7 @@ def lowered(name: str, every: int = 9) -> int:
     for form in bench_compile.forms(name)[::every]:
         with jax.sharding.use_abstract_mesh(mesh):
             try:
-                traced = jax.jit(form.run).trace(*form.args)
+                traced = jax.jit(form.check.kernel).trace(*form.check.like)
             except ValueError:  # there is no such form, as `refuses` says
                 continue
             traced.lower(lowering_platforms=("cuda",))

@@ -37,7 +37,7 @@ class Chip:
         flops32: FLOP/s of fp32 products at JAX's default precision: TF32 on a GPU, one bf16 pass on a TPU.
         bf16: Whether it multiplies bf16. Without, XLA converts bf16 to fp32 and multiplies that.
         dims: Number of dimensions of a TPU topology; 0 for a GPU.
-        kernels: Kind of the device, as in `kernels.device`; no kernels are written for other kinds.
+        kernels: Kind of the device, as in `ops.device`; no kernels are written for other kinds.
     """
 
     name: str

@@ -10,8 +10,6 @@ and `compile_forms` compiles each of them. There is one child for each chip: the
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import json
 import math
 import os
@@ -23,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,25 +32,13 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo, traffic
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
-from mercury_jax.bench.gpu.check import SHAPES
-from mercury_jax.bench.gpu.commands import HOPPER, tune_cases
+from mercury_jax.bench.gpu.commands import HOPPER, label, tune_cases
 from mercury_jax.bench.gpu.tune import choices, neighbours
 from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_of, refuse
 from mercury_jax.decode.lowering import abstract_session, lower_prefill, lower_run
-from mercury_jax.kernels import attend, device as kernel_device
-from mercury_jax.kernels.attention_inputs import quantise_int8
-from mercury_jax.kernels.fused_norms import (
-    HeadFactors,
-    Projections,
-    Residual,
-    kernel_norm_rope_write,
-    kernel_residual_norms,
-)
-from mercury_jax.kernels.grouped_matmul import grouped_matmul, grouped_matmuls, prepare
-from mercury_jax.kernels.quantised_rows import QuantisedRows, kernel_quantise_rows
-from mercury_jax.kernels.routing import ExpertOutputs, kernel_dispatch, kernel_route
-from mercury_jax.models.norms import residual_norms
-from mercury_jax.models.rope import norm_rope_write
+from mercury_jax.models.ops import OPERATIONS
+from mercury_jax.ops import device as kernel_device
+from mercury_jax.ops.operation import KernelCheck
 from mercury_jax.training import data, lora, objectives, optim, step as steps
 from mercury_jax.training.recipe import MeshConfig, TrainConfig
 from mercury_jax.types import Batch, Device, Model, Params
@@ -84,22 +70,6 @@ ENV = {
 }
 # XLA flags of the compiler for this machine; libtpu ends the process for a flag that it does not know.
 HOST_FLAGS = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")
-
-
-BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`
-FALLBACK = {  # what runs where a kernel has no such form
-    "attention": "plain XLA, whose scores are materialised",
-    "training": "blockwise attention, by XLA",
-    "tuned": "the heuristic's settings",
-    "grouped": "tiles of rows in a loop, by XLA",
-    "norms": "a kernel of each norm, by XLA",
-    "rows": "three kernels, by XLA",
-    "routing": "softmax, a sort and a gather, by XLA",
-    "dispatch": "a sort and a gather, by XLA",
-    "heads": "sums of squares, a transposition and scatters, by XLA",
-}
-WIDTHS, SLOTS = (64, 128, 256, 512), 8192  # head sizes; key slots of a row
-BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 
 
 class CompileRequest(NamedTuple):
@@ -186,8 +156,9 @@ def compile_all_kernels(
         The records of `compile_forms`.
     """
     found = chips.target(target).chip
-    if found.kernels not in BACKENDS:
-        names = [one.name for one in chips.ALL.values() if one.kernels in BACKENDS]
+    gpus = (kernel_device.HOPPER, kernel_device.BLACKWELL)
+    if found.kernels not in gpus:
+        names = [one.name for one in chips.ALL.values() if one.kernels in gpus]
         raise refuse("--for", target, f"{', '.join(names)}, the GPUs for which kernels are written")
     if tuning and found.kernels != HOPPER:
         raise refuse("--for", target, "an H100 or an H200, whose kernels have settings")
@@ -471,12 +442,12 @@ def cost(compiled: Any, chip: Chip, dtype: str, what: str, program: str | None =
 
 
 class KernelForm(NamedTuple):
-    """One form of a kernel. Tracing `run(*args)` for a chip raises ValueError where the kernel has no such form."""
+    """One form of a kernel. Tracing it for a chip raises ValueError where the kernel has no such form."""
 
     kernel: str
     shape: str
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
+    check: KernelCheck
+    fallback: str
 
 
 def forms(name: str, tuning: bool = False) -> list[KernelForm]:
@@ -484,167 +455,24 @@ def forms(name: str, tuning: bool = False) -> list[KernelForm]:
     device = kernel_device.target(name)
     if tuning:
         return [*tuned_forms(device)]
-    attention = (*_attention(BACKENDS[name], device), *_training(device))
-    return [*attention, *_grouped(device), *_rows(device)]
-
-
-def _attention(backend: str, device: Device) -> Iterator[KernelForm]:
-    """Head sizes x dtypes x int8 keys x ranges, for few query rows (one warpgroup, keys split), for more (two
-    warpgroups, keys split) and for many; every fifth form has a soft-cap."""
-    sizes = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 6), (8, 128, 512))
-    for n, (width, dtype, int8, ranges, queries) in enumerate(sizes):
-        batch = 8 if queries == 512 else 1  # with many rows keys are not split
-        q = jax.ShapeDtypeStruct((batch, queries, 16, width), dtype)
-        k = jax.ShapeDtypeStruct((batch, SLOTS, 2, width), dtype)
-        keys = jax.eval_shape(quantise_int8, k) if int8 else k
-        seen = jax.ShapeDtypeStruct((batch, queries, ranges, 2), jnp.int32)
-        softcap = 30.0 if n % 5 == 0 else None
-        shape = (
-            f"{batch} x {queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
-            f"{'int8' if int8 else _short(dtype)} keys{', capped' if softcap else ''}"
-        )
-        how: dict[str, Any] = dict(residual=True, cached=True, backend=backend, device=device)
-        run = functools.partial(attend, softcap=softcap, **how)
-        yield KernelForm("attention", shape, run, (q, keys, keys, seen))
-
-
-def _training(device: Device) -> Iterator[KernelForm]:
-    """Attention with its gradient: head sizes x ranges, without a soft-cap and with one."""
-    for width, ranges, softcap in itertools.product(WIDTHS, (1, 2, 3), (None, 30.0)):
-        q, k = (jax.ShapeDtypeStruct((2, 2048, heads, width), BF16) for heads in (16, 4))
-        seen = jax.ShapeDtypeStruct((2, 2048, ranges, 2), jnp.int32)
-        shape = f"2 x 2048 x 16/4 heads of {width}, {ranges} ranges, bf16, gradient{', capped' if softcap else ''}"
-        call = functools.partial(attend, softcap=softcap, backend="hopper_training", device=device)
-        yield KernelForm("training", shape, functools.partial(_attention_gradient, call), (q, k, k, seen))
-
-
-def _attention_gradient(call: Callable[..., Any], q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """The gradients of queries, keys and values."""
-    out, back = jax.vjp(lambda *xs: call(*xs, seen), q, k, v)
-    return back(out)
-
-
-def _grouped(device: Device) -> Iterator[KernelForm]:
-    """The widths of DiffusionGemma's experts, with few and with many rows for each, and the gradient of the rows."""
-    offsets = jax.ShapeDtypeStruct((129,), jnp.int32)
-    kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
-    for rows, (inputs, outputs), kind in itertools.product((2048, 16384), ((2816, 1408), (704, 2816)), kinds):
-        x = jax.ShapeDtypeStruct((rows, inputs), FP16 if kind == FP16 else BF16)
-        w = jax.ShapeDtypeStruct(
-            (128, outputs, inputs) if kind.itemsize == 1 else (128, inputs, outputs), kind
-        )
-        scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
-        args = (x, w, offsets, scale) if kind.itemsize == 1 else (x, w, offsets)
-        shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
-        multiply = functools.partial(grouped_matmul, device=device)
-        yield KernelForm("grouped", shape, multiply, args)
-        if outputs == 1408:
-            yield KernelForm("grouped", f"gated, {shape}", functools.partial(multiply, act=jax.nn.gelu), args)
-        if kind.itemsize == 2:
-            gradient = functools.partial(_row_gradient, multiply)
-            yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
-    # A dense product of a canvas, in one launch with that of experts; matrices of 8 bits with rows of 8 and of 16.
-    for act, kind in itertools.product((jax.nn.gelu, None), (BF16, *kinds[2:])):
-        for rows in dict.fromkeys((BF16, kind)):
-            dense, own = ((2816, 2112), (2816, 1408)) if act else ((2112, 2816), (704, 2816))
-            first, second = _product(1, 256, dense, kind, rows), _product(128, 2048, own, kind, rows)
-            if act:  # gate and up of the first are two arrays
-                first |= {"w": (first["w"],) * 2, "scale": first["scale"] and (first["scale"],) * 2}
-            shape = f"256 x {dense[0]} x {dense[1]}, and 2048 x {own[0]} by 128 x {own[0]} x {own[1]} of "
-            shape = f"{'gated, ' * bool(act)}{shape}{_short(kind)}, rows of {_short(rows)}"
-            run = functools.partial(_together, act, device)
-            yield KernelForm("grouped", shape, run, (first, second))
-
-
-def _product(count: int, rows: int, sizes: tuple[int, int], kind: Any, dtype: Any) -> dict[str, Any]:
-    """Shapes of the arguments of a product of `count` experts with these inputs and outputs."""
-    like, small, (inputs, outputs) = jax.ShapeDtypeStruct, kind.itemsize == 1, sizes
-    return {
-        "x": like((rows, inputs), dtype),
-        "w": like((count, outputs, inputs) if small else (count, inputs, outputs), kind),
-        "offsets": like((count + 1,), jnp.int32),
-        "scale": like((count, outputs), jnp.float32) if small else None,
-        "row_scale": like((rows,), jnp.float32) if dtype == kind and small else None,
-    }
-
-
-def _together(act: Any, device: Device, *products: dict[str, Any]) -> Any:
-    """Products in one launch."""
-    return grouped_matmuls(*(prepare(**one, act=act, device=device) for one in products))
-
-
-def _rows(device: Device) -> Iterator[KernelForm]:
-    """The sums of DiffusionGemma's layers with their norms, after attention and after the feed-forward.
-
-    After the feed-forward the second branch is the experts' outputs, which the kernel combines. Also its routing,
-    dispatch and head norms.
-    """
-    shapes: Any = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((256, 2816), (2816,), (1,)))
-    (x, factor, scale), choice = shapes, cast(Any, jax.ShapeDtypeStruct((256,), jnp.bool_))
-    attended = Residual((x,), (factor,)), [factor] * 3
-    routed = ((2048, 2816), BF16), ((256, 8), jnp.int32), ((256, 8), jnp.float32)
-    outputs = ExpertOutputs(*(cast(Any, jax.ShapeDtypeStruct(*one)) for one in routed))
-    fed = Residual((x, outputs), (factor, factor), factor, (scale, scale), choice), [factor]
-    norms = functools.partial(kernel_residual_norms, residual_norms, eps=1e-6, device=device)
-    yield KernelForm("norms", "256 x 2816, a branch and 3 norms", norms, (x, *attended))
-    yield KernelForm(
-        "norms", "256 x 2816, 2 branches of which one is 8 experts, and a norm", norms, (x, *fed)
-    )
-    for kind in (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")):
-        rounded = functools.partial(norms, rounded=(kind, None, kind))
-        shape = f"256 x 2816, a branch and 3 norms, of which 2 to {_short(kind)}"
-        yield KernelForm("norms", shape, rounded, (x, *attended))
-        for rows, width in ((256, 4096), (256, 2112), (2048, 704)):
-            run = functools.partial(kernel_quantise_rows, dtype=kind, device=device)
-            args = (jax.ShapeDtypeStruct((rows, width), BF16),)
-            yield KernelForm("rows", f"{rows} x {width} to {_short(kind)}", run, args)
-    for experts in (128, 512):
-        args = jax.ShapeDtypeStruct((256, experts), jnp.float32), jax.ShapeDtypeStruct((experts,), BF16)
-        choose = functools.partial(kernel_route, active=8, device=device)
-        yield KernelForm("routing", f"256 tokens, 8 of {experts} experts", choose, args)
-    for tokens, experts, kind in (
-        (256, 128, BF16),
-        (256, 128, jnp.dtype("int8")),
-        (512, 512, BF16),
-        (32, 128, BF16),
-    ):
-        states: Any = jax.ShapeDtypeStruct((tokens, 2816), kind)
-        if kind != BF16:
-            states = QuantisedRows(states, cast(Any, jax.ShapeDtypeStruct((tokens,), jnp.float32)))
-        args = states, jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
-        run = functools.partial(kernel_dispatch, count=experts, device=device)
-        yield KernelForm("dispatch", f"{tokens} x 2816 of {_short(kind)}, 8 of {experts} experts", run, args)
-    heads = functools.partial(kernel_norm_rope_write, norm_rope_write, eps=1e-6, device=device)
-    shaped = lambda *shape, dtype=BF16: cast(Any, jax.ShapeDtypeStruct(shape, dtype))
-    for width, groups in ((256, 8), (512, 2)):
-        q, k = (shaped(1, 256, n, width) for n in (16, groups))
-        x = Projections(q, k, k if width == 256 else None)  # the values of the other are its keys
-        factors = HeadFactors(shaped(width), shaped(width))
-        table = (shaped(1, 256, 1, width // 2, dtype=jnp.float32),) * 2
-        kv, slots = (shaped(1, SLOTS, groups, width),) * 2, shaped(1, 256, dtype=jnp.int32)
-        shape = f"256 tokens, 16/{groups} heads of {width}"
-        yield KernelForm("heads", shape, heads, (x, factors, table, kv, slots))
+    return [
+        KernelForm(op.name, label(shape.form, shape), shape.check(op, device), op.fallback)
+        for op in OPERATIONS
+        for shape in op.table().compiled
+    ]
 
 
 def tuned_forms(device: Device) -> Iterator[KernelForm]:
     """What `mercury bench gpu tune` times first: the heuristic's settings, and those that differ in one of them."""
+    tables = {op.name: (op, op.table()) for op in OPERATIONS}
     for case in tune_cases():
-        operation, shape = case.args["operation"], case.args["shape"]
-        default, unfit = choices(operation, shape)
+        operation, fields = case.args["operation"], case.args["shape"]
+        op, table = tables[operation]
+        default, unfit = choices(operation, fields)
         for knobs in neighbours(default, case.args["values"], unfit):
             if unfit(knobs) is None:
-                a = SHAPES[operation](**shape, knobs=knobs._asdict())
-                yield KernelForm("tuned", f"{case.name}: {knobs}", a.check(device).kernel, a.abstract())
-
-
-def _row_gradient(product: Callable[..., Any], x: Any, w: Any, *more: Any) -> Any:
-    """The gradient of the rows: a product with the transposed matrices."""
-    y, back = jax.vjp(lambda x: product(x, w, *more), x)
-    return back(jnp.ones_like(y))
-
-
-def _short(dtype: Any) -> str:
-    return {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(str(dtype), str(dtype))
+                check = table.shape(**fields)._replace(knobs=knobs._asdict()).check(op, device)
+                yield KernelForm("tuned", f"{case.name}: {knobs}", check, "the heuristic's settings")
 
 
 def compile_forms(name: str, tuning: bool = False) -> list[dict[str, Any]]:
@@ -661,13 +489,15 @@ def compile_forms(name: str, tuning: bool = False) -> list[dict[str, Any]]:
     todo = forms(target.chip.kernels, tuning)
     for n, form in enumerate(todo, start=1):
         stage(f"{form.kernel} {n} of {len(todo)}: {form.shape}")
-        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.args)
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.check.like
+        )
         record = {"kernel": form.kernel, "shape": form.shape}
         records.append(record)
         try:
-            lowered = jax.jit(form.run).lower(*args)
+            lowered = jax.jit(form.check.kernel).lower(*args)
         except ValueError as error:
-            record |= {"refused": str(error), "fallback": FALLBACK[form.kernel]}
+            record |= {"refused": str(error), "fallback": form.fallback}
             continue
         with hlo.captured_output() as read:
             lowered.compile()

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from mercury_jax.compilation import compilations
-from mercury_jax.kernels import device as kernel_device
+from mercury_jax.ops import device as kernel_device
 from mercury_jax.types import LM, Device
 
 T = TypeVar("T")

@@ -247,7 +247,7 @@ def loops_as_graphs(driver: str = "/proc/driver/nvidia/gpus") -> bool:
         return False
     import jax
 
-    from mercury_jax.kernels import device as kernel_device
+    from mercury_jax.ops import device as kernel_device
 
     forms = kernel_device.read_checks(kernel_device.entry_key(names.pop(), jax.__version__)) or {}
     if not forms.get(GRAPHS_FORM, {}).get("passed"):

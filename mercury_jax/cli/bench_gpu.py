@@ -17,7 +17,7 @@ which no time was left have a row that says so. Needed are jax, flax, optax, orb
 safetensors, chex and jaxtyping.
 
 The fastest settings of `tune` are stored beside them, in tuned/<device>.json, whose entries a package may bring too
-(mercury_jax/kernels/tuned/); `check` checks them.
+(mercury_jax/ops/tuned/); `check` checks them.
 
 Forms that pass `check` are stored in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file),
 for this chip, this JAX and these sources of the kernels, and are used there by default; MERCURY_KERNELS=1 uses every

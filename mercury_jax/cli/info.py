@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
         import jax
 
         from mercury_jax import __version__
-        from mercury_jax.kernels import device as kernel_device
+        from mercury_jax.ops import device as kernel_device
 
         record |= {
             "mercury_jax": __version__, "jax": jax.__version__, "platform": jax.devices()[0].platform,

@@ -1,7 +1,7 @@
 """The KV cache as an explicit value. Slot s holds absolute position s; the batch axis comes first.
 
 A layer with a sliding window may keep fewer slots, a ring in which slot s holds the newest position p with p % size = s
-(`with_rings`). Keys and values are stored in the dtype of the arithmetic, as int8 or fp8 (`kernels.attention_inputs`),
+(`with_rings`). Keys and values are stored in the dtype of the arithmetic, as int8 or fp8 (`ops.attention.inputs`),
 or in 4 or 3 bits (`models.kv_quant`). Slots that have not been written may hold any values: no key range of a pass
 includes them.
 """
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.kernels.attention_inputs import (
+from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
+from mercury_jax.ops.attention.inputs import (
     Fp8Vectors,
     Int8Vectors,
     KVArray,
@@ -26,7 +27,6 @@ from mercury_jax.kernels.attention_inputs import (
     quantise_fp8,
     quantise_int8,
 )
-from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.sharding import cache_shardings
 from mercury_jax.types import Cache, Model
 

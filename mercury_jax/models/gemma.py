@@ -32,8 +32,6 @@ from mercury_jax.config import (
     Share,
     refuse_if,
 )
-from mercury_jax.kernels.fused_norms import HeadFactors, Residual
-from mercury_jax.kernels.quantised_rows import Rows, dense
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -48,6 +46,8 @@ from mercury_jax.models.network import embed_mixture, lm_head, model_of, remater
 from mercury_jax.models.norms import rms_normalise
 from mercury_jax.models.ops import Ops, ResidualStream, Term, Weight
 from mercury_jax.models.rope import rope_table, rotate
+from mercury_jax.ops.norms.op import HeadFactors, Residual
+from mercury_jax.ops.quantised_rows import Rows, dense
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, Routing, SelfCond, accumulation_dtype
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
@@ -245,7 +245,7 @@ class GemmaAttention(nn.Module):
                 matrices = [None if y is None else y.parameters()[0] for y in (query, key, value)]
                 factors = HeadFactors(q_norm.factors(width), k_norm.factors(width))
                 heads = self.ops.project_heads(x, matrices), factors, table
-                q, shared = self.ops.norm_rope_write(*heads, kv, inputs.slots, c.norm_eps)
+                q, shared = self.ops.norm_rope_write(*heads, kv, inputs.slots, eps=c.norm_eps)
             else:
                 q, k = query(x), key(x)  # [B, T, H or G, K]
                 v = rms_normalise(k if value is None else value(x), c.norm_eps).astype(k.dtype)

@@ -12,7 +12,7 @@ need fewer operations, but the rotation of so few rows costs little; it also exi
 a vector with one large coordinate to only two levels, for which the codebook is not optimal.
 
 This format saves memory but no time: vectors are unpacked before the attention. The kernels read int8
-(`kernels.attention_inputs`) directly; fp8 is widened like this format.
+(`ops.attention.inputs`) directly; fp8 is widened like this format.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from mercury_jax import kernels
-from mercury_jax.kernels.attention_inputs import AttentionResult, KVArray
+from mercury_jax import ops
+from mercury_jax.ops.attention.inputs import AttentionResult, KVArray
 from mercury_jax.types import accumulation_dtype
 
 SEED = 2504  # of the rotations; fixed, so that every process reads caches written by another
@@ -137,15 +137,15 @@ def attend(
     ranges: Int[Array, "B T R 2"],
     **options: Any,
 ) -> AttentionResult:
-    """Calls `kernels.attend` on keys and values that may be `RotatedVectors`.
+    """Calls `ops.attend` on keys and values that may be `RotatedVectors`.
 
     Args:
-        **options: Keyword arguments of `kernels.attend`.
+        **options: Keyword arguments of `ops.attend`.
     """
     if not (isinstance(k, RotatedVectors) and isinstance(v, RotatedVectors)):
-        return kernels.attend(q, k, v, ranges, **options)  # pyright: ignore[reportArgumentType]
+        return ops.attend(q, k, v, ranges, **options)  # pyright: ignore[reportArgumentType]
     matrix = jnp.asarray(rotation(k.width), q.dtype)
     keys, values = (dequantise_rotated(x, q.dtype) for x in (k, v))
     # Rotate the queries, so that scores with rotated keys are right; rotate the weighted sums of rotated values back.
-    found = kernels.attend(q @ matrix, keys, values, ranges, **options)
+    found = ops.attend(q @ matrix, keys, values, ranges, **options)
     return (found[0] @ matrix.T, found[1]) if isinstance(found, tuple) else found @ matrix.T

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.kernels.quantised_rows import Rows
 from mercury_jax.models.norms import rms_normalise
 from mercury_jax.models.ops import Activation, Ops, Term, Weight
 from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.ops.quantised_rows import Rows
 from mercury_jax.types import LoraWeight
 
 Init = nn.initializers.Initializer

@@ -2,7 +2,7 @@
 
 No attention mask [T, S] is ever stored. Each query attends to at most two ranges of keys [start, end), or three with
 leave-one-out masks. In training, the two ranges of a canvas token are the clean tokens before its canvas and the canvas
-itself (BD3-LM, arXiv 2503.09573). `kernels.attend` reads the ranges.
+itself (BD3-LM, arXiv 2503.09573). `ops.attend` reads the ranges.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mixture of experts as plain functions: routing (the choice of experts), and the feed-forward of the chosen experts.
 
-A token has one row for each of its experts. Rows are sorted by expert (`kernels.routing`), each expert applies its
+A token has one row for each of its experts. Rows are sorted by expert (`ops.experts.op`), each expert applies its
 gated feed-forward to its rows, and the results are weighted and summed per token (`combine`). The matrix products use
-`kernels.grouped_matmul` on GPUs, `ragged_dot` on TPUs, and a loop over tiles of rows elsewhere. `ops.experts` and
+`ops.experts.grouped_matmul` on GPUs, `ragged_dot` on TPUs, and a loop over tiles of rows elsewhere. `ops.experts` and
 `tensor_parallel.experts` call `apply_experts`.
 """
 
@@ -19,24 +19,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import Experts
-from mercury_jax.kernels.grouped_matmul import (
+from mercury_jax.models.weight_quant import QuantisedWeight, RowQuantisedWeight, multiply
+from mercury_jax.ops.experts.grouped_matmul import (
+    GROUPED,
     Prepared,
     grouped_matmuls,
     prepare,
-    refuses as grouped_refuses,
     tile_rows,
     tiles_of,
 )
-from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, kernel_quantise_rows
-from mercury_jax.kernels.routing import (
-    Dispatched,
-    ExpertOutputs,
-    combine,
-    dispatch,
-    kernel_dispatch,
-    refuses_dispatch,
-)
-from mercury_jax.models.weight_quant import QuantisedWeight, RowQuantisedWeight, multiply
+from mercury_jax.ops.experts.op import DISPATCH, ExpertOutputs, combine
+from mercury_jax.ops.norms.op import ROUND_ROWS
+from mercury_jax.ops.quantised_rows import QuantisedRows, Rows, dense
 from mercury_jax.types import Device, LoraWeight
 
 Activation = Callable[[Array], Array]
@@ -118,20 +112,19 @@ def expert_outputs(
 
     # On GPUs the dispatch kernel is used where the products have kernels, too.
     why = kernels_refuse(flat, expert, (gate_up, down), device)
-    on_gpu = dispatch if why else functools.partial(kernel_dispatch, device=device)
 
     def branch(
-        products: Callable[..., Array], dispatch: Callable[..., Dispatched] = dispatch
+        products: Callable[..., Array], backend: str = "reference"
     ) -> Callable[..., tuple[Array, Array]]:
         def run(x: Rows, expert: Array, gate_up: Stack, down: Stack) -> tuple[Array, Array]:
-            found = dispatch(x, expert, count)
+            found = DISPATCH.run(x, expert, count=count, backend=backend, device=device)
             return products(act, found.rows, found.offsets, gate_up, down, total), found.rank
 
         return run
 
     rows, rank = jax.lax.platform_dependent(
         flat, expert, gate_up, down,
-        cuda=branch(functools.partial(grouped_or_tiled, device=device), on_gpu),
+        cuda=branch(functools.partial(grouped_or_tiled, device=device), "reference" if why else "hopper"),
         tpu=branch(ragged),
         default=branch(tiled),
     )  # fmt: skip
@@ -146,11 +139,11 @@ def kernels_refuse(
     act: Activation | None = None,
 ) -> str | None:
     """Gives the reason why the kernels do not compute dispatch and products of these experts."""
-    like, values = jax.eval_shape(dense, x), jax.tree.leaves(x)[0]
+    like = jax.eval_shape(dense, x)
     rows = jax.ShapeDtypeStruct((expert.size, like.shape[-1]), like.dtype)
     gate_up, down = stacks
     why = refuses(rows, gate_up, down, device, act)
-    return why or refuses_dispatch(values, expert, gate_up.shape[0], device)
+    return why or DISPATCH.refuses(x, expert, count=gate_up.shape[0], device=device)
 
 
 # --- the feed-forward of sorted rows
@@ -207,7 +200,7 @@ def expert_product(
     """
     how: Any = dict(act=act, total=total, device=device)
     if isinstance(w, RowQuantisedWeight):
-        rows = x if isinstance(x, QuantisedRows) else kernel_quantise_rows(x, w.values.dtype, device)
+        rows = x if isinstance(x, QuantisedRows) else ROUND_ROWS.run(x, dtype=w.values.dtype, device=device)
         return prepare(rows.values, w.values, offsets, w.scale, row_scale=rows.scale, **how)
     if isinstance(w, QuantisedWeight):
         return prepare(dense(x), w.values, offsets, w.scale, **how)
@@ -232,7 +225,7 @@ def refuses(
         values, scale = (
             (w.values, w.scale) if quantised else (jax.ShapeDtypeStruct(w.shape, rows.dtype), None)
         )
-        why = grouped_refuses(x, values, scale, act=own, device=device)
+        why = GROUPED.refuses(x, values, None, scale, act=own, device=device)
         if why is not None:
             return why
     return None

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mercury_jax.kernels.fused_norms import Residual
-from mercury_jax.kernels.quantised_rows import Rows, quantise_rows
-from mercury_jax.kernels.routing import ExpertOutputs, combine
+from mercury_jax.ops.experts.op import ExpertOutputs, combine
+from mercury_jax.ops.norms import op as fused_norms
+from mercury_jax.ops.norms.op import Residual
+from mercury_jax.ops.operation import Op
+from mercury_jax.ops.quantised_rows import Rows, quantise_rows
 from mercury_jax.types import accumulation_dtype
 
 
@@ -64,3 +66,9 @@ def residual_norms(
     found = [norm(total, factor) for factor in factors]
     pairs = itertools.zip_longest(found, rounded)
     return total, [y if dtype is None else quantise_rows(y, dtype) for y, dtype in pairs]
+
+
+RESIDUAL_NORMS = Op(
+    "norm", residual_norms, fused_norms.RESIDUAL_NORMS,
+    fallback="a kernel of each norm, by XLA", cases="mercury_jax.ops.norms.cases",
+)  # fmt: skip

@@ -19,17 +19,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels import fused_norms, routing
-from mercury_jax.kernels.device import HOPPER, present
-from mercury_jax.kernels.grouped_matmul import (
-    FEW_ROWS,
-    Prepared,
-    grouped_matmuls,
-    prepare as prepare_product,
-    refuses as grouped_refuses,
-)
-from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, kernel_quantise_rows
-from mercury_jax.kernels.routing import ExpertOutputs, kernel_dispatch
 from mercury_jax.models import cache as kv_cache, kv_quant, moe, norms as plain_norms, rope
 from mercury_jax.models.weight_quant import (
     QuantisedWeight,
@@ -37,6 +26,18 @@ from mercury_jax.models.weight_quant import (
     lookup,
     multiply,
 )
+from mercury_jax.ops.attention.op import ATTENTION, CACHED_ATTENTION
+from mercury_jax.ops.device import HOPPER, present
+from mercury_jax.ops.experts.grouped_matmul import (
+    FEW_ROWS,
+    GROUPED,
+    Prepared,
+    grouped_matmuls,
+    prepare as prepare_product,
+)
+from mercury_jax.ops.experts.op import DISPATCH, ROUTE, ExpertOutputs
+from mercury_jax.ops.norms.op import ROUND_ROWS, Projections, Residual
+from mercury_jax.ops.quantised_rows import QuantisedRows, Rows, dense
 from mercury_jax.sharding import constrain_rows
 from mercury_jax.types import Device, LoraWeight, accumulation_dtype
 
@@ -108,44 +109,64 @@ def gated_dot(
     return act(product(x, gate, 1)) * product(x, up, 1)
 
 
-def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> Float[Array, "*o"]:
-    """Computes `dot` on one device, of few rows with the grouped kernel.
-
-    For so few rows XLA divides the inputs and writes several partial sums in fp32; the kernel applies the scales of an
-    8-bit matrix, and a gate, to the sums before anything is written.
-    """
-    prepare = _few_rows(x, (w,), count, None, device)
-    if prepare is None:
-        return dot(x, w, count)
-    like = jax.eval_shape(functools.partial(dot, count=count), x, w)
-    kernel = lambda x, w: grouped_matmuls(prepare(x, w))[0].reshape(like.shape)
-    return jax.lax.platform_dependent(x, w, cuda=kernel, default=lambda x, w: dot(x, w, count))
-
-
 def exact_dot(x: Float[Array, "*s D"], w: Weight) -> Float[Array, "*s F"]:
     """Computes x w in at least fp32 from `dot`, for the logits of a router."""
     return dot(x, w, 1).astype(accumulation_dtype(x.dtype))
 
 
+def of_few_rows(
+    plain: Callable[..., Any],
+    x: Rows,
+    *products: tuple[Weight, ...],
+    count: int = 1,
+    act: Activation | None = None,
+    dtype: Any = None,
+    device: Device | None = None,
+) -> Any:
+    """Computes plain(x, *matrices), products of x on one device, in one launch of the grouped kernel if x has few rows.
+
+    For so few rows XLA divides the inputs and writes several partial sums in fp32; the kernel applies the scales of an
+    8-bit matrix, and a gate, to the sums before anything is written.
+
+    Args:
+        plain: Computes one result, or a tuple of one for each product.
+        products: The matrix of each product, or gate and up with `act`.
+        dtype: Of the results; None: that of x.
+    """
+    prepared = [_few_rows(x, matrices, count, act, device, dtype) for matrices in products]
+    matrices = tuple(w for product in products for w in product)
+    if not all(prepared):
+        return plain(x, *matrices)
+    like, structure = jax.tree.flatten(jax.eval_shape(plain, x, *matrices))
+    width = len(products[0])
+
+    def kernel(x: Rows, *matrices: Weight) -> Any:
+        each = [prepare(x, *matrices[i * width :][:width]) for i, prepare in enumerate(prepared) if prepare]
+        (y,) = grouped_matmuls(*each, joined=len(each) > 1)
+        widths = [one.size // y.shape[0] for one in like]
+        parts = jnp.split(y, np.cumsum(widths)[:-1], axis=1) if len(like) > 1 else [y]
+        return structure.unflatten([part.reshape(one.shape) for part, one in zip(parts, like, strict=True)])
+
+    return jax.lax.platform_dependent(x, *matrices, cuda=kernel, default=plain)
+
+
+def local_dot(x: Rows, w: Weight, count: int, device: Device | None = None) -> Float[Array, "*o"]:
+    """Computes `dot` on one device."""
+    return of_few_rows(functools.partial(dot, count=count), x, (w,), count=count, device=device)
+
+
 def local_exact_dot(x: Float[Array, "*s D"], w: Weight, device: Device | None = None) -> Float[Array, "*s F"]:
-    """Computes `exact_dot` on one device, of few rows with the kernel, whose sums are fp32."""
-    prepare = _few_rows(x, (w,), 1, None, device, jnp.float32) if isinstance(w, jax.Array) else None
-    if prepare is None:  # also of quantised matrices, and those with a low-rank addition
+    """Computes `exact_dot` on one device; the sums of the kernel are fp32."""
+    if not isinstance(w, jax.Array):
         return exact_dot(x, w)
-    kernel = lambda x, w: grouped_matmuls(prepare(x, w))[0].reshape(*x.shape[:-1], -1)
-    return jax.lax.platform_dependent(x, w, cuda=kernel, default=exact_dot)
+    return of_few_rows(exact_dot, x, (w,), dtype=jnp.float32, device=device)
 
 
 def local_gated_dot(
     x: Rows, gate: Weight, up: Weight, act: Activation, device: Device | None = None
 ) -> Float[Array, "*s F"]:
-    """Computes `gated_dot` on one device, of few rows with the grouped kernel."""
-    prepare, plain = _few_rows(x, (gate, up), 1, act, device), functools.partial(gated_dot, act=act)
-    if prepare is None:
-        return plain(x, gate, up)
-    like = jax.eval_shape(plain, x, gate, up)
-    kernel = lambda *args: grouped_matmuls(prepare(*args))[0].reshape(like.shape)
-    return jax.lax.platform_dependent(x, gate, up, cuda=kernel, default=plain)
+    """Computes `gated_dot` on one device."""
+    return of_few_rows(functools.partial(gated_dot, act=act), x, (gate, up), act=act, device=device)
 
 
 def _few_rows(
@@ -178,14 +199,16 @@ def _few_rows(
     shapes = jax.eval_shape(operands, *matrices)
     flat = jax.ShapeDtypeStruct((rows, inputs), dtype)
     # XLA's products of more rows are as fast.
-    if rows > FEW_ROWS or grouped_refuses(flat, *shapes, act=act, dtype=result, device=device) is not None:
+    w, scale = shapes
+    if rows > FEW_ROWS or GROUPED.refuses(flat, w, None, scale, act=act, dtype=result, device=device):
         return None
 
     def prepare(x: Rows, *matrices: Array | QuantisedWeight) -> Prepared:
         how: Any = dict(act=act, dtype=result or dtype, device=device)
         if isinstance(first, RowQuantisedWeight):
             if not isinstance(x, QuantisedRows):
-                x = kernel_quantise_rows(x.reshape(rows, inputs), first.values.dtype, device)
+                flat = x.reshape(rows, inputs)
+                x = QuantisedRows(*ROUND_ROWS.run(flat, dtype=first.values.dtype, device=device))
             x, how["row_scale"] = x.values, x.scale.reshape(rows)
         assert not isinstance(x, QuantisedRows)
         w, scale = operands(*matrices)
@@ -253,7 +276,7 @@ def local_feed_forwards(
     def kernel(x: Rows, matrices: Any, args: Any) -> tuple[Array, Array, Array]:
         states, ids, _, gate_up, down = args
         expert, rows = flat(ids, states)
-        found = kernel_dispatch(rows, expert, gate_up.shape[0], device)
+        found = DISPATCH.run(rows, expert, count=gate_up.shape[0], backend="hopper", device=device)
         multiply = functools.partial(moe.expert_product, offsets=found.offsets, device=device)
         wide, narrow = grouped_matmuls(first(x, *matrices[:2]), multiply(found.rows, gate_up, act=act))
         y, out = grouped_matmuls(second(wide.reshape(hidden.shape), matrices[2]), multiply(narrow, down))
@@ -272,10 +295,10 @@ class ResidualStream(NamedTuple):
     """Hidden states, and what a layer adds to them: one kernel computes the sum and the norms that read it."""
 
     x: Float[Array, "*s D"]
-    added: fused_norms.Residual
+    added: Residual
 
 
-def add(x: Float[Array, "*s D"], residual: fused_norms.Residual, eps: float) -> Float[Array, "*s D"]:
+def add(x: Float[Array, "*s D"], residual: Residual, eps: float) -> Float[Array, "*s D"]:
     """Adds what a layer computed to hidden states."""
     return plain_norms.residual_norms(x, residual, [], eps)[0]
 
@@ -295,89 +318,37 @@ def norms(
     """
     if not isinstance(x, ResidualStream):
         return x, [(plain_norms.rms_normalise(x, eps) * factor).astype(x.dtype) for factor in factors]
-    if fused_norms.refuses_residual(x.x, device) is not None:
-        return plain_norms.residual_norms(*x, factors, eps)
-    plain = plain_norms.residual_norms
-    how: Any = dict(eps=eps, rounded=rounded)
-    kernel = functools.partial(fused_norms.kernel_residual_norms, plain, device=device, **how)
-    return jax.lax.platform_dependent(*x, list(factors), cuda=kernel, default=functools.partial(plain, **how))
+    op = plain_norms.RESIDUAL_NORMS
+    rounded = () if op.refuses(x.x, device=device) else tuple(rounded)
+    return op.run(*x, list(factors), eps=eps, rounded=rounded, device=device)
 
 
-def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> fused_norms.Projections:
+def project_heads(x: Rows, matrices: Sequence[Weight | None]) -> Projections:
     """Projects hidden states to queries, keys and values on one device."""
     q, k, *v = (dot(x, w, 1) for w in matrices if w is not None)
-    return fused_norms.Projections(q, k, v[0] if v else None)
+    return Projections(q, k, v[0] if v else None)
 
 
 def local_project_heads(
     x: Rows, matrices: Sequence[Weight | None], device: Device | None = None
-) -> fused_norms.Projections:
+) -> Projections:
     """Computes `project_heads`, of few rows in one launch, whose result the next kernel reads where it is."""
-    given = tuple(w for w in matrices if w is not None)
-    prepared = [_few_rows(x, (w,), 1, None, device) for w in given]
-    if not all(prepared):
-        return project_heads(x, matrices)
-    plain = lambda x, *given: tuple(dot(x, w, 1) for w in given)
-    shapes = [y.shape for y in jax.eval_shape(plain, x, *given)]
-
-    def kernel(x: Rows, *given: Weight) -> tuple[Array, ...]:
-        products = [prepare(x, w) for prepare, w in zip(prepared, given, strict=True) if prepare]
-        (y,) = grouped_matmuls(*products, joined=True)
-        parts = jnp.split(y, np.cumsum([math.prod(s[2:]) for s in shapes])[:-1], axis=1)
-        return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
-
-    q, k, *v = jax.lax.platform_dependent(x, *given, cuda=kernel, default=plain)
-    return fused_norms.Projections(q, k, v[0] if v else None)
+    products = [(w,) for w in matrices if w is not None]
+    q, k, *v = of_few_rows(lambda x, *own: tuple(dot(x, w, 1) for w in own), x, *products, device=device)
+    return Projections(q, k, v[0] if v else None)
 
 
-def norm_rope_write(
-    x: fused_norms.Projections,
-    factors: fused_norms.HeadFactors,
-    table: fused_norms.Table,
-    kv: kv_cache.KV,
-    slots: Int[Array, "B T"],
-    eps: float,
-) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
-    """Computes `rope.norm_rope_write` for a cache of any format."""
-    q, k, v = rope.norm_rope(x, factors, table, eps)
-    return q, kv_cache.write(kv, k, v, slots)
-
-
-def local_norm_rope_write(
-    x: fused_norms.Projections,
-    factors: fused_norms.HeadFactors,
-    table: fused_norms.Table,
-    kv: kv_cache.KV,
-    slots: Int[Array, "B T"],
-    eps: float,
-    device: Device | None = None,
-) -> tuple[Float[Array, "B T H K"], kv_cache.KV]:
-    """Computes `norm_rope_write` on one device, with the kernel where there is one."""
-    plain = functools.partial(norm_rope_write, eps=eps)
-    if fused_norms.refuses_heads(x, table, kv, device) is not None:
-        return plain(x, factors, table, kv, slots)
-
-    def kernel(x: Any, factors: Any, table: Any, kv: Any, slots: Array) -> tuple[Array, kv_cache.KV]:
-        args = x, factors, table, tuple(kv), slots, eps, device
-        q, arrays = fused_norms.kernel_norm_rope_write(rope.norm_rope_write, *args)
-        return q, kv_cache.KV(*arrays)
-
-    return jax.lax.platform_dependent(x, factors, table, kv, slots, cuda=kernel, default=plain)
-
-
-def local_route(
-    logits: Float[Array, "*s E"],
-    factors: Float[Array, "E"],
-    active: int,
-    scale: float = 1.0,
-    device: Device | None = None,
-) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
-    """Computes `kernels.routing.route` on one device, with the kernel where there is one."""
-    if routing.refuses_route(logits, active, device) is not None:
-        return routing.route(logits, factors, active, scale)
-    kernel = functools.partial(routing.kernel_route, active=active, scale=scale, device=device)
-    plain = functools.partial(routing.route, active=active, scale=scale)
-    return jax.lax.platform_dependent(logits, factors, cuda=kernel, default=plain)
+# The operations that have kernels, those that a pass needs first before the others.
+OPERATIONS = (
+    CACHED_ATTENTION,
+    GROUPED,
+    plain_norms.RESIDUAL_NORMS,
+    ROUND_ROWS,
+    ROUTE,
+    DISPATCH,
+    rope.NORM_ROPE_WRITE,
+    ATTENTION,
+)
 
 
 class Ops(NamedTuple):
@@ -388,7 +359,8 @@ class Ops(NamedTuple):
         attend: attend(q, k, v, ranges, **options) as `kv_quant.attend`.
         write: write(kv, k, v, slots) as `cache.write`.
         project_heads: project_heads(x, matrices) -> projections for `norm_rope_write`.
-        norm_rope_write: norm_rope_write(x, factors, table, kv, slots, eps) -> queries and cache. Only if `whole_heads`.
+        norm_rope_write: norm_rope_write(x, factors, table, kv, slots, eps=) -> queries and cache. Only if
+            `whole_heads`.
         dot_term: dot_term(x, w, count) -> Term.
         gated_dot: gated_dot(x, gate, up, act) -> array.
         exact_dot: exact_dot(x, w) -> array in fp32.
@@ -401,7 +373,7 @@ class Ops(NamedTuple):
             experts beside it; None: they are two terms.
         sum_terms: sum_terms(*sequences of terms) -> their sums. Sums that are needed at the same time are passed
             together, so that on a mesh they share one all-reduce.
-        route: route(logits, factors, active, scale) as `kernels.routing.route`.
+        route: route(logits, factors, active, scale) as `ops.experts.op.route`.
         map_rows: map_rows(f, x, *shared) -> f(x, *shared), for an f that treats the rows of x independently.
         replicate: replicate(x) -> x; on a mesh, gathers all columns of each row on the devices of that row.
         whole_heads: Whether a device has all heads, so that queries and keys may be concatenated.
@@ -410,8 +382,8 @@ class Ops(NamedTuple):
     dot: Callable[..., Array] = dot
     attend: Callable[..., Any] = kv_quant.attend
     write: Callable[..., kv_cache.KV] = kv_cache.write
-    project_heads: Callable[..., fused_norms.Projections] = project_heads
-    norm_rope_write: Callable[..., tuple[Array, kv_cache.KV]] = norm_rope_write
+    project_heads: Callable[..., Projections] = project_heads
+    norm_rope_write: Callable[..., tuple[Array, kv_cache.KV]] = rope.norm_rope_write
     dot_term: Callable[..., Term] = dot_term
     gated_dot: Callable[..., Array] = gated_dot
     exact_dot: Callable[..., Array] = exact_dot
@@ -422,7 +394,7 @@ class Ops(NamedTuple):
     experts: Callable[..., Term] = experts
     feed_forwards: Callable[..., list[Any]] | None = None
     sum_terms: Callable[..., list[Any]] = sum_terms
-    route: Callable[..., tuple[Array, Array]] = routing.route
+    route: Callable[..., tuple[Array, Array]] = ROUTE.plain
     map_rows: Callable[..., Any] = lambda f, x, *shared: f(x, *shared)
     replicate: Callable[[Array], Array] = lambda x: x
     whole_heads: bool = True

@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import RopeScaling
-from mercury_jax.kernels.fused_norms import HeadFactors, KVArrays, Projections, Table
-from mercury_jax.models.cache import write_rows
+from mercury_jax.models import cache
 from mercury_jax.models.norms import inverse_rms, rms_normalise
+from mercury_jax.ops.norms import op as fused_norms
+from mercury_jax.ops.norms.op import HeadFactors, Projections, Table
+from mercury_jax.ops.operation import Op
 from mercury_jax.types import accumulation_dtype
 
 Frequencies: TypeAlias = Float[np.ndarray, "C"] | Float[Array, "B 1 1 C"]  # of all rows, or of each
@@ -120,8 +122,14 @@ def norm_rope(
 
 
 def norm_rope_write(
-    x: Projections, factors: HeadFactors, table: Table, kv: KVArrays, slots: Int[Array, "B T"], eps: float
-) -> tuple[Float[Array, "B T H K"], KVArrays]:
+    x: Projections, factors: HeadFactors, table: Table, kv: cache.KV, slots: Int[Array, "B T"], eps: float
+) -> tuple[Float[Array, "B T H K"], cache.KV]:
     """Computes `norm_rope`, and writes keys and values into the cache of the layer."""
     q, k, v = norm_rope(x, factors, table, eps)
-    return q, (write_rows(kv[0], k, slots), write_rows(kv[1], v, slots))
+    return q, cache.write(cache.KV(*kv), k, v, slots)
+
+
+NORM_ROPE_WRITE = Op(
+    "heads", norm_rope_write, fused_norms.NORM_ROPE_WRITE,
+    fallback="sums of squares, a transposition and scatters, by XLA", cases="mercury_jax.ops.norms.cases",
+)  # fmt: skip

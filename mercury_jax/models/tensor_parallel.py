@@ -21,11 +21,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from mercury_jax import kernels
-from mercury_jax.kernels.attention_inputs import KVArray
 from mercury_jax.models import cache as kv_cache, kv_quant, moe, ops
 from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, local_dot
+from mercury_jax.models.rope import NORM_ROPE_WRITE
 from mercury_jax.models.weight_quant import QuantisedWeight, lookup
+from mercury_jax.ops import attention_kernel
+from mercury_jax.ops.attention.inputs import KVArray
+from mercury_jax.ops.experts.op import ROUTE
 from mercury_jax.sharding import ROWS, constrain_rows, dividing_axes
 from mercury_jax.types import Device, LoraWeight
 
@@ -43,12 +45,12 @@ def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
             gated_dot=functools.partial(ops.local_gated_dot, device=device),
             exact_dot=functools.partial(ops.local_exact_dot, device=device),
             project_heads=functools.partial(ops.local_project_heads, device=device),
-            norm_rope_write=functools.partial(ops.local_norm_rope_write, device=device),
+            norm_rope_write=functools.partial(NORM_ROPE_WRITE.run, device=device),
             feed_forwards=functools.partial(ops.local_feed_forwards, device=device),
             add=lambda x, residual, eps: ops.ResidualStream(x, residual),
             norms=functools.partial(ops.norms, device=device),
             row_dtype=functools.partial(ops.row_dtype, device=device),
-            route=functools.partial(ops.local_route, device=device),
+            route=functools.partial(ROUTE.run, device=device),
         )
     return Ops(
         attend=functools.partial(attend, mesh, device=device),
@@ -73,7 +75,7 @@ def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
         return own
 
     def attend_in_training(q: Array, k: Any, v: Any, ranges: Array, **options: Any) -> Any:
-        kernel = kernels.attention_kernel(q, k, v, ranges, device=device, **options)
+        kernel = attention_kernel(q, k, v, ranges, device=device, **options)
         local = functools.partial(attend, mesh, device=device, row_axes=ROWS) if kernel else own.attend
         return local(q, k, v, ranges, **options)
 
@@ -244,7 +246,7 @@ def attend(
     query heads read.
 
     Args:
-        **options: Keyword arguments of `kernels.attend`, except `residual`.
+        **options: Keyword arguments of `ops.attend`, except `residual`.
     """
     rows = dividing_axes(row_axes, q.shape[0], mesh) or None
     heads, group = q.shape[2], q.shape[2] // k.shape[2]

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.quantised_rows import QuantisedRows, Rows, dense, largest, quantise_rows
+from mercury_jax.ops.quantised_rows import QuantisedRows, Rows, dense, largest, quantise_rows
 from mercury_jax.types import LoraWeight, Params, accumulation_dtype
 
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa, no infinity

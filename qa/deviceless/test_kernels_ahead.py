@@ -4,8 +4,9 @@ import functools
 
 import pytest
 
-from mercury_jax.bench.compile import FALLBACK, forms
+from mercury_jax.bench.compile import forms
 from mercury_jax.cli import bench_compile
+from mercury_jax.models.ops import OPERATIONS
 
 PRODUCT = {"h200": "wgmma.mma_async", "b200": "tcgen05.mma"}
 ROOM = 227 * 1024  # bytes of shared memory that a program may have, on both
@@ -33,7 +34,7 @@ def test_no_form_of_a_kernel_spills(records, target, chip):
 
 @pytest.mark.parametrize("target", PRODUCT)
 def test_attention_is_made_of_the_chips_own_products(records, target):
-    made = [r for r in records(target) if r["kernel"] in ("attention", "training")]
+    made = [r for r in records(target) if r["kernel"].startswith("attention")]
     for r in (r for r in made if "refused" not in r):
         assert r["products"].get(PRODUCT[target], 0) > 0 and len(r["products"]) == 1, r
 
@@ -41,22 +42,25 @@ def test_attention_is_made_of_the_chips_own_products(records, target):
 def test_hopper_has_every_head_size(records):
     made = [r["shape"] for r in records("h200") if r["kernel"] == "attention" and "refused" not in r]
     for width in (64, 128, 256, 512):
-        for dtype in ("bf16", "fp16"):
-            assert sum(f"heads of {width}," in shape and f" {dtype}, " in shape for shape in made) >= 6
+        for dtype in ("bfloat16", "float16"):
+            assert sum(f"attention-{width}-{dtype}" in shape for shape in made) >= 6
 
 
 def test_hopper_has_a_gradient_of_the_head_sizes_of_training(records):
-    made = [r["shape"] for r in records("h200") if r["kernel"] == "training" and "refused" not in r]
+    made = [
+        r["shape"]
+        for r in records("h200")
+        if r["kernel"] == "attention with its gradient" and "refused" not in r
+    ]
     assert len(made) == 15  # of 64 and 256 with a soft-cap and without, of 128 without
-    assert not any(
-        "heads of 512" in shape or ("heads of 128" in shape and "capped" in shape) for shape in made
-    )
+    assert not any("attention-512-" in one or "attention-128-bfloat16-softcap" in one for one in made)
 
 
 @pytest.mark.parametrize("target", PRODUCT)
 def test_what_has_no_form_says_what_runs_instead(records, target):
+    fallbacks = {op.name: op.fallback for op in OPERATIONS}
     for r in records(target):
         if "refused" in r:
-            assert r["refused"] and r["fallback"] == FALLBACK[r["kernel"]]
+            assert r["refused"] and r["fallback"] == fallbacks[r["kernel"]]
         line = bench_compile.kernel_line(r)
         assert r["shape"] in line and ("instead: " in line) == ("refused" in r)

@@ -9,7 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.cli import main
-from mercury_jax.kernels import device as kernel_device
+from mercury_jax.ops import device as kernel_device
 
 QUESTIONS = ["389+784=", "12+7=", "347+585="]
 

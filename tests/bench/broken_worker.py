@@ -11,7 +11,7 @@ import time
 import jax.numpy as jnp
 
 from mercury_jax.bench.gpu import runner
-from mercury_jax.kernels import reference
+from mercury_jax.ops.attention import xla
 
 
 def run(call):
@@ -27,7 +27,7 @@ def run(call):
     if fault == "once" and not os.path.exists(os.environ["MERCURY_ONCE"]):
         open(os.environ["MERCURY_ONCE"], "w").close()
         raise RuntimeError("only here")
-    out, nats = reference.run(call._replace(k=jnp.nan_to_num(call.k), v=jnp.nan_to_num(call.v)))
+    out, nats = xla.run_reference(call._replace(k=jnp.nan_to_num(call.k), v=jnp.nan_to_num(call.v)))
     if fault == "nan":
         out = out.at[0, 0].set(jnp.nan)
     if fault == "wrong":
@@ -36,7 +36,7 @@ def run(call):
 
 
 if __name__ == "__main__":
-    from mercury_jax.kernels import hopper
+    from mercury_jax.ops.attention import hopper
 
     hopper.run = run
     sys.exit(runner.main())

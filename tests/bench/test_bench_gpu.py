@@ -17,12 +17,14 @@ import pytest
 
 from mercury_jax.bench import abstract_params as ap, hlo, timing
 from mercury_jax.bench.gpu import check, commands, profile, tune
+from mercury_jax.bench.gpu.interpreter import interpreted
 from mercury_jax.bench.gpu.runner import GpuCase, Runner, append
 from mercury_jax.cli import app, main
 from mercury_jax.compilation import GRAPH_FLAGS, GRAPHS_FORM
-from mercury_jax.kernels import device as kernel_device, tuned
-from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.tuned import GroupedKnobs
+from mercury_jax.ops import device as kernel_device, tuned
+from mercury_jax.ops.attention.cases import AttentionShape
+from mercury_jax.ops.experts.cases import GroupedShape
+from mercury_jax.ops.tuned import GroupedKnobs
 
 ROOT = Path(__file__).parents[2]
 BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
@@ -139,9 +141,8 @@ def test_rows_are_appended_as_they_are_measured(tmp_path):
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
     """broken(faults) -> rows of a check of the plain form of four head sizes, and what is stored of each form."""
-    shape = dict(b=1, t=4, h=2, g=1, s=64, r=2, dtype="bfloat16")
     found = [
-        commands._check_case("attention", shape | {"width": w, "r": r}, limit=25.0)
+        commands._check_case("attention", AttentionShape(w, b=1, t=4, h=2, g=1, s=64, r=r), 25.0)
         for w in (64, 128, 256, 512)
         for r in (1, 2)
     ]
@@ -212,20 +213,20 @@ def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which, count):
         names.add(case.form)
         if case.work in ("sanitizer", "graphs"):
             continue
-        shape = case.args["shape"]
-        if case.args["operation"] == "attention":
-            a = check.AttentionShape(**shape)
-            args = a.abstract()
-            assert case.form == kernel_device.attention_form(args[0], args[1], a.softcap, gradient=a.gradient)
-        elif "dtype" not in shape:
-            assert case.form == getattr(kernel_device, f"{case.args['operation'].upper()}_FORM")
-        else:
-            kinds = {kind: shape.get(kind, False) for kind in ("gradient", "gated")}
-            assert case.form == kernel_device.grouped_form(shape["dtype"], **kinds)
-            sizes = check.GroupedShape(**shape).sizes(np.random.default_rng(0))
+        op, fields = check.OPERATIONS[case.args["operation"]], case.args["shape"]
+        shape = op.table().shape(**fields)
+        like = shape.check(op, kernel_device.target(which)).like
+        if isinstance(shape, AttentionShape):
+            assert case.form == op.form_of(*like, softcap=shape.softcap)
+        elif isinstance(shape, GroupedShape):
+            kinds = {"act": jax.nn.gelu if shape.gated else None}
+            assert case.form == op.form_of(like[0], like[2], **kinds) + "-gradient" * shape.gradient
+            sizes = shape.sizes(np.random.default_rng(0))
             starts = (np.cumsum(sizes) - sizes)[sizes > 0]
-            assert sizes.sum() == shape["rows"]
-            assert shape["experts"] == 1 or (set(starts % 8) == set(range(8)) and 0 in sizes)
+            assert sizes.sum() == shape.rows
+            assert shape.experts == 1 or (set(starts % 8) == set(range(8)) and 0 in sizes)
+        else:
+            assert case.form == op.form_of(*like)
     assert len(names - {""}) == count
 
 
@@ -237,10 +238,9 @@ def test_every_case_of_a_chip_is_lowered_for_it():
         if "shape" in case.args and not case.args["shape"].get("softcap") and "float16-" not in case.name:
             todo.setdefault(case.form, case)
     for case in todo.values():
-        a = check.SHAPES[case.args["operation"]](**case.args["shape"])
-        args = a.abstract() if hasattr(a, "abstract") else a.check().inputs(0)[0]
-        kernel = a.check(kernel_device.target(kernel_device.HOPPER)).kernel
-        text = jax.jit(kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        device = kernel_device.target(kernel_device.HOPPER)
+        one = check.checked(case.args["operation"], case.args["shape"], device)
+        text = jax.jit(one.kernel).trace(*one.like).lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text, case.name
 
 
@@ -284,7 +284,7 @@ def test_where_a_gradient_of_the_soft_cap_has_a_large_error_so_has_plain_bf16():
         for c in commands.check_cases("sm_90a", 0)
         if "attention-64-bfloat16-softcap-gradient" in c.name and "t=1000" in c.name
     ]
-    checked = check.AttentionShape(**case.args["shape"]).check()
+    checked = check.checked(case.args["operation"], case.args["shape"], None)
     inputs, exact = checked.inputs(0)
     with jax.default_matmul_precision("highest"):
         want = jax.jit(checked.reference)(*exact)
@@ -336,8 +336,9 @@ from mercury_jax.bench.gpu import check, profile, tune
 import mercury_jax as mj
 mj.sample, mj.logits
 from mercury_jax.training import objectives, optim, step
-from mercury_jax.kernels import hopper, interpreter
-from mercury_jax.kernels.hopper import grouped_matmul
+from mercury_jax.ops.attention import hopper
+from mercury_jax.bench.gpu import interpreter
+from mercury_jax.ops.experts import hopper_grouped_matmul as grouped_matmul
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -349,7 +350,7 @@ import sys
 from mercury_jax.bench.gpu import commands, runner
 from mercury_jax.cli import bench_gpu, app
 assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends
-from mercury_jax.kernels import device as kernel_device, tuned
+from mercury_jax.ops import device as kernel_device, tuned
 kernel_device.entry_key("x", "y"), kernel_device.read_checks("z")
 import jax
 assert not jax._src.xla_bridge._backends
@@ -495,7 +496,7 @@ def test_a_kernel_that_spills_is_dropped(monkeypatch):
 def test_every_case_of_the_search_has_variants_that_fit():
     forms = {case.form for case in commands.check_cases(kernel_device.HOPPER, 0)}
     for case in commands.tune_cases():
-        assert commands._check_case(case.args["operation"], case.args["shape"], 1.0).form in forms
+        assert check.OPERATIONS[case.args["operation"]].table().shape(**case.args["shape"]).form in forms
         default, unfit = tune.choices(case.args["operation"], case.args["shape"])
         found = [one for one in tune.neighbours(default, case.args["values"], unfit) if unfit(one) is None]
         assert default in found and len(found) >= 4, case.name
@@ -511,9 +512,8 @@ def test_the_command_tunes_and_check_checks_what_it_stored(tmp_path, capsys, mon
     assert entry["form"] == "grouped-int8" and entry["settings"] == last["settings"]
     cases = commands._with_tuned(commands.check_cases(None, 0, small=True), "cpu")
     assert not any("knobs" in case.name for case in cases)  # no case of a small check has that form
-    monkeypatch.setattr(
-        commands, "check_cases", lambda *a: [commands._check_case("grouped", entry["shape"], 60.0)]
-    )
+    shape = GroupedShape(**entry["shape"])
+    monkeypatch.setattr(commands, "check_cases", lambda *a: [commands._check_case("grouped", shape, 60.0)])
     [_, case] = commands._with_tuned(commands.check_cases(), "cpu")
     [row] = check.check_form(case.args | {"seed": 0, "draws": 1}, lambda stage: None)
     assert row["passed"] and row["shape"]["knobs"] == entry["settings"]

@@ -9,9 +9,9 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import Experts, from_dict, to_dict
-from mercury_jax.kernels.device import target
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import FORMATS, quantise
+from mercury_jax.ops.device import target
 from mercury_jax.sharding import mesh, path_name, shardings, with_device
 from mercury_jax.types import LeaveOneOut, PackedPass, Pass
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import kernels
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.models import cache, kv_quant
+from mercury_jax.ops import attend
 from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS
 from tests.tiny import tiny
@@ -117,7 +117,7 @@ def test_attention_over_a_quantised_cache_is_close_to_the_exact_one(kind, most):
     kv = cache.write(cache.KV(blank(k), blank(v)), k, v, slots)
     exact = cache.write(cache.KV(k * 0, v * 0), k, v, slots)
     near, lse = kv_quant.attend(q, *kv, ranges, residual=True)
-    want, told = kernels.attend(q, *exact, ranges, residual=True)
+    want, told = attend(q, *exact, ranges, residual=True)
     error = np.linalg.norm(near - want) / np.linalg.norm(want)
     assert most / 8 < error < most
     np.testing.assert_allclose(lse[:, :4], told[:, :4], atol=2 * most)

@@ -14,12 +14,13 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models, noise
+from mercury_jax.bench.gpu.interpreter import interpreted
 from mercury_jax.config import Experts, ModelConfig
 from mercury_jax.decode import defaults
 from mercury_jax.decode.build_config import build_config
-from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import cache, network, ops
 from mercury_jax.models.gemma import GemmaConfig
+from mercury_jax.models.rope import NORM_ROPE_WRITE
 from mercury_jax.sharding import mesh, shardings
 from mercury_jax.types import LM, Pass
 from tests.marks import slow_except
@@ -215,7 +216,7 @@ def test_the_kernel_that_writes_keys_computes_the_plain_pass(monkeypatch):
         return cuda(*args)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", with_kernel)
-    write = functools.partial(ops.local_norm_rope_write, device=interpreted())
+    write = functools.partial(NORM_ROPE_WRITE.run, device=interpreted())
     monkeypatch.setattr(network, "cache_ops", lambda mesh, device: ops.Ops(norm_rope_write=write))
     found = passes(
         dataclasses.replace(wide, context=wide.context + 1)

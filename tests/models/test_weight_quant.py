@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.models import moe, network, ops
 from mercury_jax.models.weight_quant import (
     FORMATS,
@@ -15,6 +14,7 @@ from mercury_jax.models.weight_quant import (
     quantise,
     quantise_rows,
 )
+from mercury_jax.ops.experts.grouped_matmul import offsets_of
 from mercury_jax.sharding import quantised_axes
 
 RNG = np.random.default_rng(0)

@@ -14,9 +14,9 @@ import mercury_jax as mj
 from mercury_jax import hub, models, sharding
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
-from mercury_jax.kernels.grouped_matmul import offsets_of
 from mercury_jax.models import moe
 from mercury_jax.models.ops import dot
+from mercury_jax.ops.experts.grouped_matmul import offsets_of
 from mercury_jax.training import lora, optim, step as steps
 from mercury_jax.training.lora import LoraConfig
 from mercury_jax.training.recipe import MeshConfig

@@ -39,7 +39,7 @@ WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.runner")
 BEAT = 10.0  # seconds between two progress lines
 STARTING = 30.0  # further seconds for the first case of a process, which starts JAX and the device
 TAIL = 600  # characters of the standard error of a dead process that its row contains
-SWITCH = "MERCURY_KERNELS"  # as in `kernels.device`, which would import JAX
+SWITCH = "MERCURY_KERNELS"  # as in `ops.device`, which would import JAX
 # A killed child may hold its memory for a moment while the next one starts, so none preallocates all of it.
 ALWAYS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -53,7 +53,7 @@ class GpuCase(NamedTuple):
         args: Its arguments, JSON-ready.
         limit: Seconds after which it is killed.
         least: Seconds that must be left to begin it.
-        form: The kernel form (`kernels.device`) it belongs to; empty for none.
+        form: The kernel form (`ops.device`) it belongs to; empty for none.
         env: Environment variables of its process; MERCURY_KERNELS is unset unless it is among them.
         alone: Whether it shares no process with others.
         module: Imported by the child process alone.

@@ -20,13 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.bench import hlo
-from mercury_jax.bench.gpu.check import TOLERANCE, AttentionShape, GroupedShape, here, worst
+from mercury_jax.bench.gpu.check import TOLERANCE, checked, here, worst
 from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import grouped_matmul as products, tuned
-from mercury_jax.kernels.attention_inputs import AttentionCall
-from mercury_jax.kernels.device import attention_form
-from mercury_jax.kernels.hopper import attention as attention_kernel, grouped_matmul as grouped_kernel
+from mercury_jax.ops import tuned
+from mercury_jax.ops.attention import hopper as attention_kernel
+from mercury_jax.ops.attention.cases import AttentionShape
+from mercury_jax.ops.attention.inputs import AttentionCall
+from mercury_jax.ops.experts import grouped_matmul as products, hopper_grouped_matmul as grouped_kernel
+from mercury_jax.ops.experts.cases import GroupedShape
 from mercury_jax.types import Device
 
 CACHED = 200e6  # bytes: several times the 50 MB of an H200's L2 cache
@@ -168,10 +170,8 @@ def _times(op: Tunable, run: Callable[[], Any], once: float) -> Row:
 
 def _product(a: GroupedShape) -> products.Product:
     w, out = jnp.dtype(a.dtype), jnp.dtype(jnp.bfloat16)
-    outputs = a.outputs // 2 if a.gated else a.outputs
-    return products.Product(
-        a.rows, a.experts, a.inputs, outputs, a.gated, False, w if a.rounded else out, w, out
-    )
+    x, outputs = w if a.rounded else out, a.outputs // 2 if a.gated else a.outputs
+    return products.Product(a.rows, a.experts, a.inputs, outputs, a.gated, False, x, w, out)
 
 
 def _grouped(shape: Row, device: Device | None, calls: int) -> Tunable:
@@ -182,7 +182,7 @@ def _grouped(shape: Row, device: Device | None, calls: int) -> Tunable:
     weights = a.experts * a.inputs * a.outputs * jnp.dtype(a.dtype).itemsize
     drawn = [prepare(jax.random.key(seed), sizes) for seed in range(_sets(weights, calls))]
     with jax.default_matmul_precision("highest"):
-        expected = jax.device_get(jax.jit(a.check(device).reference)(*drawn[0]))
+        expected = jax.device_get(jax.jit(checked("grouped", shape, device).reference)(*drawn[0]))
 
     def call(knobs: Any, offsets: Any, given: Any) -> tuple[Any, Any]:
         x, row_scale, w, scale = given
@@ -206,22 +206,24 @@ def _grouped(shape: Row, device: Device | None, calls: int) -> Tunable:
 def _attention(shape: Row, device: Device | None, calls: int) -> Tunable:
     """Attention of a canvas to all keys of a cache."""
     a = AttentionShape(**shape)
-    checked, count = a.check(device), _sets(2 * a.b * a.s * a.g * a.width * (1 if a.int8 else 2), calls)
-    drawn = [checked.inputs(seed) for seed in range(count)]
+    case, count = (
+        checked("attention", shape, device),
+        _sets(2 * a.b * a.s * a.g * a.width * (1 if a.int8 else 2), calls),
+    )
+    drawn = [case.inputs(seed) for seed in range(count)]
     with jax.default_matmul_precision("highest"):
-        expected = jax.device_get(jax.jit(checked.reference)(*drawn[0][1]))
+        expected = jax.device_get(jax.jit(case.reference)(*drawn[0][1]))
 
     def call(knobs: Any, q: Any, given: Any) -> tuple[Any, Any]:
-        result = a._replace(knobs=knobs._asdict()).check(device).kernel(q, *given)
+        result = checked("attention", shape | {"knobs": knobs._asdict()}, device).kernel(q, *given)
         return result, result[0]
 
     (q, k, v, ranges), sets = drawn[0][0], [given[1:] for given, _ in drawn]
-    form = attention_form(q, k, a.softcap)
     moved = sum(x.nbytes for x in jax.tree.leaves((k, v))) + 2 * q.nbytes
     shapes = attention_kernel.shapes_of(AttentionCall(q, k, v, ranges, 1.0))
     default, unfit = choices("attention", shape, device)
     return Tunable(
-        "attention", form, shapes, default, unfit, q, sets, calls // count, call, expected, float(moved)
+        "attention", a.form, shapes, default, unfit, q, sets, calls // count, call, expected, float(moved)
     )
 
 

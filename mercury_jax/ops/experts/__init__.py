@@ -1,0 +1,1 @@
+"""Mixture of experts: their choice, the copies of tokens for them, and grouped matrix products."""
