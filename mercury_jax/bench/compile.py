@@ -30,12 +30,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo, traffic
-from mercury_jax.bench.abstract_params import ModelSource
+from mercury_jax.bench.abstract_params import ModelSource, abstract_session, lower_prefill, lower_run
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
 from mercury_jax.bench.gpu.commands import HOPPER, label, tune_cases
 from mercury_jax.bench.gpu.tune import choices, neighbours
 from mercury_jax.config import Experts, NoiseConfig, RematPolicy, at_least, one_of, refuse
-from mercury_jax.decode.lowering import abstract_session, lower_prefill, lower_run
 from mercury_jax.models.ops import OPERATIONS
 from mercury_jax.ops import device as kernel_device
 from mercury_jax.ops.operation import KernelCheck

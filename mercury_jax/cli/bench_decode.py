@@ -12,7 +12,7 @@ from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 
 if TYPE_CHECKING:
-    from mercury_jax.bench.recommend import Advice
+    from mercury_jax.bench.decode import Advice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class BenchDecode:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     args = arguments.read(BenchDecode, argv, "mercury bench decode")
-    from mercury_jax.bench import decode, recommend
+    from mercury_jax.bench import decode
 
     names = [arguments.find_rule(n).__name__ if ":" in n else n for n in args.rules if n != "default"]
     chosen = decode.sweep(None if "all" in names else names, args.points)
@@ -122,7 +122,7 @@ def run(argv: Sequence[str]) -> int:
     if args.plot is not None:
         decode.plot(rows, args.plot)
     if args.recommend:
-        _print_advice(recommend.recommend(base, others, args.seed), args)
+        _print_advice(decode.recommend(base, others, args.seed), args)
     return 0
 
 

@@ -110,7 +110,7 @@ def check_number(name: str, value: Any, allowed: Range | None) -> Any:
     numbers = np.asarray(value, float)
     if numbers.ndim > 1 or not numbers.size:
         raise refuse(name, value, f"{description}, or an array with one for each row")
-    wrong = np.isnan(numbers) if allowed is None else ~allowed.contains(numbers)
+    wrong = np.isnan(numbers) if allowed is None else ~np.asarray(allowed.contains(numbers))
     if wrong.any():
         raise refuse(name, float(numbers[wrong].flat[0]) if numbers.ndim else value, description)
     if allowed is None or numbers.ndim:

@@ -9,7 +9,6 @@
     family.py            `Family` and `register`; families/ has one file per architecture
     generation.py        published sampling settings, and generation_config.json
     tokenizer.py         tokenizers of checkpoints, built from the files that tokenizer_files.py reads
-    tiny.py              `tiny_random`: small random checkpoints in a family's format, to try commands
     chat_template.py     chat templates, in a sandbox with limits of time and memory
 
 To add a family, write one file in families/ that passes a `Family` to `register`.
@@ -17,10 +16,9 @@ To add a family, write one file in families/ that passes a `Family` to `register
 
 from mercury_jax.hub import families as _families  # noqa: F401  every family registers itself
 from mercury_jax.hub.adapters import save_adapter
-from mercury_jax.hub.export import convert, save, save_hf
+from mercury_jax.hub.export import convert, save, save_hf, tiny_random
 from mercury_jax.hub.family import register
 from mercury_jax.hub.load import NANO, config_of, folder_of, info, is_native, load, takes_mask, tokenizer_of
-from mercury_jax.hub.tiny import tiny_random
 
 __all__ = [
     "NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "register", "save", "save_adapter",

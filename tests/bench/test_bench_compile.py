@@ -13,9 +13,9 @@ import pytest
 
 from mercury_jax import models, sharding
 from mercury_jax.bench import abstract_params, chips, compile as compiling
+from mercury_jax.bench.abstract_params import abstract_session
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import format_bytes, table
-from mercury_jax.decode.lowering import abstract_session
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight

@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks import timing as alternation
 from mercury_jax import tasks
-from mercury_jax.bench import decode, recommend, timing
-from mercury_jax.bench.decode import GRID, SweepPoint, sweep
-from mercury_jax.bench.recommend import RuleResult
+from mercury_jax.bench import decode, timing
+from mercury_jax.bench.decode import GRID, RuleResult, SweepPoint, sweep
 from mercury_jax.cli import main
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
@@ -183,7 +182,7 @@ def one(name, wrong=(), forwards=10, task="sums", n=N):
     )
 
 
-FIRST, SECOND = recommend._halves(N, 0)
+FIRST, SECOND = decode._halves(N, 0)
 
 
 def test_the_fastest_rule_that_loses_nothing_is_recommended():
@@ -193,30 +192,28 @@ def test_the_fastest_rule_that_loses_nothing_is_recommended():
         one("good", forwards=5),
         one("rash", wrong=range(0, N, 20), forwards=1),
     ]
-    advice = recommend.recommend([base], others)
+    advice = decode.recommend([base], others)
     assert advice.code == "mj.rules.good()" and advice.ruled_out and advice.considered == 3
     assert advice.tokens_per_forward == 4.0 and advice.tokens_per_second == 20.0 * N
     assert advice.tasks[0]["n"] == N // 2 and advice.tasks[0]["tokens_per_forward_one_a_step"] == 1.0
     # Were the losses allowed, it would be the rash one.
-    assert recommend.recommend([base], [one("rash", forwards=1), *others[:2]]).rule == "rash"
+    assert decode.recommend([base], [one("rash", forwards=1), *others[:2]]).rule == "rash"
 
 
 def test_the_reported_questions_had_no_part_in_the_choice():
     assert set(FIRST) & set(SECOND) == set() and len(FIRST) + len(SECOND) == N
     base = one(ONE_A_STEP, forwards=20)
-    lucky = recommend.recommend(
-        [base], [one("lucky", wrong=SECOND[:40], forwards=1), one("good", forwards=5)]
-    )
+    lucky = decode.recommend([base], [one("lucky", wrong=SECOND[:40], forwards=1), one("good", forwards=5)])
     assert lucky.code is None and lucky.rule == "lucky" and "worse on the second" in lucky.reason
     assert lucky.tasks[0]["points"] == pytest.approx(-20.0)
     # A few losses there are reported, and not enough to call it worse.
-    few = recommend.recommend([base], [one("few", wrong=SECOND[:3], forwards=1)])
+    few = decode.recommend([base], [one("few", wrong=SECOND[:3], forwards=1)])
     assert few.code is not None and few.ruled_out is False and few.tasks[0]["points"] == pytest.approx(-1.5)
 
 
 def test_the_reason_why_no_rule_is_recommended():
     base = one(ONE_A_STEP, forwards=20)
-    reason = lambda *others, base=base: recommend.recommend([base], others).reason
+    reason = lambda *others, base=base: decode.recommend([base], others).reason
     assert "needs fewer forward passes" in reason(one("slower", forwards=30))
     assert "the nearest, near, is at -2" in reason(
         one("near", wrong=FIRST[:4], forwards=5), one("far", wrong=FIRST[:60], forwards=1)
@@ -227,9 +224,9 @@ def test_the_reason_why_no_rule_is_recommended():
 
 
 def test_losing_nothing_is_two_conditions():
-    assert recommend.loses_nothing((-0.4, -1.5, 0.7)) and recommend.loses_nothing((3.0, 1.0, 5.0))
-    assert not recommend.loses_nothing((-1.0, -1.4, -0.6))  # little, but surely
-    assert not recommend.loses_nothing((-1.0, -5.0, 3.0))  # nothing that can be seen, in too few questions
+    assert decode.loses_nothing((-0.4, -1.5, 0.7)) and decode.loses_nothing((3.0, 1.0, 5.0))
+    assert not decode.loses_nothing((-1.0, -1.4, -0.6))  # little, but surely
+    assert not decode.loses_nothing((-1.0, -5.0, 3.0))  # nothing that can be seen, in too few questions
 
 
 def test_a_pass_of_twice_the_width_counts_twice():
@@ -251,16 +248,16 @@ def test_a_pass_of_twice_the_width_counts_twice():
 
 
 def test_equal_answers_are_just_enough_at_the_least_number_of_questions():
-    for n, enough in ((recommend.LEAST, True), (recommend.LEAST - 1, False)):
-        same = recommend.points(one("a", n=n), one("b", n=n), np.arange(n))
-        assert recommend.loses_nothing(same) == enough
+    for n, enough in ((decode.LEAST, True), (decode.LEAST - 1, False)):
+        same = decode.points(one("a", n=n), one("b", n=n), np.arange(n))
+        assert decode.loses_nothing(same) == enough
 
 
 def test_a_rule_must_keep_every_task():
     base = [one(ONE_A_STEP, forwards=20), one(ONE_A_STEP, forwards=20, task="puzzles")]
     bold = [one("bold", forwards=1), one("bold", wrong=FIRST[:30], forwards=1, task="puzzles")]
     calm = [one("calm", forwards=10), one("calm", forwards=10, task="puzzles")]
-    advice = recommend.recommend(base, [*bold, *calm, one("half", forwards=1)])
+    advice = decode.recommend(base, [*bold, *calm, one("half", forwards=1)])
     assert advice.rule == "calm" and [t["task"] for t in advice.tasks] == ["sums", "puzzles"]
     assert advice.considered == 2  # one answered the first task only
 

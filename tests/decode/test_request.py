@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mercury_jax import models
-from mercury_jax.decode.lowering import abstract_session
+from mercury_jax.bench.abstract_params import abstract_session
 from mercury_jax.decode.state import QUANTUM, bucket
 from tests.tiny import tiny
 

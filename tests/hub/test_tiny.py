@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.hub.tiny import BUILDS
+from mercury_jax.hub.export import BUILDS
 from tests.marks import slow_except
 
 

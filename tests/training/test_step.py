@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from mercury_jax import hub, models, sharding
-from mercury_jax.hub.tiny import BUILDS
+from mercury_jax.hub.export import BUILDS
 from mercury_jax.training import optim, step
 from mercury_jax.training.optim import OptimConfig
 from tests.training import tiny_training as tiny
