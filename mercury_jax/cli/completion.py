@@ -107,7 +107,7 @@ def _values() -> dict[str, list[str]]:
     """Names that an option takes."""
     from mercury_jax.decode import rules
     from mercury_jax.decode.defaults import EFFORTS
-    from mercury_jax.hub.load import FLOATS
+    from mercury_jax.hub.family import FLOATS
     from mercury_jax.models.cache import KV_KINDS
     from mercury_jax.models.weight_quant import FORMATS
 

@@ -28,7 +28,7 @@ from mercury_jax.config import count, refuse
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mercury_jax.hub.load import Opened
+    from mercury_jax.hub.family import Opened
     from mercury_jax.serve.engine.engine import Engine
     from mercury_jax.serve.engine.request import EngineConfig
     from mercury_jax.serve.options import ServerOptions

@@ -329,7 +329,8 @@ def rule(
         A factory: call it with parameters to get a `Rule`.
 
     Raises:
-        ValueError: The name is taken by another rule, or `noise` or `leave_one_out` is unknown.
+        ValueError: The name is taken by another rule, or `noise`, `leave_one_out` or a name in `needs` is
+            unknown.
 
     Example:
         >>> @mj.rule(noise="absorbing", needs_logits=False)

@@ -51,10 +51,9 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.types import LM, Key
 
-LogitBias: TypeAlias = (
-    Mapping[int, float] | Sequence[Mapping[int, float] | None]
-)  # {id: bias}; or one per prompt
-Stops: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None]  # texts; or a list for each prompt
+# {id: bias}, and texts; for all prompts, or a list with an entry for each
+LogitBias: TypeAlias = Mapping[int, float] | Sequence[Mapping[int, float] | None]
+Stops: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None]
 Schema: TypeAlias = Mapping[str, Any] | bool | Spec  # a JSON Schema, or a spec of `mj.grammar`
 Schemas: TypeAlias = Schema | Sequence[Schema | None]
 
@@ -193,9 +192,8 @@ def prompt_ids(
     thinks = _thinks(find_effort(effort))
     prompts, _ = inputs.encode_prompts(lm, prompt, thinking=thinks)
     if isinstance(thinks, list) and len(thinks) != len(prompts):
-        raise refuse(
-            "effort", f"a list of {len(thinks)}", f"one for all, or {len(prompts)}: one for each prompt"
-        )
+        allowed = f"one for all, or {len(prompts)}: one for each prompt"
+        raise refuse("effort", f"a list of {len(thinks)}", allowed)
     rows = rows_of(prompts, 0, 0)
     return np.asarray(rows.tokens), np.asarray(rows.committed)
 

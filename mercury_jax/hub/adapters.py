@@ -26,7 +26,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,13 +37,10 @@ from mercury_jax import models
 from mercury_jax.checkpoint import CheckpointError, manifest, tensors, unfit
 from mercury_jax.checkpoint.tensors import LazyTensor, TensorEntry
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
-from mercury_jax.hub.family import Family, named_family, plain_build, writers
+from mercury_jax.hub.family import Family, Opened, named_family, plain_build, writers
 from mercury_jax.hub.params import TensorSource, shapes_of, to_ours
 from mercury_jax.sharding import gather, matrix_axes
 from mercury_jax.types import LM, LoraWeight
-
-if TYPE_CHECKING:
-    from mercury_jax.hub.load import Opened
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "mercury.json"
 PREFIX = "base_model.model."

@@ -29,9 +29,9 @@ from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.tensors import LazyTensor
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse, to_dict
 from mercury_jax.hub.adapters import open_adapter
-from mercury_jax.hub.family import Family, named_family, plain_build, writers
+from mercury_jax.hub.family import Family, Opened, named_family, plain_build, writers
 from mercury_jax.hub.folder import CONFIG, INDEX, SINGLE, Folder, find, read_json
-from mercury_jax.hub.load import HEAD, NANO, Opened, check_mask, load, load_opened, open_checkpoint
+from mercury_jax.hub.load import HEAD, NANO, check_mask, load, load_opened, open_checkpoint
 from mercury_jax.hub.params import TensorSource, to_theirs
 from mercury_jax.hub.tokenizer_files import own_files
 from mercury_jax.models.gemma import GemmaConfig

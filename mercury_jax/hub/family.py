@@ -19,12 +19,20 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import EllipsisType, FunctionType, NoneType, UnionType
 from typing import Any, NamedTuple, get_args
 
+import jax.numpy as jnp
+import numpy as np
+
+from mercury_jax.checkpoint.export import Exported
 from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, RopeScaling, refuse
 from mercury_jax.hub import generation
+from mercury_jax.hub.folder import Folder
 from mercury_jax.hub.params import TensorSource
+from mercury_jax.hub.quant_params import QuantisedTensors
+from mercury_jax.types import Model
 
 Json = Mapping[str, Any]
 # key -> what its value may be, and for nested objects their table; see `allow`
@@ -529,3 +537,47 @@ def plain_build(config: ModelConfig) -> ModelConfig:
         return config
     tied = config.tied and not config.scale_embed
     return dataclasses.replace(config, zero_centred=False, scale_embed=False, tied=tied)
+
+
+FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A checkpoint with its converted config, before any tensor is read.
+
+    Attributes:
+        path: The folder, or the config.json.
+        folder: Its files and the headers of its tensors; an `Exported` in our own layout.
+        family: The checkpoint family; None in our own layout.
+        name: The model's name.
+        config: The config, converted to ours.
+        model: The model built from `config`.
+        noise: The noise that it was trained with; None for an autoregressive model.
+        card: Metadata. In Hugging Face's layout: family, architecture, licence and notes.
+        decoding: Sampling settings of the reference implementation; see `LM.decoding`.
+        quantised: The matrices that the checkpoint has quantised; None without any.
+        lost: Notes about settings of generation that are not applied.
+    """
+
+    path: Path
+    folder: Folder | Exported
+    family: Family | None
+    name: str
+    config: ModelConfig
+    model: Model
+    noise: NoiseConfig | None
+    card: Mapping[str, Any]
+    decoding: Mapping[str, Any]
+    quantised: QuantisedTensors | None = None
+    lost: tuple[str, ...] = ()
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        """The dtype in which most bytes of the unquantised tensors are stored; without tensors, that of the config."""
+        sizes: dict[np.dtype, int] = {}
+        skip = set() if self.quantised is None else self.quantised.tensors()
+        for name, entry in self.folder.tensors.items():
+            if name not in skip and (self.quantised is None or entry.dtype.name in FLOATS):
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+        return max(sizes, key=lambda kind: sizes[kind]) if sizes else np.dtype(jnp.dtype(self.config.dtype))

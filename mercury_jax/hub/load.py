@@ -41,7 +41,7 @@ from mercury_jax.config import (
 )
 from mercury_jax.hub import generation
 from mercury_jax.hub.adapters import Adapter, open_adapter
-from mercury_jax.hub.family import Family, family_of, listed_ids, without
+from mercury_jax.hub.family import FLOATS, Family, Opened, family_of, listed_ids, without
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
 from mercury_jax.hub.params import (
     check_memory,
@@ -65,7 +65,6 @@ NANO = Path(__file__).parents[1] / "assets" / "nano"  # the model in the package
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?")
 HEAD = "lm_head.weight"
 COMPARE_CHUNK = 64_000_000  # bytes read at a time when two tensors are compared
-FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 WIDE = ("float32", "float64")  # when computing in these dtypes, parameters are kept in them too
 
 
@@ -261,47 +260,6 @@ def folder_of(source: str | Path) -> Path:
 
 
 # --- opening
-
-
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A checkpoint with its converted config, before any tensor is read.
-
-    Attributes:
-        path: The folder, or the config.json.
-        folder: Its files and the headers of its tensors; an `Exported` in our own layout.
-        family: The checkpoint family; None in our own layout.
-        name: The model's name.
-        config: The config, converted to ours.
-        model: The model built from `config`.
-        noise: The noise that it was trained with; None for an autoregressive model.
-        card: Metadata. In Hugging Face's layout: family, architecture, licence and notes.
-        decoding: Sampling settings of the reference implementation; see `LM.decoding`.
-        quantised: The matrices that the checkpoint has quantised; None without any.
-        lost: Notes about settings of generation that are not applied.
-    """
-
-    path: Path
-    folder: Folder | Exported
-    family: Family | None
-    name: str
-    config: ModelConfig
-    model: Model
-    noise: NoiseConfig | None
-    card: Mapping[str, Any]
-    decoding: Mapping[str, Any]
-    quantised: QuantisedTensors | None = None
-    lost: tuple[str, ...] = ()
-
-    @property
-    def stored_dtype(self) -> np.dtype:
-        """The dtype in which most bytes of the unquantised tensors are stored; without tensors, that of the config."""
-        sizes: dict[np.dtype, int] = {}
-        skip = set() if self.quantised is None else self.quantised.tensors()
-        for name, entry in self.folder.tensors.items():
-            if name not in skip and (self.quantised is None or entry.dtype.name in FLOATS):
-                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
-        return max(sizes, key=lambda kind: sizes[kind]) if sizes else np.dtype(jnp.dtype(self.config.dtype))
 
 
 def open_checkpoint(

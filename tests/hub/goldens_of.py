@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.checkpoint import tensors
-from mercury_jax.hub.family import Family
-from mercury_jax.hub.load import Opened, load_opened, open_checkpoint
+from mercury_jax.hub.family import Family, Opened
+from mercury_jax.hub.load import load_opened, open_checkpoint
 from mercury_jax.types import Pass
 
 GOLDENS = Path(__file__).with_name("goldens")
