@@ -1,8 +1,9 @@
 """Noise: schedules alpha(t), forward processes, `corrupt`, and the likelihood bound (NELBO) of each process.
 
 Time t runs from 0 (text) to 1 (noise). A schedule gives the probability alpha(t) that a token is unchanged, with
-alpha(0) = 1 and alpha(1) = 0. Its derivative is computed by `jax.jvp`, so a schedule is a single function. Training
-objectives and `mj.score` integrate the same `bound_terms` over t.
+alpha(0) = 1 and alpha(1) = 0. Its derivative is computed by `jax.jvp`, so a schedule is a single function. The
+objectives of uniform and hybrid noise, and `mj.score` for such models, integrate `bound_terms` over t; for masks
+`objectives.masked` has the weight of the cross-entropy itself.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Records that the packages exchange, the protocols of a model, and the legend of shapes.
 
-`Model` is the interface between `models` (which builds it), `decode` and `train` (which call it). `Pass` and
+`Model` is the interface between `models` (which builds it), `decode` and `training` (which call it). `Pass` and
 `PackedPass` are the arguments of its two kinds of forward pass, `View` and `Proposal` those of a decoding rule, `Batch`
 and `Loss` those of a training objective.
 
-Shape legend, used in every signature of the package:
+Shape legend of the package's signatures; `ops` names further letters where it uses them:
 
     B  rows of a batch       T  positions of one forward pass     S  slots of a KV cache
-    L  positions of a canvas V  vocabulary                        R  key ranges of a query (2)
+    W  positions of a canvas L  positions of a rule's window      V  vocabulary
     H  query heads           G  key/value heads                   K  width of one head
     D  model width           F  feed-forward width                N  layers
+    E  experts               k  experts chosen for a token        R  key ranges of a query (2)
+    P  prompts, pieces or chunks
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def fields_shown(record: Any, names: Sequence[str]) -> str:
 class LoraWeight:
     """A matrix base + scale * a b that is never formed (LoRA, arXiv 2106.09685): x base + scale * (x a) b.
 
-    In a tree of parameters it replaces the base matrix. `train.lora` creates and trains it, `models.ops` and
+    In a tree of parameters it replaces the base matrix. `training.lora` creates and trains it, `models.ops` and
     `models.moe` multiply by it, `hub.adapters` saves and loads its factors.
 
     Attributes:
@@ -149,7 +151,7 @@ class Loss(NamedTuple):
     """
 
     per_example: Float[Array, "B"]  # nats, summed over the row's scored tokens
-    weight: Float[Array, "B"]  # number of tokens (or canvases) in the sum
+    weight: Float[Array, "B"]  # what the sum is divided by: scored tokens, or documents
     metrics: Mapping[str, tuple[Array, Array]]  # name -> (numerator, denominator), both scalars
 
 
@@ -195,7 +197,8 @@ class View(NamedTuple):
             for rules with `leave_one_out`.
         logits: Logits after the processors, but those with `draws_only`; only for parts that set
             `needs_logits`.
-        editable: Whether a position is in the active block and not given by the user.
+        editable: Whether the rule may change a position: one of the active block, or of the `Plan.revise` blocks before
+            it, that the user has not given.
         masked: Whether a position is editable and still the mask id; under uniform noise all editable positions.
         used: Positions of the window in use, the first ones.
         growth: Positions by which the window may still grow.
@@ -567,7 +570,7 @@ class SoftMasking(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A denoiser as a record of pure functions. `decode` and `train` use a model only through this record.
+    """A denoiser as a record of pure functions. `decode` and `training` use a model only through this record.
 
     Attributes:
         config: Sizes and attention pattern.

@@ -132,7 +132,7 @@ def messages_on_stderr() -> Iterator[None]:
 
 def _leave(error: BaseException, code: int) -> int:
     """Returns the exit code, or ends the process with it: of several, one that fails must not wait for the others."""
-    if getattr(error, "leave_at_once", False):  # set by `train.distributed.joined`
+    if getattr(error, "leave_at_once", False):  # set by `training.distributed.joined`
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

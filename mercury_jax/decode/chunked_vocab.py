@@ -14,8 +14,8 @@ read one block each.
 
 If the embedding and the head are sharded over the mesh axis `tensor`, each device iterates over its own ids. One
 all-gather of the partial statistics and one sum of the embeddings merge the results; gathering the tables instead would
-transfer gigabytes per pass. `ChunkedVocab` is the
-place of `denoise.predict_tokens` in a `DecodeConfig`.
+transfer gigabytes per pass. A `DecodeConfig` whose `predict` is a `ChunkedVocab` computes its statistics here instead
+of in `denoise.predict_tokens`.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Decoder:
 
     @property
     def _capacity(self) -> int:
-        """Size S of a row's arrays: its slots and those of a canvas after them, rounded up."""
+        """Size S of a row's arrays: its slots and those of a canvas after them, rounded up; bidirectional: a canvas."""
         config = self.config
         if config.model.config.pattern == "bidirectional":
             return config.slots_after

@@ -38,12 +38,30 @@ from mercury_jax.decode.view import (
     Observation,
     Window,
     draw_uniforms,
-    ends_text,
+    ends_section,
     observe,
     process_logits,
     window_offset,
 )
 from mercury_jax.types import Params, Proposal, TokenStats, View
+
+
+def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Runs one forward pass and advances every row by what that row needs next.
+
+    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
+    canvas), and finished rows do nothing. All of them share the pass.
+    """
+    state = open_canvases(config, state)  # rows that finished a block start the next one
+    feed = next_feed(config, state)  # committed tokens, or a canvas
+    # `hidden` is opaque: leaves [B, L, ...].
+    hidden, leave_one_out, state = forward(config, params, state, *feed)
+    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
+    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
+    return feed.advance(state), frame
+
+
+PLAIN = Method("plain", plain_step)
 
 
 def open_canvases(config: DecodeConfig, state: State) -> State:
@@ -258,9 +276,7 @@ def _commit(
     """Writes the proposal into the canvas, and commits the block to the row's tokens if it is finished."""
     proposal, at, params = decision.proposal, window.at, row.sampling
     editable = ~decision.frozen & (at < decision.block_end)
-    # Tokens that end the current section: the end of text and, while the row thinks, the token that ends the thinking.
-    thinking = (row.limits.answer_budget > 0) & (params.end_thinking >= 0)
-    ends = lambda tokens: ends_text(config, tokens, row) | (thinking & (tokens == params.end_thinking))
+    ends = lambda tokens: ends_section(config, tokens, row)
     first_end = jnp.min(jnp.where(editable & ends(proposal.answer), at, decision.row_end))
     finished = stopped | (view.step + 1 >= view.steps)
     assert params.sampler.stopping is not None
@@ -301,21 +317,3 @@ def _commit(
     for name in {"committed", "limits", "step", "used"} & set(changes):
         changes[name] = jax.tree.map(lambda x: x.astype(jnp.int32), changes[name])
     return changes, (proposal.canvas == answer) | finished
-
-
-def plain_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """Runs one forward pass and advances every row by what that row needs next.
-
-    In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
-    canvas), and finished rows do nothing. All of them share the pass.
-    """
-    state = open_canvases(config, state)  # rows that finished a block start the next one
-    feed = next_feed(config, state)  # committed tokens, or a canvas
-    # `hidden` is opaque: leaves [B, L, ...].
-    hidden, leave_one_out, state = forward(config, params, state, *feed)
-    # Statistics of each position, the rule's decision, the stopping criterion, and the commit of finished blocks.
-    state, frame = denoise(config, params, state, hidden, leave_one_out, ~feed.encoding & ~state.done)
-    return feed.advance(state), frame
-
-
-PLAIN = Method("plain", plain_step)

@@ -290,7 +290,8 @@ def fill(
 def _join_holes(row: Pieces) -> Pieces:
     """Joins the holes of a row that have no token between them to one hole."""
     joined: Pieces = []
-    for is_hole, group in itertools.groupby((p for p in row if isinstance(p, Hole) or len(p)), _is_hole):
+    parts = (p for p in row if isinstance(p, Hole) or len(p))
+    for is_hole, group in itertools.groupby(parts, lambda part: isinstance(part, Hole)):
         holes = tuple(group)
         if not is_hole or len(holes) == 1:
             joined += holes
@@ -298,10 +299,6 @@ def _join_holes(row: Pieces) -> Pieces:
         room = sum(hole.room for hole in holes)
         joined.append(_HoleRun(None if any(map(_is_open, holes)) else room, room, holes))
     return joined
-
-
-def _is_hole(part: Any) -> bool:
-    return isinstance(part, Hole)
 
 
 def _is_open(part: Any) -> bool:

@@ -3,11 +3,13 @@
 The phase of a row is derived from its fields and never stored. The first that applies counts:
 
     done     nothing is left to write
-    encode   `cache_length` is below the number of committed tokens: the pass writes them to the KV cache
+    encode   fewer slots are filled than `config.encodable(committed)`, the committed tokens whose keys no later token
+             changes: the pass writes their keys and values to the KV cache
     denoise  otherwise: the pass updates the canvas
 
-Committing a block writes it to `tokens` and raises `committed`; the row then encodes it in the next pass, while other
-rows denoise.
+Committing a block writes it to `tokens` and raises `committed`; once its keys are final, the row encodes it in its next
+pass, while other rows denoise. In a bidirectional model (LLaDA, Dream) no key is ever final: `encodable` is 0, the
+canvas is the whole row, and no row encodes.
 
 `denoise.plain_step` is one pass of plain decoding. Other methods supply a step of their own (`state.Method`), written
 with the same functions. `run_until_done` and `run_limited` repeat passes of any method.
@@ -23,15 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.state import (
-    DecodeConfig,
-    Frame,
-    PackedState,
-    State,
-    Step,
-    pack_state,
-    unpack_state,
-)
+from mercury_jax.decode.state import DecodeConfig, Frame, State, Step
 from mercury_jax.decode.view import step_times, steps_of, window_of, window_offset
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import LeaveOneOut, Params, Pass
@@ -141,9 +135,9 @@ def prefill(
 ) -> State:
     """Encodes committed tokens in passes of `width` tokens, for prompts that are much longer than a canvas.
 
-    Stops when no row has more than `config.own_prefill` tokens left; `step` encodes the rest.
-
     Args:
+        limit: Encode only tokens before this position, and then all of them. None: stop when no row has more than
+            `config.own_prefill` tokens left, which `step` encodes.
         passes: Number of passes, by a `fori_loop` that is differentiable; None: as many as the longest row needs, by a
             `while_loop`.
     """
@@ -254,3 +248,33 @@ def run_limited(
     start = varying((jnp.asarray(0), pack_state(state), empty), axes)
     made, packed, frames = repeat(config, going, advance, start)
     return unpack_state(packed), frames, made
+
+
+# Fields with numbers and flags of a row that change from pass to pass.
+COUNTED = ("cache_length", "committed", "limits", "used", "step", "done", "records", "method")
+
+
+class PackedState(NamedTuple):
+    """A state as the carry of a decoding loop, with the numbers and flags of its fields `COUNTED` in one array.
+
+    On a GPU each small array of the carry costs a pass one kernel that computes it, and often another that copies it.
+    """
+
+    counters: Int[Array, "n B"]
+    rest: State  # with arrays of no elements in place of the packed ones
+
+
+def pack_state(state: State) -> PackedState:
+    """Packs the numbers and flags [B] of a state."""
+    fields = {name: getattr(state, name) for name in COUNTED}
+    counted = lambda x: x.ndim == 1 and x.dtype in (jnp.int32, jnp.bool_)
+    counters = jnp.stack([x.astype(jnp.int32) for x in jax.tree.leaves(fields) if counted(x)])
+    rest = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype) if counted(x) else x, fields)
+    return PackedState(counters, state._replace(**rest))
+
+
+def unpack_state(packed: PackedState) -> State:
+    """Inverts `pack_state`."""
+    fields, counters = {name: getattr(packed.rest, name) for name in COUNTED}, iter(packed.counters)
+    fill = lambda x: next(counters).astype(x.dtype) if x.shape == (0,) else x
+    return packed.rest._replace(**jax.tree.map(fill, fields))

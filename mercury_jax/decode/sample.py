@@ -3,7 +3,7 @@
 The path of a call: a `Request` holds the arguments; `request.encode_request` tokenizes the prompts; `request.start`
 makes a `Session`; `session.advance` runs it on the device; `collect` reads the answers from its state.
 
-`lowering.py` lowers the programs of a call without running them.
+`bench/abstract_params.py` lowers the programs of a call without running them.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _continue_empty_answers(
     ), session, made  # fmt: skip
 
 
-# --- programs from shapes alone
+# --- the result
 
 
 @dataclass(frozen=True)

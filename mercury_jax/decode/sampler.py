@@ -12,7 +12,8 @@ calls make the parts that a `Sampler` holds:
 The arguments after `memory` (for a processor: after `view`) are parameters. They are the leaves of the part's pytree
 and therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. Parts defined in a
 module are registered by name for `mj.rules`, `mercury info`, the command line and the server (`registration.py`).
-`denoise.py` calls the parts under `vmap`, once per denoising step for each row.
+`denoise.decide` calls the rule and the stopping criterion under `vmap`, once per denoising step for each row;
+`view.process_logits` calls the processors, once for each chunk of the vocabulary, and `allow` twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A decoding in progress, held by the host: `Session`, and the compiled programs that advance it.
 
-`request.start` makes a session of a call's arguments; `sample`, `stream`, `infill` and `edit` advance it. The programs
-are the decoder's pure functions under `jit`, with the state donated.
+`request.start` makes a session of a call's arguments; `sample`, `stream`, `infill`, `edit`, `rollout` and `constrained`
+advance it. The programs are the decoder's pure functions under `jit`, with the state donated.
 """
 
 from __future__ import annotations

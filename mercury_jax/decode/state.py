@@ -94,7 +94,7 @@ class Written(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What decoding counts and keeps for the user; no pass decides by it."""
+    """What decoding counts and keeps for the user; no rule reads it."""
 
     nfe: Int[Array, "B"]  # denoising and verifying passes so far
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
@@ -208,42 +208,6 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
     pick = lambda new, old: jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
     updated = {name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
     return record._replace(**updated)
-
-
-def like_row(row: State, changes: dict[str, Any]) -> dict[str, Any]:
-    """Converts new values of some fields to the dtypes of these fields."""
-    cast = lambda new, old: new.astype(old.dtype)
-    return {name: jax.tree.map(cast, x, getattr(row, name)) for name, x in changes.items()}
-
-
-# Fields with numbers and flags of a row that change from pass to pass.
-COUNTED = ("cache_length", "committed", "limits", "used", "step", "done", "records", "method")
-
-
-class PackedState(NamedTuple):
-    """A state as the carry of a decoding loop, with the numbers and flags of its fields `COUNTED` in one array.
-
-    On a GPU each small array of the carry costs a pass one kernel that computes it, and often another that copies it.
-    """
-
-    counters: Int[Array, "n B"]
-    rest: State  # with arrays of no elements in place of the packed ones
-
-
-def pack_state(state: State) -> PackedState:
-    """Packs the numbers and flags [B] of a state."""
-    fields = {name: getattr(state, name) for name in COUNTED}
-    counted = lambda x: x.ndim == 1 and x.dtype in (jnp.int32, jnp.bool_)
-    counters = jnp.stack([x.astype(jnp.int32) for x in jax.tree.leaves(fields) if counted(x)])
-    rest = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype) if counted(x) else x, fields)
-    return PackedState(counters, state._replace(**rest))
-
-
-def unpack_state(packed: PackedState) -> State:
-    """Inverts `pack_state`."""
-    fields, counters = {name: getattr(packed.rest, name) for name in COUNTED}, iter(packed.counters)
-    fill = lambda x: next(counters).astype(x.dtype) if x.shape == (0,) else x
-    return packed.rest._replace(**jax.tree.map(fill, fields))
 
 
 def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
@@ -378,7 +342,10 @@ class DecodeConfig(NamedTuple):
 
     @property
     def slots_after(self) -> int:
-        """Slots after a row's last position, where a canvas and the leave-one-out masks after it are written."""
+        """Slots after the last encoded token: a canvas, the leave-one-out masks after it, and the method's margin.
+
+        These are all slots of a row of a bidirectional model, whose canvas begins at its first position.
+        """
         return self.width + (self.window if self.leave_one_out else 0) + self.method.margin
 
     def encodable(self, committed: Int[Array, "B"]) -> Int[Array, "B"]:

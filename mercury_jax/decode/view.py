@@ -65,6 +65,13 @@ def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Boo
     return ends & (eos >= 0)
 
 
+def ends_section(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Bool[Array, "*s"]:
+    """Returns which tokens end the text or, while the row thinks, its thinking."""
+    return ends_text(config, tokens, row) | (row.limits.answer_budget > 0) & (
+        tokens == row.sampling.end_thinking
+    )
+
+
 class Observation(NamedTuple):
     """The view of a row before its logits are known, its window, and the key of its rule."""
 

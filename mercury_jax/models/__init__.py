@@ -1,7 +1,7 @@
 """Denoisers: `build(config)` returns a `types.Model`, the record of pure functions that decoding and training call.
 
-Each architecture has one file (`transformer`, `gemma`, `dit`); the other files hold shared parts. `decode` and `train`
-receive a `Model` as an argument.
+Each architecture has one file (`transformer`, `gemma`, `dit`); the other files hold shared parts. `decode` and
+`training` receive a `Model` as an argument.
 """
 
 from mercury_jax.config import ModelConfig, RematPolicy, refuse

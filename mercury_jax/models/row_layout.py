@@ -1,8 +1,8 @@
 """`Model.layout`: lays out documents in training rows, one document or many rows at a time.
 
 Calling a `DocumentLayout` lays out one document (`masks.layout`). Its other methods do the same arithmetic on arrays of
-pieces of running text, with which `train.data` fills whole rows: a batch of rows costs a few numpy calls instead of one
-call per piece. Every piece has whole canvases here; `fill` completes the last canvas at the end of a text.
+pieces of running text, with which `training.data` fills whole rows: a batch of rows costs a few numpy calls instead of
+one call per piece. Every piece has whole canvases here; `fill` completes the last canvas at the end of a text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DocumentLayout:
     Attributes:
         config: Its pattern and block size are used.
         clean_fill: Whether a clean part that holds the whole document also holds the ids that complete its last canvas
-            (`train.objectives.layout_of`).
+            (`training.objectives.layout_of`).
     """
 
     config: ModelConfig

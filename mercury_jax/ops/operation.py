@@ -30,7 +30,7 @@ LABELS = {
 
 
 class Kernel(NamedTuple):
-    """One implementation of an operation. Both functions take what `Op.run` takes.
+    """One implementation of an operation. Both functions take what `Op.run` takes, but for `backend`.
 
     Attributes:
         refuses: Gives the reason why it does not compute a call, from shapes and dtypes; None: it does.

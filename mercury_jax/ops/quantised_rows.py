@@ -1,7 +1,7 @@
 """Rows of 8 bits, each with a scale, which tensor cores multiply natively by matrices of 8 bits.
 
-The kernel of `ops.norms.op` writes norms in this form, and that of `ops.experts.op` copies it. Rows that no
-such kernel holds, attention outputs and hidden units, are rounded by `fused_norms.ROUND_ROWS`.
+The kernel of `ops.norms.op` writes norms in this form, and that of `ops.experts.op` copies it. Rows that neither
+kernel holds, which are attention outputs and hidden units, are rounded by `ops.norms.op.ROUND_ROWS`.
 """
 
 from __future__ import annotations

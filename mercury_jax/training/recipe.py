@@ -103,7 +103,7 @@ class InitModel:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. See `train.objectives` and `train.data` for the values of `objective` and `data`.
+    """One training run. See `training.objectives` and `training.data` for the values of `objective` and `data`.
 
     `data` may be a single source instead of a mixture. A fine-tuning recipe may set `chats` instead of `data`, and take
     its model from the checkpoint in `init` (`InitModel`). All fields are checked at construction, before any compute.
@@ -156,10 +156,10 @@ class TrainConfig:
     model: Annotated[
         ModelConfig | InitModel, "a ModelConfig, or InitModel() for that of the checkpoint in init"
     ]
-    objective: Annotated[Objective, "a function, as train.objectives makes them"]
+    objective: Annotated[Objective, "a function, as training.objectives makes them"]
     data: Annotated[
         Mixture | DataSource | BatchSource | None,
-        "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ...",
+        "what training.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ...",
     ] = None
     chats: str = ""
     bad_lines: BadLines = "stop"
@@ -299,7 +299,9 @@ class TrainConfig:
             find_paths(self.chats, "chats")
             return mixture((Chat(self.chats, bad_lines=self.bad_lines), 1.0))
         if isinstance(self.data, BatchSource):
-            raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
+            raise refuse(
+                "data", type(self.data).__name__, "documents: a mixture, or a source of training.data"
+            )
         if not isinstance(self.data, Mixture):
             allowed = "a glob of JSONL files with conversations, since this recipe has no other data"
             raise refuse("chats", self.chats, allowed)

@@ -1,7 +1,9 @@
 """Tokens that the causal logits of a pass decide: the first token of the next block, and those that verify a draft.
 
 `fused_commit` and `lookahead` decide the first token of a block with `first_tokens`. `self_speculation` and `drafting`
-verify their drafts with `verify`, after the forward pass of `verifying_pass`.
+verify their drafts with `verify`, after the forward pass of `verifying_pass`. That pass feeds the last committed token
+and, after it, the draft; the logits at index j then predict the token at position cache_length + 1 + j. So the draft is
+`answer[1:]`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,11 @@ from mercury_jax.decode.state import (
     State,
     Written,
     close_thinking,
-    like_row,
     position_uniforms,
     update_rows,
 )
 from mercury_jax.decode.token_stats import draw, write_at
-from mercury_jax.decode.view import ends_text, process_logits, row_view
+from mercury_jax.decode.view import ends_section, process_logits, row_view
 from mercury_jax.types import Params
 
 
@@ -66,8 +67,7 @@ def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) 
         position=at[0] - row.prompt,
     )  # fmt: skip
     token = process_logits(config, row, view, at, logits)[1].argmax(-1).astype(jnp.int32)
-    ended = ends_text(config, token, row)[0]
-    ended |= (row.limits.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
+    ended = ends_section(config, token, row)[0]
     end = jnp.where(ended, row.committed, row.limits.end)  # the end of text itself is no part of the text
     committed = jnp.minimum(row.committed + 1, end)
     changes: dict[str, Any] = dict(
@@ -144,19 +144,19 @@ def verify_row(
         The fields of the state that change, the number of accepted tokens, and the drawn tokens [W].
     """
     at = row.cache_length + 1 + jnp.arange(config.width, dtype=jnp.int32)  # positions that the logits predict
-    # 1. Draw a token after each canvas position. Processors see the draft as decided text, at time 0: canvas[j] is the
-    #    draft token at position at[j], one to the right of the input.
-    canvas, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.limits.end
+    # 1. Draw a token after each canvas position. Processors see the draft as decided text, at time 0: draft[j] is the
+    #    token at position at[j], one to the right of the input.
+    draft, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.limits.end
     zero, one = jnp.zeros(()), jnp.ones(())
     view = row_view(
-        config, row, canvas=canvas, answer=canvas, editable=editable, masked=jnp.zeros_like(editable),
-        used=row.used, growth=jnp.zeros_like(row.used), noise=canvas, t=zero, s=zero, alpha_t=one, alpha_s=one,
+        config, row, canvas=draft, answer=draft, editable=editable, masked=jnp.zeros_like(editable),
+        used=row.used, growth=jnp.zeros_like(row.used), noise=draft, t=zero, s=zero, alpha_t=one, alpha_s=one,
         steps=jnp.ones_like(row.step), position=at[0] - row.prompt,
     )  # fmt: skip
     _, processed = process_logits(config, row, view, at, logits)
     temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
     place = jnp.arange(config.width)
-    draft, exists = jnp.concatenate([row.answer[1:], row.answer[-1:]]), place < row.used - 1
+    exists = place < row.used - 1
     if accept is None:
         drawn = draw(processed, position_uniforms(row.key, at), temperature)
     else:
@@ -165,10 +165,7 @@ def verify_row(
     #    of the row, and a token that ends the text or the thinking section, cut it off.
     agrees = (drawn == draft) & exists
     count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.limits.end - row.committed)
-    ends = ends_text(config, drawn, row)
-    close = row.sampling.end_thinking
-    ends |= (row.limits.answer_budget > 0) & (close >= 0) & (drawn == close)
-    first_end = jnp.min(jnp.where(ends, place, config.width))
+    first_end = jnp.min(jnp.where(ends_section(config, drawn, row), place, config.width))
     ended = first_end < count
     count = jnp.minimum(count, first_end + 1).astype(jnp.int32)
     # 3. Commit them. The pass has written keys for the whole draft; `cache_length` keeps those of the accepted tokens.
@@ -193,3 +190,9 @@ def verify_row(
     written = Written(drawn, new, row.committed, config.corruption.forbidden, logits, processed, temperature)
     records = row.records.with_nan(is_nan).with_tokens(written)
     return like_row(row, changes | {"records": records}), count, drawn
+
+
+def like_row(row: State, changes: dict[str, Any]) -> dict[str, Any]:
+    """Converts new values of some fields to the dtypes of these fields."""
+    cast = lambda new, old: new.astype(old.dtype)
+    return {name: jax.tree.map(cast, x, getattr(row, name)) for name, x in changes.items()}

@@ -23,15 +23,8 @@ from jaxtyping import Array, Bool
 
 from mercury_jax.decode.denoise import denoise, open_canvases, plain_step
 from mercury_jax.decode.methods.causal import first_tokens
-from mercury_jax.decode.passes import forward, next_feed, slice_rows, times
-from mercury_jax.decode.state import (
-    DecodeConfig,
-    Frame,
-    Method,
-    State,
-    Step,
-    unpack_state,
-)
+from mercury_jax.decode.passes import forward, next_feed, slice_rows, times, unpack_state
+from mercury_jax.decode.state import DecodeConfig, Frame, Method, State, Step
 from mercury_jax.decode.view import window_offset
 from mercury_jax.types import Params, Pass
 

@@ -1,7 +1,7 @@
 """Objectives of masked diffusion: the bound (MD4, MDLM), LLaDA's and BD3-LM's forms, Dream's CART, SEDD's loss.
 
-All of them replace tokens by masks and score the masked positions. They share `mask_canvases` and `_masked_loss` and
-differ in the weight of each cross-entropy:
+All of them replace tokens by masks and score the masked positions. They share `mask_canvases`, and differ in
+the weight of each cross-entropy:
 
     masked_elbo     -alpha'(t) / (1 - alpha(t)), which is 1/t for the linear schedule
     llada           the same, with each answer divided by its own length
@@ -67,7 +67,8 @@ def masked_elbo(
     Each canvas has one time t, and the times are spread by low discrepancy in [least, most].
 
     Args:
-        normalise: "token" divides the sum by the editable tokens of the batch. "answer" first divides each document by
+        normalise: "token" divides the sum by the editable tokens of the batch, of which the end-of-text ids that fill
+            up a canvas count less (`objective.token_weights`). "answer" first divides each document by
             its editable tokens, as LLaDA's SFT does; "canvas" first divides each canvas.
         clip: Largest weight; None: no limit. A limit lowers the variance, but the loss is then no bound on the
             likelihood, and is logged as `weighted_ce` instead of `nats_per_token`.
@@ -119,6 +120,9 @@ def llada(*, clip: Clip = None, least: SmallestTime = 1e-3) -> Objective:
 
     Raises:
         ValueError: As for `masked_elbo`.
+
+    Departs from the reference: LLaDA counts each end-of-text id that fills up an answer as any other token; here those
+    of a bidirectional canvas together count at most a quarter of its other tokens (`objective.token_weights`).
     """
     return masked_elbo(normalise="answer", clip=clip, least=least)
 

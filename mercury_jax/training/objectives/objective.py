@@ -58,7 +58,7 @@ class Objective(Protocol):
 
 
 def layout_of(objective: Objective, model: Model) -> Layout:
-    """Finds the layout of the rows that an objective scores, for `train.data.build`.
+    """Finds the layout of the rows that an objective scores, for `training.data.build`.
 
     Args:
         objective: The objective.
