@@ -1,4 +1,4 @@
-"""Thousands of constrained answers of models, through the engine: `python -m tests.decode.grammar_models`.
+"""Thousands of constrained answers of models, through the engine: `python -m benchmarks.grammar_models`.
 
 Each answer has a schema, a prompt, a budget, a rule and a temperature drawn at random. Prints one JSON line:
 answers, how many do not validate and how many are longer than their budget (both to be 0), what was refused and
@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 import mercury_jax as mj
+from benchmarks.grammar_clock import Clock
 from mercury_jax import models
 from mercury_jax.compilation import hardware
 from mercury_jax.decode.grammar import Grammar, GrammarError, JSONSchema, compile
@@ -30,11 +31,10 @@ from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest, RequestHandle
 from mercury_jax.types import LM
-from tests.decode.grammar_clock import Clock
 from tests.decode.grammar_many import Unjudged, fault
 from tests.decode.grammar_schemas import SCHEMAS
 
-DOCUMENTS = Path(__file__).parent / "documents"
+DOCUMENTS = Path(__file__).parents[1] / "tests/decode/documents"
 SPARE = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 233)  # tokens above the shortest answer
 WARMTH = (None, 0.0, 0.3, 0.7, 1.0, 1.5, 3.0)
 RULES = ("threshold", "confidence", "entropy_bound", "random")

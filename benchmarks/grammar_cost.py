@@ -1,4 +1,4 @@
-"""The share of a step that the grammars take on the host: `python -m tests.decode.grammar_cost --slots 1 32`.
+"""The share of a step that the grammars take on the host: `python -m benchmarks.grammar_cost --slots 1 32`.
 
 Prints a JSON line for each number of rows, all of them under schemas of our own and with the model's block. A step is
 a dispatch of one pass, from its sending to its result, of as many rows without a grammar. On a machine that does
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
+from benchmarks.grammar_clock import Clock
+from benchmarks.grammar_models import Named, compiled, model, schemas
 from mercury_jax.compilation import hardware
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.scheduler import Slots
 from mercury_jax.types import LM
-from tests.decode.grammar_clock import Clock
-from tests.decode.grammar_models import Named, compiled, model, schemas
 
 ROOM = 89  # tokens above the shortest answer
 LIMIT = 0.05  # of a step
