@@ -1,6 +1,8 @@
 """The site: every public name has an entry, and every page is reached from the index."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import mercury_jax as mj
@@ -36,3 +38,9 @@ def test_every_page_is_in_the_table_of_contents():
     pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
     assert pages <= set(listed(DOCS / "index.rst"))
     assert {page.stem for page in DOCS.glob("api/*.md")} - {"index"} <= set(listed(DOCS / "api/index.md"))
+
+
+def test_tables_of_performance_have_the_figures_of_their_rows():
+    command = [sys.executable, str(DOCS / "performance_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
