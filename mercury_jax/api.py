@@ -118,7 +118,8 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     # its own checkpoint; with LoRA or frozen parameters it still needs the frozen ones of `init`.
     params = None if first is None or (at is not None and not partial) else first.params
     first = None if first is None else dataclasses.replace(first, params={})
-    if adapted and not jax.process_index() and writers(_build_of(config)) and not writers(plain_build(c)):
+    origin = plain_build(hub.config_of(config.init, ignore_config=config.ignore_config)) if adapted else c
+    if adapted and not jax.process_index() and writers(origin) and not writers(plain_build(c)):
         _LOG.warning(
             "no family of Hugging Face's layout holds this model (%s, alignment %s, predicts_next %s): mercury_jax "
             "loads the result, and `mercury convert --to hf` will refuse it", c.pattern, c.alignment, c.predicts_next,
@@ -206,11 +207,6 @@ def _with_model(config: TrainConfig) -> TrainConfig:
             raise refuse("model.mask", None, allowed)
         found = dataclasses.replace(found, mask=mask)
     return dataclasses.replace(config, model=found)
-
-
-def _build_of(config: TrainConfig) -> ModelConfig:
-    """The config of the checkpoint that a run starts from, as the families know it."""
-    return plain_build(hub.config_of(config.init, ignore_config=config.ignore_config))
 
 
 def _same_use(one: ModelConfig, other: ModelConfig) -> bool:

@@ -34,8 +34,6 @@ from typing import (
     runtime_checkable,
 )
 
-import numpy as np
-
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -170,12 +168,15 @@ class Range(NamedTuple):
     integer: bool = False
     token_id: bool = False
 
-    def contains(self, value: Any) -> np.ndarray | np.bool_ | bool:
-        """Returns, for each number of `value`, whether it is in the range."""
-        x = value if isinstance(value, int | float) else np.asarray(value, float)
-        above = x > self.low if self.open_low else x >= self.low
-        below = x < self.high if self.open_high else x <= self.high
-        return above & below & (x == np.floor(x)) if self.integer else above & below
+    def contains(self, value: Any) -> Any:
+        """Returns whether a number, or each number of an array, is in the range."""
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        if not self.integer or isinstance(value, int):
+            return above & below
+        import numpy as np  # here, because the help of a command starts without it
+
+        return above & below & (value == np.floor(value))
 
     def __str__(self) -> str:
         kind = "a whole number" if self.integer else "a number"
@@ -913,6 +914,12 @@ class Plan:
     times: tuple[float, ...] | None = None
     whole_blocks: bool = False
     method: Annotated[MethodLike | None, "an mj.Method(name, step), or None"] = None
+
+    def __new__(cls, *args: object, **fields: object) -> Plan:
+        if args:
+            named = ", ".join(f"{field.name}=" for field in dataclasses.fields(cls))
+            raise refuse("Plan() argument", args[0], f"named ones: Plan({named})")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.times is not None:

@@ -73,16 +73,8 @@ def forward(
     offset = window_offset(config, state.cache_length, state.committed)
     time, start = times(config, state, causal), state.cache_length
     given = Pass(
-        tokens,
-        state.cache,
-        start,
-        used,
-        start + used,
-        causal,
-        state.self_cond,
-        time,
-        length=state.limits.max_end,
-    )
+        tokens, state.cache, start, used, start + used, causal, state.self_cond, time, length=state.limits.max_end
+    )  # fmt: skip
     if not config.leave_one_out:
         hidden, cache = config.model.forward(params, given)
         return slice_rows(hidden, offset, config.window), None, state._replace(cache=cache)
