@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +122,12 @@ def norm_rope(
 
 
 def norm_rope_write(
-    x: Projections, factors: HeadFactors, table: Table, kv: cache.KV, slots: Int[Array, "B T"], eps: float
+    x: Projections,
+    factors: HeadFactors,
+    table: Table,
+    kv: tuple[Any, Any],
+    slots: Int[Array, "B T"],
+    eps: float,
 ) -> tuple[Float[Array, "B T H K"], cache.KV]:
     """Computes `norm_rope`, and writes keys and values into the cache of the layer."""
     q, k, v = norm_rope(x, factors, table, eps)

@@ -182,7 +182,8 @@ def test_a_blackwell_program_fits_into_its_memories(width, int8):
 
 @pytest.mark.long
 def test_the_blackwell_kernel_is_used_on_blackwell_only_and_names_what_it_refuses():
-    chosen = lambda *args, device=None: attention_kernel(*args, scale=0.1, cached=True, device=device)
+    blank = lambda x: jnp.zeros(x.shape, x.dtype)
+    chosen = lambda *args, **how: attention_kernel(*jax.tree.map(blank, args), scale=0.1, cached=True, **how)
     told = lambda *args, scale=0.1: str(blackwell.refuses(AttentionCall(*args, scale)))
     ours, hopper = (kernel_device.target(kind) for kind in (kernel_device.BLACKWELL, kernel_device.HOPPER))
     assert chosen(*shapes(128)) is None and chosen(*shapes(128), device=hopper) == "hopper"

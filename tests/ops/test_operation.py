@@ -87,7 +87,7 @@ BF16, FP32 = jnp.bfloat16, jnp.float32
 
 def heads(h=4, g=2, width=256, pairs=None, dtype=BF16, cached=BF16):
     k = shape((2, 3, g, width), dtype)
-    kv = shape((2, 11, g, width), cached)
+    kv = shape((2, 11, g, width), dtype if cached == jnp.int8 else cached)
     kv = (jax.eval_shape(quantise_int8, kv),) * 2 if cached == jnp.int8 else (kv, kv)
     table = (shape((2, 3, 1, pairs or width // 2), FP32),) * 2
     return Projections(shape((2, 3, h, width), dtype), k, k), None, table, kv, None  # pyright: ignore

@@ -425,7 +425,7 @@ def multiply_by_expert(
     row_scale: Float[Array, "M"] | None = None,
     act: Activation | None = None,
     **how: Any,
-) -> Float[Array, "M O"]:
+) -> Float[Array, "M F"]:
     """Computes y_m = x_m w_e in plain jnp and fp32, in a loop over the experts: the reference of the kernel."""
     count, rows = w.shape[0], x.astype(jnp.float32)
     rows = rows if row_scale is None else rows * row_scale[:, None]

@@ -105,7 +105,7 @@ class HeadFactors(NamedTuple):
 
 
 def _refuses_heads(
-    x: Projections, factors: Any, table: Table, kv: tuple[object, object], *more: Any, **how: Any
+    x: Projections, factors: Any, table: tuple[Any, Any], kv: tuple[object, object], *more: Any, **how: Any
 ) -> str | None:
     cached = [getattr(y, "dtype", type(y).__name__) for y in kv]
     if (other := [str(d) for d in cached if d != jnp.bfloat16]) != []:
