@@ -122,14 +122,9 @@ def norm_rope(
 
 
 def norm_rope_write(
-    x: Projections,
-    factors: HeadFactors,
-    table: Table,
-    kv: tuple[Any, Any],
-    slots: Int[Array, "B T"],
-    eps: float,
+    x: Projections, factors: HeadFactors, table: Table, kv: Any, slots: Int[Array, "B T"], eps: float
 ) -> tuple[Float[Array, "B T H K"], cache.KV]:
-    """Computes `norm_rope`, and writes keys and values into the cache of the layer."""
+    """Computes `norm_rope`, and writes keys and values into `kv`, the pair that a layer's cache is."""
     q, k, v = norm_rope(x, factors, table, eps)
     return q, cache.write(cache.KV(*kv), k, v, slots)
 
