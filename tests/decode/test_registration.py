@@ -1,6 +1,7 @@
 """A part is known by its name once it is decorated. Every number that a rule, logits processor or stop takes has a
 range, and the check is that range."""
 
+import dataclasses
 import inspect
 import math
 import types
@@ -215,3 +216,21 @@ def test_an_unknown_part_is_answered_with_the_nearest_and_dir_lists_parts_alone(
         getattr(module, wrong)
     assert near in dir(module) and not {"np", "jax", "jnp", "Any", "refuse"} & set(dir(module))
     assert all(hasattr(module, name) for name in dir(module))
+
+
+def test_a_block_ends_early_at_an_end_of_text_by_what_a_criterion_promises_not_by_its_name():
+    def apply(params, tokens):  # the surest position is that of the first answer token, which ends the text
+        at = jnp.arange(tokens.shape[1])
+        return jnp.where(jnp.arange(9) == 3, (20.0 - at)[None, :, None], 0.0) * jnp.ones((len(tokens), 1, 1))
+
+    @mj.stopping_criterion(needs_logits=False)
+    def filled(view, proposal, memory):
+        return mj.stopping.filled()(view, proposal, memory)
+
+    lm = mj.from_function(apply, {}, vocab=9, context=32, mask=8, eos=3, check=False)
+    made = lambda stop: mj.sample(
+        lm, [5, 6], max_tokens=8, sampler=mj.Sampler(mj.rules.confidence(), stopping=stop)
+    ).forwards[0]
+    assert made(mj.stopping.filled()) == 1
+    assert filled().name == "filled" and made(filled()) == 8
+    assert made(dataclasses.replace(filled(), keeps_decided=True)) == 1

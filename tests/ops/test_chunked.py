@@ -7,35 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.config import ModelConfig
-from mercury_jax.models import masks
 from mercury_jax.ops import attend
 from mercury_jax.ops.attention import xla
 from mercury_jax.ops.attention.inputs import AttentionCall, quantise_int8
 from mercury_jax.ops.attention.op import ATTENTION, CACHED_ATTENTION
 from mercury_jax.ops.attention.xla import CHUNK, LONG_CHUNK
-from mercury_jax.training.data import packing
 from mercury_jax.types import Device
+from tests.ops.packed import packed
 
 SLOTS, HEADS, GROUPS, WIDTH = 300, 4, 2, 8
 
 
-def packed(pattern, *rows):
-    """Ranges of rows of documents (tokens, prompt); what is left of a row is padding, which sees nothing."""
-    config = ModelConfig(
-        vocab=16, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, pattern=pattern, block=32
-    )
-    made = []
-    for documents in rows:
-        made.append(packing.PackedRow())
-        for n, prompt in documents:
-            made[-1].add((0, 0), masks.layout(config, np.full(n, 5), prompt))
-    return jnp.asarray(packing.pack(made, SLOTS, 0).ranges)
-
-
 # One long document, and five short ones whose last canvases are not whole; then padding.
 ROWS = ([(150, 7)], [(40, 3), (33, 0), (20, 19), (15, 1), (9, 0)])
-LAYOUTS = {name: packed(name, *ROWS) for name in ("causal_encoder", "block_causal", "bidirectional")}
+LAYOUTS = {
+    name: jnp.asarray(packed(name, SLOTS, 32, *ROWS))
+    for name in ("causal_encoder", "block_causal", "bidirectional")
+}
 
 
 def arrays(seed, b=2, t=SLOTS, dtype=np.float32):

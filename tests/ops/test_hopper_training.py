@@ -9,29 +9,14 @@ import pytest
 
 from mercury_jax import sharding
 from mercury_jax.bench.gpu.interpreter import interpreted
-from mercury_jax.config import ModelConfig
-from mercury_jax.models import masks
 from mercury_jax.models.tensor_parallel import training_ops
 from mercury_jax.ops import attend, attention_kernel, device as kernel_device
 from mercury_jax.ops.attention import xla
 from mercury_jax.ops.attention.inputs import quantise_int8
-from mercury_jax.training.data import packing
 from tests.marks import slow_except
+from tests.ops.packed import packed
 
 BF16 = jnp.bfloat16
-
-
-def packed(pattern, slots, *rows):
-    """Ranges of rows of documents (tokens, prompt) as training packs them; what is left of a row sees nothing."""
-    config = ModelConfig(
-        vocab=16, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, pattern=pattern, block=16
-    )
-    made = []
-    for documents in rows:
-        made.append(packing.PackedRow())
-        for n, prompt in documents:
-            made[-1].add((0, 0), masks.layout(config, np.full(n, 5), prompt))
-    return np.asarray(packing.pack(made, slots, 0).ranges)
 
 
 def causal(queries, keys, ranges):
@@ -46,13 +31,13 @@ def causal(queries, keys, ranges):
 CASES = {  # heads, key heads, head size, keys, softcap; ranges
     "causal, lengths that are no multiple of a tile": (2, 1, 64, 70, None, causal(40, 70, 1)),
     "block diffusion, two documents in a row": (
-        2, 1, 64, 136, None, packed("causal_encoder", 136, [(40, 7), (30, 3)]),
+        2, 1, 64, 136, None, packed("causal_encoder", 136, 16, [(40, 7), (30, 3)]),
     ),
-    "block-causal, two rows": (2, 2, 64, 200, None, packed("block_causal", 200, [(90, 7)], [(33, 0), (20, 19)])),
-    "bidirectional documents": (3, 1, 64, 150, None, packed("bidirectional", 150, [(80, 3), (60, 0)])),
+    "block-causal, two rows": (2, 2, 64, 200, None, packed("block_causal", 200, 16, [(90, 7)], [(33, 0), (20, 19)])),
+    "bidirectional documents": (3, 1, 64, 150, None, packed("bidirectional", 150, 16, [(80, 3), (60, 0)])),
     "more tiles than in flight, three ranges": (6, 1, 64, 700, None, causal(100, 700, 3)),
     "a softcap": (2, 1, 64, 70, 2.0, causal(40, 70, 2)),
-    "head size 128": (2, 1, 128, 136, None, packed("causal_encoder", 136, [(50, 3)])),
+    "head size 128": (2, 1, 128, 136, None, packed("causal_encoder", 136, 16, [(50, 3)])),
     "head size 256": (2, 1, 256, 130, 2.0, causal(33, 130, 2)),
 }  # fmt: skip
 
