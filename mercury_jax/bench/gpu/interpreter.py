@@ -103,7 +103,7 @@ def _support_cluster_reads(program: str) -> None:
         if not others:
             return get(self, eqn, token, values)
         if len(self.cluster_dims) != 1 or len(others) != 1:
-            raise NotImplementedError(f"the interpreter reads no cluster of {self.cluster_dims}")
+            raise NotImplementedError(f"{others} in a cluster of more than one axis: {self.cluster_dims}")
         key = key.at[..., place].set(others[0].idxs[0])
         leaves, tree = jax.tree.flatten(tuple(t for t in transforms if t is not others[0]))
         return get(self, eqn.replace(params={**eqn.params, "tree": tree}), token, lambda: [key, *leaves])
