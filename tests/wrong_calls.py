@@ -359,7 +359,7 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a misspelt argument": (lambda: mj.load(quantize="int8"), "'quantize'"),
     },
     "Plan, Refresh": {
-        "a plan by position": (lambda: mj.Plan(8), "positional"),
+        "a plan by position": (lambda: mj.Plan(8), r"Plan\(\) argument is 8"),
         "a misspelt field": (lambda: mj.Plan(blocks=8), "'blocks'"),
         "other steps than times": (lambda: mj.Plan(times=(1.0, 0.5, 0.0), steps=3), "steps is 3"),
         "refresh without its call": (lambda: mj.Plan(refresh=mj.Refresh.dual), "refresh is"),
