@@ -258,7 +258,8 @@ def soft_masking(
     code). Tokens other than masks are not changed. In the first pass of a block, and after the active block, there is
     no earlier prediction, and masks are plain. Decoding computes all logits, never chunks of a vocabulary.
 
-    Models must be trained with soft masking. For a model that was not, only a small `scale` does no harm.
+    Models must be trained with soft masking, which the recipes here do not do: training gives a model no predictions of
+    a pass before. For a model that was not, only a small `scale` does no harm.
 
     Args:
         lm: A transformer with a mask: LLaDA, Dream, SDAR, LLaDA2, or your own. Scale 0 does not change its results.

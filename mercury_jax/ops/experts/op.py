@@ -2,7 +2,7 @@
 
 `route` chooses the most probable experts of each token. `dispatch` gives each expert the hidden states of its tokens as
 consecutive rows. Each is one kernel on Hopper (`hopper`), where XLA for GPUs makes four of the choice alone.
-`combine` is the plain sum; the kernel of `fused_norms` computes the same sum.
+`combine` is the plain sum; the kernel of `ops.norms.op` computes the same sum.
 """
 
 from __future__ import annotations
