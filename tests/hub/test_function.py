@@ -214,7 +214,7 @@ REFUSED = {  # rules that need what these functions lack
     "autoregressive": r"sampler\.speculate is .*None",  # to verify a draft by a function that sees the whole canvas
     "self_speculation": r"sampler\.speculate is .*None",
     "prism": r'params with a "quality_head"',
-    "hybrid_ancestral": "the noise of this model is absorbing",
+    "hybrid_ancestral": "the noise of this model is no mixture of masks and random tokens",
 }
 
 

@@ -209,11 +209,11 @@ def test_the_kernel_that_writes_keys_computes_the_plain_pass(monkeypatch):
 
     want, calls, choose = passes(wide), [], jax.lax.platform_dependent
 
-    def with_kernel(*args, cuda, **others):
-        if "cpu" in others:  # attention
-            return choose(*args, cuda=cuda, **others)
-        calls.append(cuda)
-        return cuda(*args)
+    def with_kernel(*args, **others):
+        if "cuda" not in others or "cpu" in others:  # attention, and what has no kernel
+            return choose(*args, **others)
+        calls.append(others["cuda"])
+        return others["cuda"](*args)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", with_kernel)
     write = functools.partial(NORM_ROPE_WRITE.run, device=interpreted())
