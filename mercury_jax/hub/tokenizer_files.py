@@ -343,7 +343,11 @@ def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
     # The mark: a noncharacter of Unicode (U+FDD0 to U+FDEF) that no entry of the vocabulary contains.
     texts = [*map(str, data.json["model"].get("vocab") or ()), *(token.text for token in data.added.values())]
     taken = {character for text in texts if "\ufdcf" < max(text, default="") for character in text}
-    mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in taken)
+    mark = next((c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in taken), None)
+    if mark is None:
+        raise CheckpointError(
+            "tokenizer.json: its tokens have all noncharacters from U+FDD0; allowed: to leave one out"
+        )
     try:
         from tokenizers import Tokenizer as Core
     except ModuleNotFoundError as error:
