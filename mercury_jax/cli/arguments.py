@@ -328,7 +328,7 @@ class Loading:
     """Which model, and how its checkpoint is read."""
 
     model: Annotated[str | None, option("MODEL")] = None
-    """Folder or Hugging Face id of a model. Default: the embedded one."""
+    """Folder, GGUF file or Hugging Face id of a model. Default: the embedded one."""
     context: OptionalInt = None
     """Longest sequence in tokens. RoPE of the types dynamic and longrope can go beyond the default."""
     checkpoint: Annotated[CheckpointOptions, Group] = dataclasses.field(default_factory=CheckpointOptions)

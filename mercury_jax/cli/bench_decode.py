@@ -53,7 +53,7 @@ class BenchDecode:
     """
 
     model: Annotated[Positional[str | None], option("MODEL")] = None
-    """Folder or Hugging Face id of a model. Default: the embedded one."""
+    """Folder, GGUF file or Hugging Face id of a model. Default: the embedded one."""
     rules: Annotated[tuple[str, ...], option("NAME [NAME ...]")] = ("all",)
     """Rules, MODULE:NAME of your own, default (the model's own settings), or all."""
     tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]")] = ("sudoku4", "add3")

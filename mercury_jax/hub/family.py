@@ -127,7 +127,7 @@ def without(config: Json, keys: Sequence[str], file: str, family: Family) -> dic
         kind: Any = family.keys
         inside: Any = {"": found}
         last = ""
-        for part in key.split("."):
+        for part in [key] if key in found else key.split("."):  # keys of GGUF have dots
             inside = inside[last]
             if not isinstance(inside, dict) or part not in inside:
                 raise refuse("ignore_config", key, f"a key of {file}")

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -44,6 +45,9 @@ class Folder(NamedTuple):
         tensors: Dtype, shape and position of each tensor, by name.
         files: The file of each tensor, by name.
         notes: Messages for the user about what was ignored.
+        orders: Of tensors whose rows are stored in another order: where each row is.
+        documents: Contents of tokenizer files that are in no file of their own (`hub.gguf`).
+        licence: The licence, where it is in no README.md.
     """
 
     path: Path
@@ -51,11 +55,16 @@ class Folder(NamedTuple):
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, Path]
     notes: list[str]
+    orders: Mapping[str, np.ndarray] = MappingProxyType({})
+    documents: Mapping[str, bytes] | None = None
+    licence: str | None = None
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """Reads one tensor."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {brief(name)}")
+        if name in self.orders:
+            return tensors.read(self.files[name], self.tensors[name])[self.orders[name]][rows or slice(None)]
         return tensors.read(self.files[name], self.tensors[name], rows)
 
 

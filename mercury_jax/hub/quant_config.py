@@ -6,8 +6,10 @@ blocks, which modules are meant, and what else changes the arithmetic.
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mercury_jax.config import refuse
@@ -24,6 +26,14 @@ SUPPORTED = (
     "load the unquantised files, with quantise='int8' or 'fp8'"
 )
 MAX_PATTERN = 500  # characters of a regular expression in config.json
+
+
+class BlockType(NamedTuple):
+    """A type of tensors in a GGUF file: `numbers` consecutive inputs are stored in `nbytes` bytes."""
+
+    name: str
+    numbers: int
+    nbytes: int
 
 
 class Scheme(NamedTuple):
@@ -55,6 +65,7 @@ class Quantisation(NamedTuple):
         ignored: Modules that are not quantised, as `Scheme.targets`.
         offset: Number to add to the zero points that are stored (1 in GPTQ's first format).
         activations: Whether the reference also rounds activations.
+        types: With "gguf", how each quantised tensor is stored; other tensors are not quantised.
     """
 
     method: str
@@ -63,6 +74,7 @@ class Quantisation(NamedTuple):
     ignored: tuple[str, ...] = ()
     offset: int = 0
     activations: bool = False
+    types: Mapping[str, BlockType] = MappingProxyType({})
 
 
 def quantisation_of(config: Json, file: str) -> Quantisation | None:
@@ -156,8 +168,16 @@ def _awq(about: Json, where: str) -> Quantisation:
     return Quantisation("awq", "AWQ", (Scheme(),))
 
 
+def _gguf(about: Json, where: str) -> Quantisation:
+    types = about["types"]
+    named = collections.Counter(kind.name for kind in types.values())
+    label = ", ".join(f"{name} ({count})" for name, count in sorted(named.items()))
+    return Quantisation("gguf", f"GGUF, {label}", types=types)
+
+
 _METHODS: Mapping[str | None, Callable[[Json, str], Quantisation]] = {
     "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "fp8": _fp8, "gptq": _gptq, "awq": _awq,
+    "gguf": _gguf,
 }  # fmt: skip
 
 

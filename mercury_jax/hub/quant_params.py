@@ -24,9 +24,9 @@ from mercury_jax.hub.quantised import (
     INT32,
     StoredMatrix,
     UnpackedMatrix,
-    dequantised,
     stored_matrix,
     unpack_matrix,
+    widened,
 )
 from mercury_jax.models.weight_quant import (
     QuantisedWeight,
@@ -43,12 +43,12 @@ ACTIVATIONS = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale
 def common_format(path: str, matrices: Sequence[StoredMatrix | None]) -> WeightFormat | None:
     """Finds the format of a parameter that is made of several matrices (gate and up, experts)."""
     found = [matrix for matrix in matrices if matrix is not None]
-    if not found:
+    formats = [matrix.format for matrix in found if matrix.format is not None]
+    if len(formats) < len(found) or not found:
         return None
-    kinds = {str(m.format.values) for m in found} | ({"unquantised"} if len(found) < len(matrices) else set())
+    kinds = {str(f.values) for f in formats} | ({"unquantised"} if len(found) < len(matrices) else set())
     if len(kinds) > 1:
         raise unfit(f"formats of {path} ({found[0].name}, ...)", sorted(kinds), "one format")
-    formats = [m.format for m in found]
     # numpy cannot promote fp8 with others; fp32 holds the scales of every format.
     scales = {f.group_scale for f in formats}
     return WeightFormat(
@@ -171,7 +171,7 @@ class QuantisedTensors(NamedTuple):
         def found(name: str) -> np.ndarray:
             if name not in self.matrices:
                 return read(name)
-            return dequantised(unpack_matrix(self.matrices[name], read)).astype(dtype)
+            return widened(self.matrices[name], read).astype(dtype, copy=False)
 
         return found
 

@@ -15,6 +15,7 @@ again, and none is widened.
     fp8                  weight fp8, weight_scale or, in blocks, weight_scale_inv, which is a factor too
     gptq                 qweight int32 [in / 8, out], qzeros int32 [groups, out / 8], scales [groups, out], g_idx [in]
     awq                  qweight int32 [in, out / 8], qzeros, scales; the outputs of a word in the order of AWQ_ORDER
+    gguf                 weight uint8 [out, bytes], in blocks of 32 or 256 inputs
 
 Layouts: vllm-project/compressed-tensors `compressors/`, ModelCloud/GPTQModel `nn_modules/qlinear`,
 casper-hansen/AutoAWQ `awq/modules/linear/gemm.py`, NVIDIA/Model-Optimizer `torch/export`.
@@ -31,7 +32,7 @@ import numpy as np
 
 from mercury_jax.checkpoint import CheckpointError, unfit
 from mercury_jax.checkpoint.tensors import TensorEntry
-from mercury_jax.hub.quant_config import Quantisation, Scheme, scheme_of
+from mercury_jax.hub.quant_config import BlockType, Quantisation, Scheme, scheme_of
 from mercury_jax.models.weight_quant import WeightFormat
 
 INT4, FP4 = np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.float4_e2m1fn)
@@ -40,6 +41,9 @@ UINT8, INT32, INT64 = (np.dtype(kind) for kind in (np.uint8, np.int32, np.int64)
 FLOATS = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each half byte of a word, lowest first
 NVFP4_GROUP = 16
+# Types of GGUF that are kept as they are: whole numbers of these dtypes times an fp16 scale for 32 inputs.
+GGUF_VALUES = {"Q8_0": INT8, "Q5_0": INT8, "Q4_0": INT4}
+WIDEN_CHUNK = 2_000_000  # numbers that are widened at a time
 
 
 # --- the tensors of a matrix
@@ -50,13 +54,14 @@ class StoredMatrix(NamedTuple):
 
     Attributes:
         name: Name of the tensor in the unquantised checkpoint, for messages.
-        layout: "values", "packed", "nvfp4", "gptq" or "awq".
+        layout: "values", "packed", "nvfp4", "gptq", "awq" or "gguf".
         shape: Shape of the matrix.
         block: Rows and columns that share a scale.
         tensors: Names of the tensors by field: values, scale, and where they exist zero, order, shape, factor (fp32),
             divisor.
-        format: How it is stored here.
+        format: How it is stored here; None if no format here has the same numbers, so that it is widened.
         offset: Number to add to the stored zero points.
+        kind: With "gguf", the name of the type.
     """
 
     name: str
@@ -64,8 +69,9 @@ class StoredMatrix(NamedTuple):
     shape: tuple[int, ...]
     block: tuple[int, int]
     tensors: Mapping[str, str]
-    format: WeightFormat
+    format: WeightFormat | None
     offset: int = 0
+    kind: str = ""
 
 
 def stored_matrix(
@@ -76,6 +82,8 @@ def stored_matrix(
     Args:
         shape: Shape of that tensor, [out, in] or [experts, out, in].
     """
+    if name in quantisation.types:
+        return _find_blocks(entries[name], name, shape, quantisation.types[name])
     module = name.removesuffix(".weight")
     has = lambda suffix: name + suffix in entries
     if f"{module}.qweight" in entries and module != name:
@@ -248,6 +256,19 @@ def _find_words(f: _Finder, module: str, layout: str, offset: int) -> StoredMatr
     return StoredMatrix(f.name, layout, f.shape, (1, columns // groups), tensors, kind, offset)
 
 
+def _find_blocks(entry: TensorEntry, name: str, shape: tuple[int, ...], kind: BlockType) -> StoredMatrix:
+    """Finds a matrix of a GGUF file, whose rows are blocks of bytes."""
+    *lead, columns = shape
+    if (
+        tuple(entry.shape) != (stored := (*lead, columns * kind.nbytes // kind.numbers))
+        or columns % kind.numbers
+    ):
+        raise unfit(f"bytes of {name}", tuple(entry.shape), f"{stored}, {kind.name} of {shape}")
+    values = GGUF_VALUES.get(kind.name)
+    found = None if values is None else WeightFormat(values, columns // kind.numbers, np.dtype(np.float16))
+    return StoredMatrix(name, "gguf", shape, (1, kind.numbers), {"values": name}, found, kind=kind.name)
+
+
 # --- reading
 
 
@@ -271,6 +292,9 @@ class UnpackedMatrix(NamedTuple):
 
 def unpack_matrix(stored: StoredMatrix, read: Callable[[str], np.ndarray]) -> UnpackedMatrix:
     """Reads the tensors of a matrix and unpacks its values, without rounding them."""
+    if stored.layout == "gguf":
+        return _unpacked_blocks(stored, read(stored.tensors["values"]))
+    assert stored.format is not None
     unread = {"values"} if stored.format.zeros else {"values", "zero"}
     named = {field: read(tensor) for field, tensor in stored.tensors.items() if field not in unread}
     values = read(stored.tensors["values"])
@@ -321,6 +345,7 @@ def _unpacked_words(
     stored: StoredMatrix, values: np.ndarray, zero: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Unpacks values and zero points of GPTQ or AWQ to [out, in] and [out, G]; None where zero points are not read."""
+    assert stored.format is not None
     kind, (rows, columns) = stored.format.values, stored.shape
     if stored.layout == "gptq":
         values = _signed(_unpacked(values.T, kind, columns), kind)
@@ -344,6 +369,7 @@ def _group_index(stored: StoredMatrix, order: np.ndarray | None) -> np.ndarray |
     """Checks the group of each input; None if the groups are contiguous. A group of -1 says that none was chosen."""
     if order is None or (order == -1).any():
         return None
+    assert stored.format is not None
     groups, columns = stored.format.groups, stored.shape[-1]
     if order.min() < 0 or order.max() >= groups:
         found = (int(order.min()), int(order.max()))
@@ -357,6 +383,7 @@ def _with_scales(
 ) -> UnpackedMatrix:  # fmt: skip
     """Expands the scales of blocks to one per output and group of inputs."""
     *lead, rows, columns = stored.shape
+    assert stored.format is not None
     groups = stored.format.groups
     ones = np.ones((*lead, rows), np.float32)
     outer = ones * factor.reshape(*lead, 1)
@@ -373,12 +400,48 @@ def _with_scales(
     return UnpackedMatrix(values, outer, each, None if zero is None else expanded(zero), group)
 
 
-def dequantised(matrix: UnpackedMatrix) -> np.ndarray:
-    """Computes a matrix in fp32, for a parameter that is not kept quantised (an embedding, a head, a router).
+def _unpacked_blocks(stored: StoredMatrix, raw: np.ndarray) -> UnpackedMatrix:
+    """Unpacks blocks of GGUF: an fp16 scale, then 32 numbers. Half bytes hold number i low and number i + 16 high."""
+    assert stored.format is not None
+    blocks = raw.reshape(*raw.shape[:-1], stored.format.groups, -1)
+    scale = blocks[..., :2].copy().view(np.float16)[..., 0]
+    if not np.isfinite(scale).all():
+        raise unfit(f"scales of {stored.name}", "NaN or infinity", "finite numbers")
+    halves = np.concatenate([blocks[..., -16:] & 15, blocks[..., -16:] >> 4], axis=-1).view(INT8)
+    if stored.kind == "Q8_0":
+        values = blocks[..., 2:].view(INT8)
+    elif stored.kind == "Q4_0":
+        values = (halves - 8).view(INT4)
+    else:  # Q5_0: the fifth bits of all numbers are in 4 bytes after the scale
+        high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little").view(INT8)
+        values = (halves | (high << 4)) - 16
+    rows = np.ones(raw.shape[:-1], np.float32)
+    return UnpackedMatrix(np.ascontiguousarray(values).reshape(stored.shape), rows, scale)
+
+
+def widened(stored: StoredMatrix, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Reads a matrix in fp32, for a parameter that is not kept quantised (an embedding, a head, a router).
 
     Returns:
         The matrix [..., out, in].
     """
+    if stored.layout != "gguf":
+        return dequantised(unpack_matrix(stored, read))
+    import gguf
+
+    raw, numbers = read(stored.tensors["values"]), np.empty(stored.shape, np.float32)
+    step = max(1, WIDEN_CHUNK // stored.shape[-1])
+    for first in range(0, len(raw), step):  # the package needs several times the memory of what it returns
+        rows = slice(first, first + step)
+        with np.errstate(invalid="ignore", over="ignore"):  # checked below
+            numbers[rows] = gguf.dequantize(raw[rows], gguf.GGMLQuantizationType[stored.kind])
+    if not np.isfinite(numbers).all():
+        raise unfit(f"numbers of {stored.name}", "NaN or infinity", "finite numbers")
+    return numbers
+
+
+def dequantised(matrix: UnpackedMatrix) -> np.ndarray:
+    """Computes the numbers of a matrix in fp32."""
     values, columns = matrix.values.astype(np.float32), matrix.values.shape[-1]
     if matrix.group_scale is not None:
         groups = matrix.group_scale.shape[-1]
