@@ -683,6 +683,42 @@ class ModelConfig:
         return self.pattern == "block_causal" and self.alignment == "shifted"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Sizes of a block drafter, which reads hidden states of its target (`models.drafter`).
+
+    The width, the vocabulary, the embedding and the head are those of the target.
+
+    Attributes:
+        features: Indices of the target's blocks whose outputs the drafter reads, rising.
+        block: Positions of a block: the last committed token, and one for each drafted token.
+        layers: Number of blocks of the drafter.
+        heads: Query heads.
+        kv_heads: Key and value heads; a divisor of `heads`.
+        head_dim: Size of a head.
+        ffn: Hidden units of the feed-forward.
+    """
+
+    features: tuple[NonNegativeInt, ...]
+    block: Annotated[int, AtLeast(2)] = 8
+    layers: PositiveInt = 2
+    heads: PositiveInt = 8
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    ffn: PositiveInt = 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self, "drafter.")
+        rising = bool(self.features) and list(self.features) == sorted(set(self.features))
+        refuse_if(
+            self,
+            (not rising, "features", "indices of blocks of the target, rising"),
+            (self.heads % self.kv_heads, "kv_heads", f"a divisor of heads = {self.heads}"),
+            (self.head_dim % 2, "head_dim", "an even number, for RoPE"),
+            prefix="drafter.",
+        )
+
+
 # --- noise
 
 

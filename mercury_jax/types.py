@@ -19,7 +19,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +38,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from mercury_jax.config import refuse
+
 if TYPE_CHECKING:
-    from mercury_jax.config import ModelConfig
+    from mercury_jax.config import DrafterConfig, ModelConfig
     from mercury_jax.noise import Corruption
     from mercury_jax.tokenizer import AnyTokenizer
 
@@ -38,6 +50,7 @@ Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
 Params = Any  # a nested dict of arrays
 Cache = Any  # a pytree whose every leaf has the batch axis first
+DraftMethod = Literal["same_seed", "rejection"]  # how drafts are accepted, see `mj.Draft`
 SelfCond = Any  # self-conditioning: what `Model.condition` returns for the next pass, or ()
 Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 
@@ -560,6 +573,35 @@ class RowLayout(Layout, Protocol):
         ...
 
 
+class Features(NamedTuple):
+    """Hidden states that also hold the outputs of some blocks, of a model from `Model.features`.
+
+    Attributes:
+        last: The hidden states that the head reads.
+        blocks: Outputs of the chosen blocks, concatenated; () where nothing but the head reads the record.
+    """
+
+    last: Float[Array, "B T D"]
+    blocks: Float[Array, "B T n*D"] | tuple[()]
+
+
+class DrafterPasses(NamedTuple):
+    """The passes of a block drafter that was joined to a model (`models.drafter.join`); both take joined parameters.
+
+    Attributes:
+        config: Sizes of the drafter.
+        propose: propose(params, pass) -> (hidden states, cache). A pass over the drafter's part of the cache, whose
+            tokens are a block; a negative token is a mask. Each position predicts its own token.
+        apply: apply(params, blocks, positions, pass) -> hidden states [B, T, ...]. A pass without a cache over many
+            blocks, for training. It reads `Features.blocks` of the target at `positions`; the keys of the blocks come
+            after those of the target in the key ranges.
+    """
+
+    config: DrafterConfig
+    propose: Callable[[Params, Pass], tuple[Hidden, Cache]]
+    apply: Callable[[Params, Array, Array, PackedPass], Hidden]
+
+
 class SoftMasking(NamedTuple):
     """Settings of soft masking; see `mercury_jax.soft_masking`, which checks them."""
 
@@ -595,6 +637,9 @@ class Model(NamedTuple):
         hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of different lengths can share a pass.
         reuses_keys: Whether a pass over part of a canvas reads the other keys from the cache (`Plan.refresh`).
         leave_one_out: Whether `Pass.leave_one_out` is supported.
+        features: features(blocks) -> the model whose hidden states are `Features` of these blocks; None: its hidden
+            states between blocks cannot be read.
+        drafter: The passes of the block drafter that was joined to the model; None: there is none.
     """
 
     config: ModelConfig
@@ -615,6 +660,8 @@ class Model(NamedTuple):
     hides_padding: bool = True
     reuses_keys: bool = True
     leave_one_out: bool = True
+    features: Callable[..., Model] | None = None
+    drafter: DrafterPasses | None = None
 
     def __repr__(self) -> str:
         c = self.config
@@ -660,6 +707,36 @@ class LM:
         c = self.model.config
         noise = [] if c.autoregressive else [f"{self.corruption.kind} noise"]
         return f"LM({self.name}: {', '.join([*counted, _architecture(c), *noise, _decoded(c)])})"
+
+
+@dataclass(frozen=True)
+class BlockDrafter:
+    """A loaded block drafter: the argument `draft=` of `mj.sample` for the model that it was trained for.
+
+    Attributes:
+        config: Sizes of the drafter.
+        target: What it was trained for: vocab, width and layers of the model, and the fingerprint of its tokenizer.
+        params: Parameters of the drafter.
+        join: join(model) -> the model with the drafter, whose parameters are {"target": ..., "drafter": ...}.
+        name: Name of the checkpoint.
+        method: How drafts are accepted at a temperature above 0; see `mj.Draft.method`.
+    """
+
+    config: DrafterConfig
+    target: Mapping[str, Any]
+    params: Params = field(repr=False)
+    join: Callable[[Model], Model] = field(repr=False)
+    name: str = "unnamed"
+    method: DraftMethod = "same_seed"
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(DraftMethod):
+            raise refuse("draft.method", self.method, ", ".join(get_args(DraftMethod)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a draft: those of a block after its first, which is decided already."""
+        return self.config.block - 1
 
 
 def _rounded(count: int) -> str:

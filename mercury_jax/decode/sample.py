@@ -37,6 +37,7 @@ from mercury_jax.decode.inputs import (
     check_whole,
     explain_wrong_params,
 )
+from mercury_jax.decode.methods.block_drafter import join_drafter
 from mercury_jax.decode.methods.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.request import (
     Request,
@@ -60,7 +61,7 @@ from mercury_jax.decode.session import (
 from mercury_jax.decode.state import DecodeConfig, Frame, prefill_width
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.types import LM, shortened
+from mercury_jax.types import LM, BlockDrafter, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +92,7 @@ def sample(
     history: bool = False,
     mesh: Mesh | None = None,
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
-    draft: Draft | LM | None = None,
+    draft: Draft | LM | BlockDrafter | None = None,
     bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
 ) -> Output:
     """Decodes answers to each prompt.
@@ -134,9 +135,10 @@ def sample(
         mesh: Mesh over whose `data` axis the rows are sharded.
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
             with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
-        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one. It drafts blocks, and `lm`, a model
-            that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
-            sense of `mj.Draft.method`. Not with plan, schema, guidance, state, keep or passes.
+        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or a block drafter that was trained
+            for `lm`, from `mj.load_drafter`. It drafts blocks, and `lm`, a model that predicts the next token, verifies
+            each block in one pass. The answers are those of `lm` alone, in the sense of `mj.Draft.method`. Not with
+            plan, schema, guidance, state, keep or passes.
         bad_words: Texts that no answer holds, in whatever tokens: one, a list for all prompts, or a list of such lists
             (or None). A text that the prompt begins is not completed either. Thinking may hold them. It is a grammar
             of the answer (`mj.grammar.Without`): the answer is not blank, and what `schema` says of other arguments
@@ -169,7 +171,10 @@ def sample(
             plan=plan, state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words,
             keep=keep, passes=passes,
         )  # fmt: skip
-        lm, draft, sampler = with_drafter(lm, draft, sampler, others)
+        if isinstance(draft, BlockDrafter):
+            lm, draft, sampler = join_drafter(lm, draft, sampler, others)
+        else:
+            lm, draft, sampler = with_drafter(lm, draft, sampler, others)
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, temperature=temperature,
         plan=Plan() if plan is None else plan,

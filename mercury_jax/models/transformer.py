@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -36,6 +36,8 @@ from mercury_jax.models.weight_quant import lookup
 from mercury_jax.types import (
     LM,
     Cache,
+    Features,
+    Hidden,
     Model,
     PackedPass,
     Params,
@@ -179,6 +181,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     ops: Ops = Ops()
     remat: RematPolicy = "none"
+    features: tuple[int, ...] = ()  # blocks whose outputs are returned too, in `types.Features`
 
     def setup(self) -> None:
         """Creates the parameters and blocks."""
@@ -195,7 +198,7 @@ class Transformer(nn.Module):
         inputs: NetworkInputs,
         cache: tuple[kv_cache.KV, ...] | None = None,
         soft: SoftInput | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
+    ) -> tuple[Hidden, tuple[kv_cache.KV | None, ...]]:
         """Computes hidden states, and updates the cache.
 
         Args:
@@ -204,7 +207,7 @@ class Transformer(nn.Module):
                 keep their plain embeddings.
 
         Returns:
-            Hidden states after the final norm, and one `KV` (or None) per layer.
+            Hidden states after the final norm, with `features` in a `Features`, and one `KV` (or None) per layer.
         """
         c, ranges = self.config, inputs.ranges
         scale_embedding = lambda x: (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
@@ -218,19 +221,23 @@ class Transformer(nn.Module):
             sliding = inputs._replace(ranges=masks.sliding_window_ranges(ranges, c.window))
             size = None if cache is None else kv_cache.ring_slots(c, cache, inputs.tokens.shape[1])
             sliding = sliding if size is None else masks.in_ring(sliding, size)
-        new_cache = []
+        new_cache, kept = [], []
         for i, block in enumerate(self.blocks):
             x, kv = block(x, inputs if c.is_global(i) else sliding, None if cache is None else cache[i])
             new_cache.append(kv)
-        return self.norm(x), tuple(new_cache)
+            if i in self.features:
+                kept.append(x)
+        last = self.norm(x)
+        return (Features(last, jnp.concatenate(kept, axis=-1)) if kept else last), tuple(new_cache)
 
 
-def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
-    """Builds the transformer of a config as pure functions."""
+def build(config: ModelConfig, remat: RematPolicy = "none", features: tuple[int, ...] = ()) -> Model:
+    """Builds the transformer of a config as pure functions; with `features`, its hidden states are `Features`."""
     shifted = config.alignment == "shifted"
+    head = _head_of_last if features else lm_head
     return model_of(
         config,
-        Transformer(config, remat=remat),
+        Transformer(config, remat=remat, features=features),
         init=lambda net, key, inputs: net.init(key, inputs),
         apply=shifted_logits.apply if shifted else _apply,
         forward=shifted_logits.forward if shifted else _forward,
@@ -238,10 +245,15 @@ def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
             shifted_logits.empty_cache if shifted else kv_cache.empty_cache, config
         ),
         shardings=SHARDINGS,
-        head=lm_head,
-        head_chunk=lm_head,
-        soft_masked=functools.partial(_soft_masked, config),
+        head=head,
+        head_chunk=head,
+        soft_masked=None if features else functools.partial(_soft_masked, config),
+        features=None if features or shifted else functools.partial(build, config, remat),
     )
+
+
+def _head_of_last(params: Params, hidden: Features, *chunk: Any) -> Float[Array, "B T V"]:
+    return lm_head(params, hidden.last, *chunk)
 
 
 def soft_masking(
@@ -306,7 +318,7 @@ def _with_soft_masking(model: Model, settings: SoftMasking) -> Model:
 
 def _soft_masked(config: ModelConfig, settings: SoftMasking) -> Model:
     condition = functools.partial(_soft_input, config, settings)
-    return build(config)._replace(condition=condition, head_chunk=None, soft_masked=None)
+    return build(config)._replace(condition=condition, head_chunk=None, soft_masked=None, features=None)
 
 
 def _soft_input(
@@ -327,11 +339,11 @@ def _soft_input(
     return SoftInput((scale * mixture).astype(config.dtype), weight)
 
 
-def _apply(net: Transformer, given: PackedPass) -> Array:
+def _apply(net: Transformer, given: PackedPass) -> Hidden:
     return net(NetworkInputs(*given[:3], length=given.positions.max(axis=1) + 1))[0]
 
 
-def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Array, Cache]:
+def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Hidden, Cache]:
     inputs = masks.cache_pass_inputs(net.config, given)
     soft = given.self_cond if isinstance(given.self_cond, SoftInput) else None
     return net.apply({"params": params}, inputs, given.cache, soft)

@@ -30,7 +30,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,15 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
+from mercury_jax.decode.methods.acceptance import (
+    DRAFT_KEY,
+    Proposals,
+    accept_or_redraw,
+    check_verifier,
+    count_drafts,
+)
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
 from mercury_jax.decode.passes import prefill
-from mercury_jax.decode.rules.combined import autoregressive
 from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
 from mercury_jax.decode.state import (
     DecodeConfig,
@@ -52,16 +58,11 @@ from mercury_jax.decode.state import (
     SamplingParams,
     State,
     first_state,
-    position_uniforms,
     prefill_width,
     update_rows,
 )
-from mercury_jax.decode.token_stats import draw, search_cdf
 from mercury_jax.sharding import varying, varying_axes
-from mercury_jax.types import LM, Key, Model, Params, Proposal, View, accumulation_dtype
-
-DraftMethod = Literal["same_seed", "rejection"]
-ACCEPTANCE_KEY = 0x7FFFFFFE  # folded into a row's key for the uniforms that accept drafts
+from mercury_jax.types import LM, DraftMethod, Key, Model, Params, Proposal, View, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -151,23 +152,15 @@ def with_drafter(
     Returns:
         The verifier with `DraftParams` as its parameters, the drafter, and the verifier's sampler.
     """
-    config, draft = lm.model.config, Draft(draft) if isinstance(draft, LM) else draft
+    draft = Draft(draft) if isinstance(draft, LM) else draft
     if not isinstance(draft, Draft):
-        raise refuse("draft", draft, "a diffusion model, or mj.Draft(lm, tokens=, steps=)")
+        allowed = "a diffusion model, mj.Draft(lm, tokens=, steps=), or a block drafter"
+        raise refuse("draft", draft, allowed)
     check_lm(draft.lm)
-    if not config.predicts_next:
-        raise refuse("lm", lm.name, "a model whose encoding pass predicts the next token, to verify drafts")
-    for name, value in others.items():
-        if value is not None and value is not False:
-            raise refuse(name, value, f"{None if value is not True else False} with draft=")
+    sampler = check_verifier(lm, sampler, others)
     _check_same_tokens(lm, draft.lm)
     leaves, tree = jax.tree.flatten(draft.lm.params)
     _check_drafter_params(draft.lm.model, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
-    if sampler is None and not config.autoregressive:
-        sampler = autoregressive()
-    if sampler is not None and check_sampler(sampler).speculate != 0:
-        allowed = "rules.autoregressive(), or None; mj.Draft(sampler=) chooses how drafts are made"
-        raise refuse("sampler", check_sampler(sampler).rule.name, allowed)
     params = DraftParams(lm.params, draft.lm.params)
     return dataclasses.replace(lm, model=_verifier_model(lm.model), params=params), draft, sampler
 
@@ -265,7 +258,7 @@ def first_drafter(config: DecodeConfig, sampling: SamplingParams, rows: Rows) ->
     state = first_state(own, sampling.method, rows)
     # Rejection sampling needs draws that are independent of the verifier's.
     if acceptance == "rejection":
-        state = state._replace(key=jax.vmap(lambda key: jax.random.fold_in(key, 0x7FFFFFFD))(state.key))
+        state = state._replace(key=jax.vmap(lambda key: jax.random.fold_in(key, DRAFT_KEY))(state.key))
     return Drafter(state, zeros, zeros, zeros)
 
 
@@ -294,10 +287,11 @@ def drafted_step(config: DecodeConfig, params: DraftParams, state: State) -> tup
     feed, verifying, hidden, state = verifying_pass(config, params, state, unverified)
     logits = config.model.head(params, hidden)
     rejection = config.method.settings.acceptance == "rejection"
-    accept, proposed = (accept_or_redraw, proposals(config, state)) if rejection else (None, ())
-    moved, frame = verify(config, state, logits, verifying, state, idle_frame(state), accept, proposed)
-    counted = count_drafts(state.method, state, frame, verifying)
-    return feed.advance(moved._replace(method=counted)), frame
+    accept, drawn = (accept_or_redraw, proposals(config, state)) if rejection else (None, ())
+    moved, frame = verify(config, state, logits, verifying, state, idle_frame(state), accept, drawn)
+    drafter, (proposed, accepted) = state.method, count_drafts(state, frame, verifying)
+    drafter = drafter._replace(proposed=drafter.proposed + proposed, accepted=drafter.accepted + accepted)
+    return feed.advance(moved._replace(method=drafter)), frame
 
 
 def draft_block(config: DecodeConfig, params: DraftParams, state: State, rows: Bool[Array, "B"]) -> State:
@@ -345,18 +339,6 @@ def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) 
         cache_length=jnp.minimum(drafter.cache_length, state.committed),
     )  # fmt: skip
     return update_rows(drafter, rows, fresh)._replace(done=~rows)
-
-
-def count_drafts(drafter: Drafter, state: State, frame: Frame, rows: Bool[Array, "B"]) -> Drafter:
-    """Counts the proposed and the accepted draft tokens of a verifying pass."""
-    draft = state.answer[:, 1:]
-    exists = jnp.arange(draft.shape[1]) < (state.used - 1)[:, None]
-    agrees = (frame.answer[:, :-1] == draft) & exists
-    accepted = jnp.minimum(jnp.cumprod(agrees.astype(jnp.int32), axis=1).sum(1), frame.used)
-    add = lambda old, new: old + jnp.where(rows, new, 0).astype(old.dtype)
-    return drafter._replace(
-        proposed=add(drafter.proposed, exists.sum(1)), accepted=add(drafter.accepted, accepted)
-    )
 
 
 # --- the rule of a drafter
@@ -423,14 +405,6 @@ def draft_rule(rule: Rule, method: DraftMethod, dtype: Any) -> Rule:
 # --- rejection sampling
 
 
-class Proposals(NamedTuple):
-    """The drafter's distributions of one row, aligned with the positions of a verifying pass."""
-
-    logits: Float[Array, "W V"]  # logits of the drafter
-    fresh: Bool[Array, "W"]  # sampled from these logits; False: accepted in an earlier step, so that q = 1
-    temperature: Float[Array, ""]  # sampling temperature of the drafter
-
-
 def proposals(config: DecodeConfig, state: State) -> Proposals:
     """Aligns the drafter's distributions with the positions that a verifying pass predicts."""
     drafter = state.method.state
@@ -443,35 +417,3 @@ def proposals(config: DecodeConfig, state: State) -> Proposals:
     temperature = jnp.asarray(drafter.sampling.sampler.temperature, jnp.float32)
     fresh = inside & jnp.take_along_axis(drawn.fresh, index, axis=1) & (temperature > 0)[:, None]
     return Proposals(logits, fresh, temperature)
-
-
-def accept_or_redraw(
-    row: State,
-    logits: Float[Array, "W V"],
-    proposed: Proposals,
-    draft: Int[Array, "W"],
-    exists: Bool[Array, "W"],
-    at: Int[Array, "W"],
-) -> Int[Array, "W"]:
-    """Samples a token for each position of a verifying pass by rejection sampling (arXiv 2211.17192, algorithm 1).
-
-    The uniforms belong to absolute positions and are the same in every pass. This keeps the samples independent: the
-    result at a position is used only in the one pass in which all draft tokens before it are accepted.
-    """
-    temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
-    softmax = lambda x, t: jax.nn.softmax(x / jnp.maximum(t, 1e-6), axis=-1)
-    p = softmax(logits, temperature)
-    # q [W, V]: the drafter's distribution, a one-hot vector for deterministic tokens, 0 where there is no draft token.
-    certain = jax.nn.one_hot(draft, p.shape[-1], dtype=p.dtype)
-    q = jnp.where(proposed.fresh[:, None], softmax(proposed.logits, proposed.temperature), certain)
-    q = q * exists[:, None]
-    of_draft = lambda x: jnp.take_along_axis(x, draft[:, None], axis=-1)[:, 0]
-    uniforms = position_uniforms(jax.random.fold_in(row.key, ACCEPTANCE_KEY), at)
-    accepted = exists & (uniforms * of_draft(q) < of_draft(p))  # u < p(x) / q(x), without the division
-    rest = jnp.maximum(p - q, 0.0)
-    # If p equals q, max(p - q, 0) is 0 everywhere. A rejection then happens only by rounding, and samples from p.
-    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)
-    again = search_cdf(rest, jnp.minimum(position_uniforms(row.key, at), 1.0 - 1e-6))
-    drawn = jnp.where(accepted, draft, again)
-    greedy = draw(logits, jnp.zeros(at.shape), jnp.zeros(()))
-    return jnp.where(temperature > 0, drawn, greedy).astype(jnp.int32)

@@ -1,0 +1,180 @@
+"""Lossless drafting by a block drafter, which reads hidden states of the model that verifies (DFlash, 2602.06036).
+
+A block is the last committed token and L - 1 masks. The drafter predicts all masks in one pass: its positions attend
+to each other, and to keys that it computed from the verifier's hidden states at all earlier positions. The verifier
+then runs one causal pass over the last committed token and the draft, as in `self_speculation`, and accepts the longest
+prefix of the draft that it agrees with, and one token more. The hidden states of this pass extend what the drafter
+reads.
+
+The drafter reads the text through the verifier, so that one to three layers are enough. Embedding and head are the
+verifier's. Both models are joined to one `Model` (`models.drafter.join`), whose cache holds the keys of both: each pass
+of the verifier writes them, prefill included. What a rejected draft has written lies behind `cache_length`, and the
+next pass overwrites it.
+
+Above temperature 0 a draft is accepted as in `drafting`. "same_seed": both models draw the token of a position with the
+same uniform, and the verifier's draws are the text. "rejection": the draft has draws of its own, and its tokens are
+accepted with probability min(1, p / q), where q is the distribution from which the one pass has drawn them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import refuse
+from mercury_jax.decode.denoise import open_canvases
+from mercury_jax.decode.methods.acceptance import (
+    DRAFT_KEY,
+    Proposals,
+    accept_or_redraw,
+    check_verifier,
+    count_drafts,
+)
+from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
+from mercury_jax.decode.sampler import SamplerLike
+from mercury_jax.decode.state import (
+    DecodeConfig,
+    Frame,
+    Method,
+    Rows,
+    SamplingParams,
+    State,
+    position_uniforms,
+    update_rows,
+)
+from mercury_jax.decode.token_stats import draw
+from mercury_jax.decode.view import process_logits, row_view
+from mercury_jax.types import LM, BlockDrafter, DraftMethod, Params, Pass
+
+# --- before decoding
+
+
+def join_drafter(
+    lm: LM, drafter: BlockDrafter, sampler: SamplerLike | None, others: Mapping[str, Any]
+) -> tuple[LM, BlockDrafter, SamplerLike | None]:
+    """Checks that a block drafter was trained for a model, and joins both into one `LM`.
+
+    Args:
+        others: Arguments of the call that do not work with drafts, by name.
+
+    Returns:
+        The joined model, the drafter, and the sampler of the verifier.
+    """
+    sampler = check_verifier(lm, sampler, others)
+    sizes = {name: getattr(lm.model.config, name) for name in ("vocab", "width", "layers")}
+    for name, value in (sizes | {"tokenizer": lm.tokenizer.fingerprint}).items():
+        if drafter.target[name] != value:
+            found = f"{drafter.name}, for a model with {name} {drafter.target[name]}"
+            raise refuse("draft", found, f"a drafter for {lm.name}, whose {name} is {value}")
+    params = {"target": lm.params, "drafter": drafter.params}
+    return dataclasses.replace(lm, model=drafter.join(lm.model), params=params), drafter, sampler
+
+
+def with_blocks(config: DecodeConfig, drafter: BlockDrafter) -> DecodeConfig:
+    """Returns the config of a verifier for decoding with a block drafter: its canvas is a block."""
+    width = drafter.tokens + 1
+    return config._replace(width=width, block=width, method=block_drafting(drafter.method))
+
+
+# --- the method
+
+
+class BlockDrafts(NamedTuple):
+    """The slot of the method in `State.method`: counts of the drafts."""
+
+    forwards: Int[Array, "B"]  # passes of the drafter
+    proposed: Int[Array, "B"]  # draft tokens that were verified
+    accepted: Int[Array, "B"]  # draft tokens that the verifier accepted
+    nan_step: Int[Array, "B"]  # the pass in which the drafter's logits were NaN; -1: none
+
+
+def block_drafting(acceptance: DraftMethod) -> Method:
+    """Makes the method of a model that was joined to a block drafter."""
+    return Method(
+        "block_drafting", block_drafted_step, first_drafts, acceptance,
+        # The verifying pass feeds the last committed token, then the draft, whose tokens it draws by position.
+        held_back=1, min_steps=1, position_draws=True, report=lambda state: state.method._asdict(),
+    )  # fmt: skip
+
+
+def first_drafts(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> BlockDrafts:
+    """Makes the slot before the first pass."""
+    zeros = jnp.zeros((len(rows.tokens),), jnp.int32)
+    return BlockDrafts(zeros, zeros, zeros, zeros - 1)
+
+
+def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """Drafts a block, and runs one pass of the verifier in which rows encode their prompt or verify the block."""
+    # 1. A row that has encoded its prompt opens a canvas: the last committed token, and the positions of a draft.
+    opened = open_canvases(config, state)
+    unverified = (state.step < 0) & (opened.step >= 0)  # a draft is verified in the pass after it
+    # 2. One pass of the drafter fills the canvas.
+    state, proposals = draft_block(config, params, opened, unverified & ~opened.done)
+    # 3. One causal pass of the verifier, which also writes the drafter's keys of the tokens that it feeds.
+    feed, verifying, hidden, state = verifying_pass(config, params, state, unverified)
+    logits = config.model.head(params, hidden)
+    rejection = config.method.settings == "rejection"
+    accept, drawn = (accept_or_redraw, proposals) if rejection else (None, ())
+    # 4. Commit what the verifier has accepted, and its own token after it.
+    moved, frame = verify(config, state, logits, verifying, state, idle_frame(state), accept, drawn)
+    slot, (proposed, accepted) = state.method, count_drafts(state, frame, verifying)
+    slot = slot._replace(proposed=slot.proposed + proposed, accepted=slot.accepted + accepted)
+    return feed.advance(moved._replace(method=slot)), frame
+
+
+def draft_block(
+    config: DecodeConfig, params: Params, state: State, rows: Bool[Array, "B"]
+) -> tuple[State, Proposals]:
+    """Drafts a block for some rows.
+
+    Returns:
+        The state whose canvases hold the drafts, and the distributions from which they were drawn.
+    """
+    passes, start = config.model.drafter, state.cache_length
+    assert passes is not None
+    # 1. tokens [B, L]: the last committed token, then masks. Other rows use 0 tokens, which freezes their cache.
+    tokens = jnp.where(jnp.arange(config.width) == 0, state.canvas, -1)
+    used, draws = jnp.where(rows, state.used, 0), jnp.zeros_like(rows)
+    given = Pass(tokens, state.cache, start, used, start + used, draws, length=state.limits.max_end)
+    hidden, cache = passes.propose(params, given)
+    # 2. Each mask predicts its own token: logits [B, L - 1, V] of the tokens after the committed one.
+    logits = config.model.head(params, jax.tree.map(lambda x: x[:, 1:], hidden))
+    drafts, logits = jax.vmap(functools.partial(draw_draft, config))(state.without_cache(), logits)
+    # 3. The canvas [B, L]: the last committed token, and the draft.
+    canvas = jnp.concatenate([state.canvas[:, :1], drafts], axis=1)
+    slot: BlockDrafts = state.method
+    is_nan = rows & (slot.nan_step < 0) & jnp.isnan(logits[:, 0].sum(-1))
+    slot = slot._replace(forwards=slot.forwards + rows, nan_step=jnp.where(is_nan, state.nfe, slot.nan_step))
+    drafted = update_rows(state, rows, dict(canvas=canvas, answer=canvas))
+    # The verifying pass predicts one position more than the draft has.
+    behind = jnp.pad(logits, ((0, 0), (0, 1), (0, 0)))
+    temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
+    sampled = jnp.broadcast_to((temperature > 0)[:, None], tokens.shape)
+    return drafted._replace(cache=cache, method=slot), Proposals(behind, sampled, temperature)
+
+
+def draw_draft(
+    config: DecodeConfig, row: State, logits: Float[Array, "L V"]
+) -> tuple[Int[Array, "L"], Float[Array, "L V"]]:
+    """Draws the draft of one row, and returns it with the logits after all processors.
+
+    The processors are the verifier's. They see a canvas of open positions.
+    """
+    at = row.cache_length + 1 + jnp.arange(len(logits), dtype=jnp.int32)
+    blank, one = jnp.zeros(at.shape, jnp.int32), jnp.ones(())
+    is_open = at < row.limits.end
+    view = row_view(
+        config, row, canvas=blank, answer=blank, editable=is_open, masked=is_open, used=row.used - 1,
+        growth=jnp.zeros_like(row.used), noise=blank, t=one, s=one * 0, alpha_t=one * 0, alpha_s=one,
+        steps=jnp.ones_like(row.step), position=at[0] - row.prompt,
+    )  # fmt: skip
+    _, processed = process_logits(config, row, view, at, logits)
+    key = jax.random.fold_in(row.key, DRAFT_KEY) if config.method.settings == "rejection" else row.key
+    temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
+    return draw(processed, position_uniforms(key, at), temperature), processed

@@ -1,0 +1,170 @@
+"""Laws of drafting with a block drafter: whatever it drafts, the text is the verifier's."""
+
+# pyright: reportOptionalMemberAccess=false
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax import models, noise
+from mercury_jax.config import DrafterConfig
+from mercury_jax.decode import rules
+from mercury_jax.models.drafter import join
+from mercury_jax.tokenizer import SPECIAL
+from mercury_jax.types import LM, BlockDrafter, Pass
+from tests.tiny import VOCAB, tiny, tokenizer
+
+ROWS, TOKENS, BLOCK = 32, 16, 6
+FEW = {
+    **dict.fromkeys(range(300, 304), 20.0),
+    SPECIAL.eos: 12.0,
+}  # answers of few ids, so that drafts often agree
+
+
+@functools.cache
+def verifier(dtype="float64", layers=3):
+    config = dataclasses.replace(
+        tiny().model.config,
+        pattern="block_causal", block=1, mask=None, predicts_next=True, dtype=dtype, layers=layers,
+    )  # fmt: skip
+    model = models.build(config)
+    params = jax.tree.map(lambda x: 2.0 * x.astype(dtype), jax.jit(model.init)(jax.random.key(7)))
+    corruption = noise.uniform(VOCAB, forbidden=noise.specials(tokenizer()))
+    return LM(model, params, tokenizer(), corruption, "verifier")
+
+
+@functools.cache
+def drafter(method="same_seed", dtype="float64"):
+    """A random drafter of two layers, which reads two blocks of the verifier."""
+    config, lm = (
+        DrafterConfig(features=(0, 2), block=BLOCK, heads=2, kv_heads=1, head_dim=8, ffn=32),
+        verifier(dtype),
+    )
+    made = jax.jit(join(config, lm.model).init)(jax.random.key(1))["drafter"]
+    target = {"vocab": VOCAB, "width": 16, "layers": 3, "tokenizer": tokenizer().fingerprint}
+    params = jax.tree.map(lambda x: x.astype(dtype), made)
+    return BlockDrafter(config, target, params, functools.partial(join, config), "drafter", method)
+
+
+def prompts(rows=ROWS):
+    """Some are longer than the passes of a step encode, so that they are prefilled."""
+    rng = np.random.default_rng(5)
+    return [rng.integers(10, 300, rng.choice([1, 3, 12, 40])).tolist() for _ in range(rows)]
+
+
+def asked(rows=ROWS):
+    """Rows with temperatures and lengths of their own."""
+    row = np.arange(rows)
+    varied = rules.autoregressive()._replace(processors=(mj.processors.frequency(4.0),))
+    return dict(
+        max_tokens=(TOKENS - row // 3 % TOKENS).tolist(), seed=3, temperature=np.array([0.0, 1.0, 4.0])[row % 3],
+        sampler=varied, logit_bias=FEW,
+    )  # fmt: skip
+
+
+def check_same(plain, out):
+    for row, (a, b) in enumerate(zip(plain.tokens, out.tokens, strict=True)):
+        np.testing.assert_array_equal(a, b, str(row))
+    assert out.finish == plain.finish and out.texts == plain.texts
+
+
+def test_text_is_the_verifiers_with_the_same_seed():
+    with jax.enable_x64(True):
+        plain = mj.sample(verifier(), prompts(), **asked())
+        out = mj.sample(verifier(), prompts(), draft=drafter(), **asked())
+    check_same(plain, out)
+    assert set(out.finish) == {"stop", "length"}
+    # Each verifying pass gives the accepted tokens and one more, but for the end of text.
+    ended = np.array([finish == "stop" for finish in out.finish])
+    emitted = np.array(out.lengths) + ended - out.draft.accepted
+    assert (emitted <= out.forwards).all() and (emitted >= out.forwards - ended - 1).all()
+    assert (out.draft.accepted <= out.draft.proposed).all() and (out.draft.forwards == out.forwards).all()
+    assert out.draft.acceptance > 0.05 and out.forwards.sum() < plain.forwards.sum()
+
+
+def test_several_answers_stop_texts_and_logprobs():
+    stop = [tokenizer().decode([301])]
+    how = dict(max_tokens=12, temperature=2.0, logit_bias=FEW, seed=2, n=2, stop=stop, logprobs=2)
+    with jax.enable_x64(True):
+        plain = mj.sample(verifier(), prompts(6), **how)
+        out = mj.sample(verifier(), prompts(6), draft=drafter(), **how)
+    check_same(plain, out)
+    for a, b in zip(plain.logprobs, out.logprobs, strict=True):
+        np.testing.assert_allclose(a.tokens, b.tokens, rtol=1e-9)
+
+
+def test_rejection_keeps_greedy_text_and_draws_others():
+    how = dict(max_tokens=TOKENS, logit_bias=FEW, seed=1, temperature=(np.arange(ROWS) % 2 * 2.0))
+    with jax.enable_x64(True):
+        plain = mj.sample(verifier(), prompts(), **how)
+        out = mj.sample(verifier(), prompts(), draft=drafter("rejection"), **how)
+    for a, b in list(zip(plain.tokens, out.tokens, strict=True))[::2]:
+        np.testing.assert_array_equal(a, b)
+    assert any(a.tolist() != b.tolist() for a, b in zip(plain.tokens[1::2], out.tokens[1::2], strict=True))
+    assert out.draft.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("chunks", [(20,), (7, 7, 6), (1,) * 20])
+def test_the_drafters_keys_do_not_depend_on_the_chunks_of_the_prompt(chunks):
+    """What the drafter proposes after a prompt that was encoded in chunks, beside a row that takes no part."""
+    with jax.enable_x64(True):
+        lm, own = verifier(), drafter()
+        model, params = own.join(lm.model), {"target": lm.params, "drafter": own.params}
+        ids = np.random.default_rng(0).integers(10, 300, (2, 21))
+        first = lambda cache: jax.tree.map(lambda x: x[0], cache)
+        cache, whole = model.empty_cache(2, 32), proposed(model, params, ids, (20,))
+        at = np.zeros(2, int)
+        for size in chunks:
+            used = np.array([size, 0])
+            tokens = np.pad(ids[:, at[0] : at[0] + size], ((0, 0), (0, 20 - size)))
+            given = Pass(tokens, cache, at, used, at + used, np.ones(2, bool))
+            _, cache = model.forward(params, jax.tree.map(jnp.asarray, given))
+            at = at + used
+        for a, b in zip(jax.tree.leaves(first(whole)), jax.tree.leaves(first(cache)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+        assert all(not np.any(x[1]) for x in jax.tree.leaves(cache))
+
+
+def proposed(model, params, ids, chunks):
+    size = jnp.full((2,), chunks[0])
+    given = Pass(
+        jnp.asarray(ids[:, : chunks[0]]), model.empty_cache(2, 32), size * 0, size, size, jnp.ones(2, bool)
+    )
+    return model.forward(params, given)[1]
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    lm, own = verifier("float32"), drafter(dtype="float32")
+    other = lambda **sizes: dataclasses.replace(own, target={**own.target, **sizes})
+    unread = dataclasses.replace(lm, model=lm.model._replace(features=None))
+    deep = dataclasses.replace(own.config, features=(0, 3))
+    wrong = [
+        (lm, dict(draft=other(vocab=97)), "draft is 'drafter, for a model with vocab 97'.*vocab is 320"),
+        (lm, dict(draft=other(width=8)), "width is 16"),
+        (lm, dict(draft=other(layers=30)), "layers is 3"),
+        (lm, dict(draft=other(tokenizer="x")), "tokenizer is"),
+        (unread, dict(draft=own), "lm is 'ModelConfig'.*hidden states are read"),
+        (tiny(), dict(draft=own), "lm is 'tiny causal_encoder'.*predicts the next"),
+        (lm, dict(draft=dataclasses.replace(own, join=functools.partial(join, deep))), "drafter.features"),
+        (lm, dict(draft=own, plan=mj.Plan(block=4)), "plan"),
+        (lm, dict(draft=own, guidance=1.0), "guidance"),
+        (lm, dict(draft=own, keep=True), "keep"),
+        (lm, dict(draft=own, schema={"type": "null"}), "schema"),
+        (lm, dict(draft=own, sampler=rules.threshold()), "sampler is 'threshold'"),
+    ]
+    for model, how, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            mj.sample(model, "x", **how)
+    for make, match in [
+        (lambda: dataclasses.replace(own, method="greedy"), "draft.method"),
+        (lambda: DrafterConfig(features=(2, 1)), "drafter.features"),
+        (lambda: DrafterConfig(features=(1,), block=1), "drafter.block"),
+        (lambda: DrafterConfig(features=(1,), heads=3), "drafter.kv_heads"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            make()
