@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.state import Method
     from mercury_jax.decode.stream import stream
+    from mercury_jax.hub.drafters import load_drafter
     from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
     from mercury_jax.models.transformer import soft_masking
@@ -68,6 +69,7 @@ _PUBLIC = {
     "decode.session": ("Session",),
     "decode.stream": ("stream",),
     "hub": ("hub",),
+    "hub.drafters": ("load_drafter",),
     "hub.function": ("from_function",),
     "hub.load": ("load",),
     "models.transformer": ("soft_masking",),
@@ -84,9 +86,9 @@ __all__ = [
     "EFFORTS", "LM", "Decoder", "Draft", "Effort", "Hole", "LogitsProcessor", "Method", "ModelConfig",
     "NoiseConfig", "Output", "Plan", "Proposal", "Refresh", "Rule", "Sampler", "Score", "Session",
     "StoppingCriterion", "TokenStats", "Tokenizer", "TrainConfig", "View", "best_of_n", "cache_refresh",
-    "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits", "logits_processor",
-    "mesh", "presets", "processors", "prompt_ids", "rl", "rollout", "rule", "rules", "sample", "score",
-    "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
+    "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "load_drafter", "logits",
+    "logits_processor", "mesh", "presets", "processors", "prompt_ids", "rl", "rollout", "rule", "rules", "sample",
+    "score", "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 

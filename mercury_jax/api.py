@@ -19,12 +19,13 @@ from jax.sharding import Mesh
 
 from mercury_jax import compilation, hub, models, noise, sharding
 from mercury_jax.checkpoint import manifest
-from mercury_jax.config import ModelConfig, refuse, to_dict
+from mercury_jax.config import ModelConfig, RematPolicy, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.hub.family import plain_build, writers
 from mercury_jax.hub.generation import describe
 from mercury_jax.hub.tokenizer import unpack
+from mercury_jax.models import drafter
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training import data as pipelines, distributed, loop, lora, report
@@ -37,14 +38,20 @@ from mercury_jax.training.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
 _LOG = logging.getLogger("mercury_jax")
-TOKENIZER, MODEL, ADAPTER = "tokenizer.model", "model", "adapter"  # names in the run's folder
+TOKENIZER, MODEL, ADAPTER, DRAFTER = (
+    "tokenizer.model",
+    "model",
+    "adapter",
+    "drafter",
+)  # names in the run's folder
 TOKENIZER_BYTES = 3_000_000  # bytes of text that a new tokenizer is trained on
 
 
 def train(config: TrainConfig) -> loop.TrainResult:
     """Trains a model by a recipe, and saves it to `<out>/model`, which `load` reads.
 
-    With `lora.rank` only the adapters are saved, to `<out>/adapter`; `load(init, adapter=...)` merges them.
+    With `lora.rank` only the adapters are saved, to `<out>/adapter`; `load(init, adapter=...)` merges them. With
+    `drafter` only the block drafter is saved, to `<out>/drafter`, which `load_drafter` reads.
 
     Args:
         config: The recipe. If the folder `out` holds an interrupted run of the same recipe, training continues from its
@@ -62,7 +69,9 @@ def train(config: TrainConfig) -> loop.TrainResult:
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     partial = bool(config.lora.rank or config.freeze)
     if partial and not config.init:
-        raise refuse("init", "", "a checkpoint, for lora.rank and freeze: what is frozen is read from it")
+        raise refuse(
+            "init", "", "a checkpoint, for lora.rank, freeze and drafter: what is frozen is read from it"
+        )
     report.check_wandb(config.wandb)
     # An error in one process must end all of them: the others would wait for it in a collective.
     several = (
@@ -79,7 +88,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     _check_evaluation(config)
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
-    model = models.build(c)
+    model = _model(config)
     if not isinstance(config.data, pipelines.BatchSource):
         check_objective(
             config.objective,
@@ -117,6 +126,9 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     # The loop donates the parameters, so no reference to them may remain. A resumed run reads trained parameters from
     # its own checkpoint; with LoRA or frozen parameters it still needs the frozen ones of `init`.
     params = None if first is None or (at is not None and not partial) else first.params
+    if config.drafter is not None:
+        of_drafter = jax.jit(lambda key: model.init(key)["drafter"])
+        params = {"target": params, "drafter": of_drafter(jax.random.key(config.seed))}
     first = None if first is None else dataclasses.replace(first, params={})
     origin = plain_build(hub.config_of(config.init, ignore_config=config.ignore_config)) if adapted else c
     if adapted and not jax.process_index() and writers(origin) and not writers(plain_build(c)):
@@ -131,7 +143,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
             "alignment differ; set `sampler` in the recipe"
         )
     result = loop.run(
-        config, models.build(c, config.remat), corruption,
+        config, _model(config, config.remat), corruption,
         batches,  # pyright: ignore[reportArgumentType]  `distributed.DataState` has the keys that processes share
         evaluate=evaluate if config.eval_every and config.eval_batches else None,
         preview=_preview(config, model, corruption, tokenizer),
@@ -142,11 +154,20 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     if first is not None and keeps and not decoding:
         decoding = first.decoding
     trained = dataclasses.replace(lm, params=result.ema, card=card, decoding=decoding)
-    if config.lora.rank:
+    if config.drafter is not None:
+        made = hub.drafter_of(config.drafter, trained, result.ema["drafter"], config.name)
+        hub.save_drafter(config.folder / DRAFTER, made, card=card)
+    elif config.lora.rank:
         hub.save_adapter(config.folder / ADAPTER, trained, config.noise, config.init)
     else:
         hub.save(config.folder / MODEL, trained, config.noise)
     return result
+
+
+def _model(config: TrainConfig, remat: RematPolicy = "none") -> Model:
+    """Builds the model of a recipe, joined to its drafter if there is one."""
+    model = models.build(config.model_config, remat)
+    return model if config.drafter is None else drafter.join(config.drafter, model)
 
 
 def _check_evaluation(config: TrainConfig) -> None:
@@ -224,7 +245,7 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
     mask, trusted = config.model_config.mask, config.ignore_config
     _check_init(config, hub.config_of(config.init, mask=mask, ignore_config=trusted))
     dtype = "float64" if config.model_config.dtype == "float64" else "float32"
-    if config.lora.rank and dtype == "float32":
+    if (config.lora.rank or config.drafter) and dtype == "float32":
         dtype = None  # the base is never updated, so it needs no more precision than the checkpoint has
     fits = mask is not None and hub.takes_mask(config.init, mask, ignore_config=trusted)
     own_mask = mask if fits else None

@@ -43,6 +43,7 @@ COMMANDS = {
 }
 DATA = {
     "pack": ("data:run_pack", "tokenise texts, chats or problems into shards"),
+    "answers": ("data_answers", "a model's own greedy answers to prompts, for a drafter"),
     "info": ("data:run_info", "describe shards, and show some of their documents"),
 }
 BENCHES = {

@@ -184,11 +184,11 @@ def join(config: DrafterConfig, target: Model) -> Model:
         hidden, cache = reader.forward(params["target"], given._replace(cache=given.cache.target), **options)
         # The drafter's keys of the same tokens, at the same slots: of a draft that is rejected they are overwritten.
         inputs, own = masks.cache_pass_inputs(c, given), {"params": params["drafter"]}
-        keys = decoding.apply(own, hidden.blocks, inputs.positions, method="context")
+        assert inputs.slots is not None
+        keys: Any = decoding.apply(own, hidden.blocks, inputs.positions, method="context")
         pairs = zip(given.cache.drafter, keys, strict=True)
-        return hidden, JoinedCache(
-            cache, tuple(kv_cache.write(kv, new.k, new.v, inputs.slots) for kv, new in pairs)
-        )
+        written = tuple(kv_cache.write(kv, k, v, inputs.slots) for kv, (k, v) in pairs)
+        return hidden, JoinedCache(cache, written)
 
     def propose(params: Params, given: Pass) -> tuple[Hidden, Cache]:
         own, table = {"params": params["drafter"]}, params["target"]["embed"]

@@ -5,6 +5,7 @@
 
 rollouts      `Rollouts` and `Trajectories`: data sampled with the current parameters, or with a teacher's
 grpo          `GRPO`, the clipped policy gradient on estimated log-probabilities
+answers       `write_answers`, a model's own greedy answers as chats, for the training of a drafter
 distill       `FewSteps`, which trains the student to accept in one pass what the teacher accepted in several
 preferences   `Preferences`, pairs of answers read from files
 vrpo          `VRPO`, DPO on the likelihood bound of masked diffusion

@@ -22,6 +22,7 @@ from mercury_jax.config import (
     Alignment,
     AxisSize,
     ComputeType,
+    DrafterConfig,
     ModelConfig,
     NoiseConfig,
     NonNegativeInt,
@@ -55,6 +56,7 @@ from mercury_jax.training.optim import OptimConfig
 
 Json = Any  # numbers, texts, None, and lists and dicts of them
 
+FROZEN_TARGET = "^target/"  # `freeze` of a recipe with a drafter
 VALUES = ("data", "objective", "sampler")  # fields that the command line cannot set
 
 
@@ -120,6 +122,7 @@ class TrainConfig:
         mesh: Devices along each axis of the mesh.
         lora: Adapters beside the frozen parameters of `init`.
         freeze: Regular expression over paths of parameters that are not trained: "router"; "": none.
+        drafter: A block drafter for the model of `init`, which alone is trained; None: there is none.
         steps: Number of updates.
         batch: Rows of an update, over all devices and microbatches.
         row: Positions of a row.
@@ -168,6 +171,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     freeze: str = ""
+    drafter: DrafterConfig | None = None
     steps: PositiveInt = 1000
     batch: PositiveInt = 16
     row: PositiveInt = 256
@@ -200,6 +204,8 @@ class TrainConfig:
         check_fields(self)
         self._check_values()
         self._check_unread()
+        if self.drafter is not None and not self.freeze:
+            object.__setattr__(self, "freeze", FROZEN_TARGET)
         check_pattern("freeze", self.freeze)
         if self.blocks:
             self._check_blocks()
@@ -220,6 +226,11 @@ class TrainConfig:
                 f"first and last step, 1 <= first <= last <= steps = {self.steps}",
             ),
             (self.batch % self.accumulate, "accumulate", f"a divisor of batch = {self.batch}"),
+            (
+                self.drafter and self.freeze != FROZEN_TARGET, "freeze",
+                f"'' or {FROZEN_TARGET!r} with a drafter, which alone is trained",
+            ),
+            (self.drafter and self.lora.rank, "drafter", "None with lora.rank: the target stays as it is"),
         )  # fmt: skip
         if self.lora.rank:
             muon, adamw = self.optim.optimizer == "muon", "adamw (--optim.optimizer adamw) with lora.rank"

@@ -148,6 +148,7 @@ def test_what_does_not_fit_is_refused_by_name():
         (lm, dict(draft=other(width=8)), "width is 16"),
         (lm, dict(draft=other(layers=30)), "layers is 3"),
         (lm, dict(draft=other(tokenizer="x")), "tokenizer is"),
+        (lm, dict(draft=dataclasses.replace(own, params={})), "draft.params is '0 arrays'"),
         (unread, dict(draft=own), "lm is 'ModelConfig'.*hidden states are read"),
         (tiny(), dict(draft=own), "lm is 'tiny causal_encoder'.*predicts the next"),
         (lm, dict(draft=dataclasses.replace(own, join=functools.partial(join, deep))), "drafter.features"),

@@ -50,7 +50,7 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.decode.token_stats import draw
 from mercury_jax.decode.view import process_logits, row_view
-from mercury_jax.types import LM, BlockDrafter, DraftMethod, Params, Pass
+from mercury_jax.types import LM, BlockDrafter, DraftMethod, Model, Params, Pass
 
 # --- before decoding
 
@@ -72,8 +72,20 @@ def join_drafter(
         if drafter.target[name] != value:
             found = f"{drafter.name}, for a model with {name} {drafter.target[name]}"
             raise refuse("draft", found, f"a drafter for {lm.name}, whose {name} is {value}")
+    model, found = drafter.join(lm.model), jax.tree.map(jnp.shape, drafter.params)
+    if found != _shapes(model):
+        count = len(jax.tree.leaves(drafter.params))
+        raise refuse(
+            "draft.params", f"{count} arrays", "the parameters of this drafter, as load_drafter reads them"
+        )
     params = {"target": lm.params, "drafter": drafter.params}
-    return dataclasses.replace(lm, model=drafter.join(lm.model), params=params), drafter, sampler
+    return dataclasses.replace(lm, model=model, params=params), drafter, sampler
+
+
+@functools.cache
+def _shapes(model: Model) -> Any:
+    """Returns the shapes of the drafter's parameters of a joined model."""
+    return jax.tree.map(jnp.shape, jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))["drafter"])
 
 
 def with_blocks(config: DecodeConfig, drafter: BlockDrafter) -> DecodeConfig:

@@ -4,6 +4,7 @@ masked       masked_elbo, llada, cart, score_entropy: absorbing noise (masks)
 uniform      uniform_elbo, gidd_elbo, diffusion_gemma: noise tokens from the whole vocabulary
 edited       masked_and_edited: masks, repair of wrong tokens and next-token prediction in one pass
 next_token   next_token: the autoregressive loss
+block_draft  block_draft: a block drafter for a frozen autoregressive model
 balanced     balanced: adds a load-balancing loss for mixtures of experts to any other objective
 objective    the functions that all objectives share
 
@@ -14,6 +15,7 @@ into memory.
 """
 
 from mercury_jax.training.objectives.balanced import balanced
+from mercury_jax.training.objectives.block_draft import block_draft
 from mercury_jax.training.objectives.edited import masked_and_edited
 from mercury_jax.training.objectives.masked import (
     cart,
@@ -35,7 +37,7 @@ from mercury_jax.training.objectives.objective import (
 from mercury_jax.training.objectives.uniform import diffusion_gemma, gidd_elbo, uniform_elbo
 
 __all__ = [
-    "Objective", "balanced", "cart", "cross_entropy", "denoise", "diffusion_gemma", "gidd_elbo", "layout_of",
-    "llada", "mask_canvases", "masked_and_edited", "masked_elbo", "masked_mean", "next_token", "range_variances",
-    "reduce_logits", "score_entropy", "uniform_elbo",
+    "Objective", "balanced", "block_draft", "cart", "cross_entropy", "denoise", "diffusion_gemma", "gidd_elbo",
+    "layout_of", "llada", "mask_canvases", "masked_and_edited", "masked_elbo", "masked_mean", "next_token",
+    "range_variances", "reduce_logits", "score_entropy", "uniform_elbo",
 ]  # fmt: skip
