@@ -156,7 +156,7 @@ def join(config: DrafterConfig, target: Model) -> Model:
     Returns:
         The target with `Model.drafter`. Parameters are {"target": ..., "drafter": ...}; hidden states are `Features`.
     """
-    if target.features is None or not target.config.predicts_next:
+    if target.features is None or not target.config.autoregressive:
         allowed = (
             "an autoregressive transformer of mercury_jax.models.transformer, whose hidden states are read"
         )

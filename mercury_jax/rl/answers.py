@@ -1,8 +1,8 @@
 """A model's own greedy answers as conversations in a file, from which a drafter or a student learns.
 
 Each line is {"prompt": number, "messages": [..., {"role": "assistant", "content"}]}, which `training.data.chat` reads.
-An answer that `max_tokens` cut off is kept: read as a chat, it ends with an end of turn that the model did not write. An
-interrupted run goes on behind the last prompt in the file.
+An answer that `max_tokens` cut off is kept: read as a chat, it ends with an end of turn that the model did not write.
+An interrupted run goes on behind the last prompt in the file.
 """
 
 from __future__ import annotations
