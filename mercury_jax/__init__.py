@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.infill import Hole, infill
     from mercury_jax.decode.inputs import Effort
     from mercury_jax.decode.methods import cache_refresh
+    from mercury_jax.decode.methods.block_drafter import with_block_drafter
     from mercury_jax.decode.methods.drafting import Draft
     from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
     from mercury_jax.decode.request import prompt_ids
@@ -55,6 +56,7 @@ _PUBLIC = {
     "decode.defaults": ("EFFORTS",),
     "decode.inputs": ("Effort",),
     "decode.methods": ("cache_refresh",),
+    "decode.methods.block_drafter": ("with_block_drafter",),
     "decode.methods.drafting": ("Draft",),
     "decode.edit": ("edit",),
     "decode.infill": ("Hole", "infill"),
@@ -88,7 +90,7 @@ __all__ = [
     "StoppingCriterion", "TokenStats", "Tokenizer", "TrainConfig", "View", "best_of_n", "cache_refresh",
     "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "load_drafter", "logits",
     "logits_processor", "mesh", "presets", "processors", "prompt_ids", "rl", "rollout", "rule", "rules", "sample",
-    "score", "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
+    "score", "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train", "with_block_drafter",
 ]  # fmt: skip
 
 

@@ -595,11 +595,13 @@ class DrafterPasses(NamedTuple):
         apply: apply(params, blocks, positions, pass) -> hidden states [B, T, ...]. A pass without a cache over many
             blocks, for training. It reads `Features.blocks` of the target at `positions`; the keys of the blocks come
             after those of the target in the key ranges.
+        acceptance: How drafts are accepted at a temperature above 0; see `mj.Draft.method`.
     """
 
     config: DrafterConfig
     propose: Callable[[Params, Pass], tuple[Hidden, Cache]]
     apply: Callable[[Params, Array, Array, PackedPass], Hidden]
+    acceptance: DraftMethod = "same_seed"
 
 
 class SoftMasking(NamedTuple):
@@ -732,11 +734,6 @@ class BlockDrafter:
     def __post_init__(self) -> None:
         if self.method not in get_args(DraftMethod):
             raise refuse("draft.method", self.method, ", ".join(get_args(DraftMethod)))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a draft: those of a block after its first, which is decided already."""
-        return self.config.block - 1
 
 
 def _rounded(count: int) -> str:

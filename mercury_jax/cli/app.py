@@ -43,8 +43,8 @@ COMMANDS = {
 }
 DATA = {
     "pack": ("data:run_pack", "tokenise texts, chats or problems into shards"),
-    "answers": ("data_answers", "a model's own greedy answers to prompts, for a drafter"),
     "info": ("data:run_info", "describe shards, and show some of their documents"),
+    "answers": ("data_answers", "a model's own greedy answers to prompts, for a drafter"),
 }
 BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),

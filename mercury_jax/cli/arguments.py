@@ -317,10 +317,20 @@ class CheckpointOptions(ConfigOptions):
     """KV cache as int8 or fp8 (a quarter of fp32), 4bit or 3bit (an eighth, a tenth)."""
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged: runs/NAME/adapter, or one that PEFT wrote."""
+    draft: Annotated[str | None, option("FOLDER")] = None
+    """Block drafter of the model, which drafts what the model verifies: runs/NAME/drafter."""
 
     def load(self, source: str | None, **more: Any) -> LM:
         """The model. `source`: as of `mercury_jax.load`, which has the further arguments `more`."""
-        return show.load(source, **self.given(), **more)
+        given = self.given()
+        folder = given.pop("draft", None)
+        lm = show.load(source, **given, **more)
+        if folder is None:
+            return lm
+        from mercury_jax.decode.methods.block_drafter import with_block_drafter
+        from mercury_jax.hub.drafters import load_drafter
+
+        return with_block_drafter(lm, load_drafter(folder))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class Serve:
     With several --model the field `model` of a request chooses. Each has slots,
     a queue and a prefix cache of its own, and an equal share of the memory that
     is free once all weights are loaded. All other options hold for every model;
-    --adapter, --mask, --ignore-config and --mesh need a single one.
+    --adapter, --draft, --mask, --ignore-config and --mesh need a single one.
 
     The vendor's model names (mercury-2, mercury-coder, mercury-edit, ...) all
     mean the first model; --alias gives other names instead. Without a key only
@@ -199,6 +199,7 @@ def models_of(args: Serve) -> list[NamedSource]:
         )
         arguments.require(
             (how.adapter is None, "--adapter", how.adapter, f"{single}: {merged}"),
+            (how.draft is None, "--draft", how.draft, f"{single}: it was trained for one model"),
             (how.mask is None, "--mask", how.mask, f"{single}: it is an id of one vocabulary"),
             (not how.ignore_config, "--ignore-config", how.ignore_config, f"{single}: {keys}"),
             (args.mesh is None, "--mesh", args.mesh, f"{single}: {why}"),

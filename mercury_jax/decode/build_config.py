@@ -18,6 +18,7 @@ from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs, processors
 from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.denoise import PLAIN
+from mercury_jax.decode.methods.block_drafter import block_drafting
 from mercury_jax.decode.methods.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.methods.fused_commit import SEEDED, fused_commit, repeat_fused
 from mercury_jax.decode.methods.key_reuse import key_reuse
@@ -80,7 +81,8 @@ def choose_method(lm: LM, plan: Plan, sampler: Sampler) -> Method:
     config, fused = lm.model.config, _fused_rows(lm, plan, sampler)
     assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     if sampler.speculate is not None:
-        return SELF_SPECULATION
+        drafter = lm.model.drafter
+        return SELF_SPECULATION if drafter is None else block_drafting(drafter.acceptance)
     if plan.lookahead:
         return lookahead(int(plan.lookahead))
     if plan.refresh is not None:
@@ -307,6 +309,11 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
             raise refuse(name, value, allowed)
 
 
+def draft_width(lm: LM, block: int, speculate: int) -> int:
+    """Returns the width of a canvas that holds the last committed token and a draft."""
+    return min(block, speculate + 1) if lm.model.drafter is None else lm.model.drafter.config.block
+
+
 def _sizes(
     lm: LM, plan: Plan, sampler: Sampler, block: int | None, longest: int, region: int
 ) -> tuple[int, int]:
@@ -324,7 +331,7 @@ def _sizes(
     if block is not None:
         return block, block
     if sampler.speculate is not None and plan.method is None:
-        width = min(plan.block or config.block, sampler.speculate + 1)
+        width = draft_width(lm, plan.block or config.block, sampler.speculate)
         return width, width
     if config.pattern == "block_causal":
         return config.block, plan.block or config.block

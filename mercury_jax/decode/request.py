@@ -27,7 +27,6 @@ from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_e
 from mercury_jax.decode.grammar.spec import GrammarError, JSONSchema, Spec, Without
 from mercury_jax.decode.inputs import EffortLike
 from mercury_jax.decode.methods import guidance
-from mercury_jax.decode.methods.block_drafter import with_blocks
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
 from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
 from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
@@ -50,7 +49,7 @@ from mercury_jax.decode.state import (
     sampling_params,
     slots_for,
 )
-from mercury_jax.types import LM, BlockDrafter, Key
+from mercury_jax.types import LM, Key
 
 # {id: bias}, and texts; for all prompts, or a list with an entry for each
 LogitBias: TypeAlias = Mapping[int, float] | Sequence[Mapping[int, float] | None]
@@ -82,7 +81,7 @@ class Request(NamedTuple):
     schema: Schemas | None = None
     n: int = 1
     stop: Stops | None = None
-    draft: Draft | BlockDrafter | None = None
+    draft: Draft | None = None
     bad_words: Stops | None = None
     passes: int | None = None
 
@@ -165,8 +164,7 @@ def encode_request(lm: LM, request: Request) -> Request:
         seed=seeds,
         stops=[texts for texts in stops for _ in range(n)],
         end_thinking=None if marks is None else marks.close,
-        forked=n > 1
-        and not isinstance(request.draft, Draft),  # such a drafter encodes the prompt of each row itself
+        forked=n > 1 and request.draft is None,  # the drafter of each row encodes the prompt itself
     )
 
 
@@ -442,12 +440,9 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         if plan.method is not None:
             raise refuse("plan.method", plan.method.name, "None with draft=")
         mesh = sharding.model_parallel_mesh(lm.params) if row_mesh(lm, request.mesh) is None else None
-        if isinstance(request.draft, BlockDrafter):
-            config = with_blocks(config, request.draft)
-        else:
-            config, drafting = add_drafter(
-                request.draft, config, sampler, mesh, int(longest.max()), len(rows.committed), request.n
-            )
+        config, drafting = add_drafter(
+            request.draft, config, sampler, mesh, int(longest.max()), len(rows.committed), request.n
+        )
     slots = config.slots_after
     if model_config.pattern != "bidirectional":
         size = max(int(longest.max()), rows.tokens.shape[1])

@@ -37,7 +37,8 @@ from mercury_jax.decode.inputs import (
     check_whole,
     explain_wrong_params,
 )
-from mercury_jax.decode.methods.block_drafter import join_drafter
+from mercury_jax.decode.methods.acceptance import check_verifier
+from mercury_jax.decode.methods.block_drafter import with_block_drafter
 from mercury_jax.decode.methods.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.request import (
     Request,
@@ -171,10 +172,11 @@ def sample(
             plan=plan, state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words,
             keep=keep, passes=passes,
         )  # fmt: skip
+        sampler = check_verifier(lm, sampler, others)
         if isinstance(draft, BlockDrafter):
-            lm, draft, sampler = join_drafter(lm, draft, sampler, others)
+            lm, draft = with_block_drafter(lm, draft), None
         else:
-            lm, draft, sampler = with_drafter(lm, draft, sampler, others)
+            lm, draft = with_drafter(lm, draft)
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, temperature=temperature,
         plan=Plan() if plan is None else plan,

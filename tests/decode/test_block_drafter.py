@@ -15,6 +15,8 @@ from mercury_jax import models, noise
 from mercury_jax.config import DrafterConfig
 from mercury_jax.decode import rules
 from mercury_jax.models.drafter import join
+from mercury_jax.serve.engine.engine import Engine
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.types import LM, BlockDrafter, Pass
 from tests.tiny import VOCAB, tiny, tokenizer
@@ -87,6 +89,7 @@ def test_text_is_the_verifiers_with_the_same_seed():
     assert out.draft.acceptance > 0.05 and out.forwards.sum() < plain.forwards.sum()
 
 
+@pytest.mark.long
 def test_several_answers_stop_texts_and_logprobs():
     stop = [tokenizer().decode([301])]
     how = dict(max_tokens=12, temperature=2.0, logit_bias=FEW, seed=2, n=2, stop=stop, logprobs=2)
@@ -136,6 +139,32 @@ def proposed(model, params, ids, chunks):
         jnp.asarray(ids[:, : chunks[0]]), model.empty_cache(2, 32), size * 0, size, size, jnp.ones(2, bool)
     )
     return model.forward(params, given)[1]
+
+
+@pytest.mark.long
+def test_a_model_with_its_drafter_streams_and_serves_the_same_text():
+    """A request under a grammar shares the batch: it gets one token a pass."""
+    lm = verifier("float32")
+    joined = mj.with_block_drafter(lm, drafter(dtype="float32"))
+    fits = mj.grammar.Regex("(def|return|x) (value|total|count|y)")
+    asked = [
+        EngineRequest(prompt=tuple(ids), max_tokens=24 - i, seed=i, temperature=temperature)
+        for i, (ids, temperature) in enumerate(zip(prompts(4), (0.0, 0.0, 1.0, 1.0), strict=True))
+    ]
+    asked.append(dataclasses.replace(asked[0], grammar=mj.grammar.compile(tokenizer(), fits)))
+    texts = []
+    for model in (lm, joined):
+        engine = Engine(model, EngineConfig(slots=3, context=128, programs="one", rules=()))
+        engine.start()
+        try:
+            texts.append([handle.wait(60).tokens.tolist() for handle in list(map(engine.submit, asked))])
+        finally:
+            engine.stop()
+    assert texts[0] == texts[1] and len(texts[0][-1]) > 0
+    last = [list(mj.stream(model, prompts(1)[0], max_tokens=12))[-1] for model in (lm, joined)]
+    assert last[0].tokens.tolist() == last[1].tokens.tolist()
+    schema = dict(max_tokens=12, schema=fits, seed=1)
+    assert mj.sample(lm, "x", **schema).text == mj.sample(joined, "x", **schema).text
 
 
 def test_what_does_not_fit_is_refused_by_name():

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,15 +28,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.denoise import open_canvases
+from mercury_jax.decode.inputs import check_lm
 from mercury_jax.decode.methods.acceptance import (
     DRAFT_KEY,
     Proposals,
     accept_or_redraw,
-    check_verifier,
     count_drafts,
 )
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
-from mercury_jax.decode.sampler import SamplerLike
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
@@ -55,18 +53,26 @@ from mercury_jax.types import LM, BlockDrafter, DraftMethod, Model, Params, Pass
 # --- before decoding
 
 
-def join_drafter(
-    lm: LM, drafter: BlockDrafter, sampler: SamplerLike | None, others: Mapping[str, Any]
-) -> tuple[LM, BlockDrafter, SamplerLike | None]:
-    """Checks that a block drafter was trained for a model, and joins both into one `LM`.
+def with_block_drafter(lm: LM, drafter: BlockDrafter) -> LM:
+    """Returns the language model with a block drafter: `sample`, `stream`, a decoder and a server decode with it.
+
+    A row under a grammar has no draft: it gets one token in each pass.
 
     Args:
-        others: Arguments of the call that do not work with drafts, by name.
+        lm: The model that the drafter was trained for, an autoregressive transformer.
+        drafter: The drafter, from `load_drafter`.
 
     Returns:
-        The joined model, the drafter, and the sampler of the verifier.
+        The language model; its parameters are {"target": those of `lm`, "drafter": those of the drafter}.
+
+    Raises:
+        ValueError: The drafter was trained for another model, or no hidden states of the model can be read.
+
+    Example:
+        >>> lm = mj.with_block_drafter(mj.load(TARGET), mj.load_drafter(FOLDER))
+        >>> for frame in mj.stream(lm, prompt): ...
     """
-    sampler = check_verifier(lm, sampler, others)
+    check_lm(lm)
     sizes = {name: getattr(lm.model.config, name) for name in ("vocab", "width", "layers")}
     for name, value in (sizes | {"tokenizer": lm.tokenizer.fingerprint}).items():
         if drafter.target[name] != value:
@@ -78,20 +84,15 @@ def join_drafter(
         raise refuse(
             "draft.params", f"{count} arrays", "the parameters of this drafter, as load_drafter reads them"
         )
-    params = {"target": lm.params, "drafter": drafter.params}
-    return dataclasses.replace(lm, model=model, params=params), drafter, sampler
+    assert model.drafter is not None
+    model = model._replace(drafter=model.drafter._replace(acceptance=drafter.method))
+    return dataclasses.replace(lm, model=model, params={"target": lm.params, "drafter": drafter.params})
 
 
 @functools.cache
 def _shapes(model: Model) -> Any:
     """Returns the shapes of the drafter's parameters of a joined model."""
     return jax.tree.map(jnp.shape, jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))["drafter"])
-
-
-def with_blocks(config: DecodeConfig, drafter: BlockDrafter) -> DecodeConfig:
-    """Returns the config of a verifier for decoding with a block drafter: its canvas is a block."""
-    width = drafter.tokens + 1
-    return config._replace(width=width, block=width, method=block_drafting(drafter.method))
 
 
 # --- the method
@@ -126,6 +127,9 @@ def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tu
     # 1. A row that has encoded its prompt opens a canvas: the last committed token, and the positions of a draft.
     opened = open_canvases(config, state)
     unverified = (state.step < 0) & (opened.step >= 0)  # a draft is verified in the pass after it
+    # A grammar mask covers one token: rows under a grammar have no draft.
+    if not isinstance(state.sampling.constrained, tuple):
+        opened = update_rows(opened, state.sampling.constrained, dict(used=jnp.minimum(opened.used, 1)))
     # 2. One pass of the drafter fills the canvas.
     state, proposals = draft_block(config, params, opened, unverified & ~opened.done)
     # 3. One causal pass of the verifier, which also writes the drafter's keys of the tokens that it feeds.

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
@@ -44,7 +44,6 @@ from mercury_jax.decode.methods.acceptance import (
     DRAFT_KEY,
     Proposals,
     accept_or_redraw,
-    check_verifier,
     count_drafts,
 )
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
@@ -141,28 +140,22 @@ class DraftParams(NamedTuple):
 # --- before decoding
 
 
-def with_drafter(
-    lm: LM, draft: Draft | LM, sampler: SamplerLike | None, others: Mapping[str, Any]
-) -> tuple[LM, Draft, SamplerLike | None]:
+def with_drafter(lm: LM, draft: Draft | LM) -> tuple[LM, Draft]:
     """Checks that one model can draft for another, and joins both into one `LM`.
 
-    Args:
-        others: Arguments of the call that do not work with drafts, by name.
-
     Returns:
-        The verifier with `DraftParams` as its parameters, the drafter, and the verifier's sampler.
+        The verifier with `DraftParams` as its parameters, and the drafter.
     """
     draft = Draft(draft) if isinstance(draft, LM) else draft
     if not isinstance(draft, Draft):
         allowed = "a diffusion model, mj.Draft(lm, tokens=, steps=), or a block drafter"
         raise refuse("draft", draft, allowed)
     check_lm(draft.lm)
-    sampler = check_verifier(lm, sampler, others)
     _check_same_tokens(lm, draft.lm)
     leaves, tree = jax.tree.flatten(draft.lm.params)
     _check_drafter_params(draft.lm.model, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
     params = DraftParams(lm.params, draft.lm.params)
-    return dataclasses.replace(lm, model=_verifier_model(lm.model), params=params), draft, sampler
+    return dataclasses.replace(lm, model=_verifier_model(lm.model), params=params), draft
 
 
 def _check_same_tokens(lm: LM, drafter: LM) -> None:

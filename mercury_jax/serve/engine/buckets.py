@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.config import Plan
-from mercury_jax.decode.build_config import choose_method, with_rings
+from mercury_jax.decode.build_config import choose_method, draft_width, with_rings
 from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.constrained import no_free_text, no_tokens
 from mercury_jax.decode.sampler import LeaveOneOutMasks
@@ -180,8 +180,8 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
     """Computes the sizes of an engine."""
     model, rules = lm.model.config, sampling.rule_set(lm, config.rules)
     block = config.block or model.block
-    if rules.own.speculate is not None:  # self-speculation: a block is a draft and one more token
-        block = min(block, rules.own.speculate + 1)
+    if rules.own.speculate is not None:  # a block is a draft and one more token
+        block = draft_width(lm, block, rules.own.speculate)
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(lm.params))
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     buckets = Buckets(
