@@ -38,8 +38,8 @@ class Train:
 
     A recipe is a Python file with `def config() -> TrainConfig`. The run writes
     its `out` folder: metrics.jsonl, checkpoints, and at the end a model/ for
-    `mercury sample --model`, or with --lora.rank an adapter/. SIGTERM and Ctrl-C
-    save a checkpoint and stop.
+    `mercury sample --model`, or with --lora.rank an adapter/, or for a recipe
+    with a drafter a drafter/. SIGTERM and Ctrl-C save a checkpoint and stop.
     Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the disk is
     full, 5 another process of the run died, 143 stopped by SIGTERM, 130 by Ctrl-C.
     """
@@ -119,7 +119,9 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
 
     if jax.process_index():
         return
-    kind = "adapter" if config.lora.rank else "model"
+    kind, option = "model", None
+    if config.lora.rank or config.drafter:
+        kind, option = ("adapter", "--adapter") if config.lora.rank else ("drafter", "--draft")
     written = result.out / kind
     if as_json:
         show.emit({
@@ -134,7 +136,7 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
             "--resume continues"
         )
         return
-    where = f"{config.init} --adapter {written}" if config.lora.rank else str(written)
+    where = str(written) if option is None else f"{config.init} {option} {written}"
     show.say(f'try: mercury sample --model {where} {"--chat " if _answers_messages(config) else ""}"..."')
 
 
