@@ -1,6 +1,7 @@
 """SmolLM2 on real text, against transformers on the same file, both in fp32."""
 
 import numpy as np
+import pytest
 
 import mercury_jax as mj
 
@@ -41,6 +42,7 @@ def test_log_likelihoods_are_those_of_transformers(lm, reference):
     assert off.max() < 1e-3
 
 
+@pytest.mark.slow
 def test_what_follows_a_text_that_fills_the_context(lm, reference):
     long = reference["long"]
     assert len(long["ids"]) == lm.model.config.context - 1
