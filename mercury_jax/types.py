@@ -582,7 +582,7 @@ class Features(NamedTuple):
     """
 
     last: Float[Array, "B T D"]
-    blocks: Float[Array, "B T n*D"] | tuple[()]
+    blocks: Float[Array, "B T nD"] | tuple[()]
 
 
 class DrafterPasses(NamedTuple):

@@ -114,7 +114,7 @@ class DrafterNetwork(nn.Module):
         self.mask = self.param("mask", fan_in(), (width,))
         self.blocks = [DrafterBlock(c, self.target, self.ops, name=f"block_{i}") for i in range(c.layers)]
 
-    def context(self, features: Float[Array, "B T n*D"], positions: Int[Array, "B T"]) -> list[KV]:
+    def context(self, features: Float[Array, "B T nD"], positions: Int[Array, "B T"]) -> list[KV]:
         """Computes each layer's keys and values of positions of the target."""
         x = self.feature_norm(self.project(features))  # [B, T, D]
         return [block.attention.keys(x, positions) for block in self.blocks]
@@ -134,7 +134,7 @@ class DrafterNetwork(nn.Module):
     def __call__(
         self,
         table: Any,
-        features: Float[Array, "B S n*D"],
+        features: Float[Array, "B S nD"],
         positions: Int[Array, "B S"],
         inputs: NetworkInputs,
     ) -> Float[Array, "B T D"]:

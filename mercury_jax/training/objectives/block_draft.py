@@ -50,7 +50,7 @@ def block_draft(*, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0) -> Obj
             raise refuse("drafter", None, "a DrafterConfig, for the objective block_draft")
         # 1. The target's hidden states of the whole row, constants for the drafter.
         hidden = model.apply(params, PackedPass(batch.tokens, batch.positions, batch.ranges))
-        context = jax.lax.stop_gradient(hidden.blocks)  # [B, T, n*D]
+        context = jax.lax.stop_gradient(hidden.blocks)  # [B, T, n D]
         # 2. The drafter's, of A blocks with L positions each.
         blocks = draw_blocks(key, model, batch, anchors, drafter.config.block)
         found = drafter.apply(params, context, batch.positions, blocks.given)
