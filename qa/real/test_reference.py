@@ -1,10 +1,13 @@
 """SmolLM2 on real text, against transformers on the same file, both in fp32."""
 
+import os
+
 import numpy as np
 import pytest
 
 import mercury_jax as mj
 
+FULL = os.environ.get("MERCURY_REAL") == "full"  # all passages, as the nightly run scores them
 TIE = 2e-3  # logits that are closer may change places by rounding
 
 
@@ -32,7 +35,7 @@ def test_greedy_answers_are_the_tokens_of_transformers(lm, reference):
 
 
 def test_log_likelihoods_are_those_of_transformers(lm, reference):
-    passages = reference["passages"]
+    passages = reference["passages"][:: 1 if FULL else 5]
     ids = [lm.tokenizer.encode(one["text"]) for one in passages]
     assert [len(i) for i in ids] == [one["tokens"] for one in passages]
     found = mj.score(lm, [i[:1] for i in ids], [i[1:] for i in ids])
