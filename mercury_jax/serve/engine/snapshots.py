@@ -67,9 +67,13 @@ def pass_snapshots(
         # `Slots.apply_grammars` writes that back. The device has committed the other passes.
         waits = bool(report.waits[slot]) and k == len(denoised) - 1
         if run.gate is not None and run.gate.begun:
-            block = slice(int(frames.used[i, slot]))
-            proposal: Any = frames.answer[i, slot, block], frames.accepted[i, slot, block]
-            run.gate.propose(int(frames.start[i, slot]), *proposal, on_device=not waits)
+            start, size = int(frames.start[i, slot]), int(frames.used[i, slot])
+            if (
+                not waits
+            ):  # a model that decides one token a pass may have ended the text: its end is no token of it
+                size = min(size, int(report.end[slot]) - start)
+            proposal: Any = frames.answer[i, slot, :size], frames.accepted[i, slot, :size]
+            run.gate.propose(start, *proposal, on_device=not waits)
         elif run.gate is not None and waits:  # this pass closed the thinking
             run.gate.begin(int(report.committed[slot]), waits=True)
         if k >= first:

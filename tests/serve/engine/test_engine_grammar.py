@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import mercury_jax as mj
 from mercury_jax.decode import grammar
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
+from tests.decode.test_drafting import verifier
 from tests.tiny import tiny
 
 SCHEMA = {
@@ -69,6 +71,23 @@ def test_forced_tokens_need_no_pass_and_final_tokens_do_not_change(engine, compi
     for s in seen:
         assert s.tokens[: s.final].tolist() == last.tokens[: s.final].tolist()
     assert sorted(s.final for s in seen) == [s.final for s in seen]
+
+
+def test_an_autoregressive_model_may_end_where_its_grammar_lets_it():
+    """It draws the end of text as a token of its own, which is no token of the answer."""
+    lm, pairs = verifier("float32"), mj.grammar.Regex("(ab)+")
+    engine = Engine(lm, EngineConfig(slots=3, queue=9, context=64, programs="one", rules=()))
+    engine.start()
+    try:
+        fits = grammar.compile(lm.tokenizer, pairs)
+        same = dict(max_tokens=24, temperature=1.0, grammar=fits)
+        asked = [EngineRequest(prompt=(40, 41, i), seed=i, **same) for i in range(9)]
+        found = [handle.wait(60) for handle in [engine.submit(one) for one in asked]]
+    finally:
+        engine.stop()
+    assert all(re.fullmatch("(ab)+", lm.tokenizer.decode(one.tokens.tolist())) for one in found)
+    assert {one.finish for one in found} <= {"stop", "length"}
+    assert sum(one.finish == "stop" and len(one.tokens) < 20 for one in found) >= 2
 
 
 def test_constrained_and_plain_requests_do_not_affect_each_other(engine, compiled):
