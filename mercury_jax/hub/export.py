@@ -89,11 +89,10 @@ def convert(
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
     stored = opened = open_checkpoint(source, mask=mask, verify=True, ignore_config=ignore_config)
-    if opened.quantised is not None and opened.quantised.quantisation.types:  # GGUF: widened
-        opened = stored = dataclasses.replace(opened, quantised=opened.quantised._replace(formats={}))
-    elif opened.quantised is not None:
-        allowed = "an unquantised checkpoint: quantised parameters are not written"
-        raise refuse("source", f"{source} ({opened.quantised.quantisation.layout})", allowed)
+    if opened.quantised is not None:  # quantised parameters are not written
+        opened = stored = dataclasses.replace(
+            opened, quantised=opened.quantised.widened("source", str(source))
+        )
     found = None if adapter is None else open_adapter(adapter)
     opened = opened if found is None else found.config_for(opened, None)
     check_mask(opened, mask)
@@ -132,7 +131,7 @@ def save(
     Raises:
         ValueError: The parameters are quantised, or the folder holds other files.
     """
-    check_not_quantised(lm.params)
+    _check_savable(lm)
     config = lm.model.config
     about = {
         "name": lm.name,
@@ -174,12 +173,21 @@ def save_hf(
     Raises:
         ValueError: No family can hold the model, or its parameters are quantised.
     """
-    check_not_quantised(lm.params)
+    _check_savable(lm)
     config, params = plain_build(lm.model.config), _multiplied_out(lm.model.config, lm.params)
     chosen = _chosen_family(config, family, lm.card.get("family"))
     assert chosen.export is not None
     arrays = lazy_tensors(chosen.names(config), params, dtype)
     return write_folder(folder, chosen.export(config), arrays, shard=shard, extra=_tokenizer_files(lm))
+
+
+def _check_savable(lm: LM) -> None:
+    """Refuses a model whose parameters are not those of its architecture."""
+    check_not_quantised(lm.params)
+    if lm.model.drafter is not None:
+        raise refuse(
+            "lm", f"{lm.name} joined to a block drafter", "the model alone; save_drafter writes the other"
+        )
 
 
 def _save_again(out: str | Path, lm: LM, opened: Opened, dtype: str | None) -> Path:

@@ -198,7 +198,7 @@ def open_gguf(path: Path) -> Folder:
             continue
         for theirs, entry in _entries(about, name, tensor):
             entries[theirs], files[theirs] = entry, tensor.file
-            if tensor.kind.name not in FLOATS:
+            if tensor.kind.name not in DTYPES:
                 blocks[theirs] = tensor.kind
             part = name.split(".")[-2]
             if about.permuted and part in heads:
@@ -247,7 +247,7 @@ def _config(file: GgufFile, named: str, about: Architecture, path: Path) -> dict
             raise unfit(prefix + key, found, f"{head_dim}, the size of a head", path)
     dtypes = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     config: dict[str, Any] = {
-        "architectures": [about.name], "_name_or_path": data.get("general.name"),
+        "architectures": [about.name],
         "dtype": {"F16": "float16", "BF16": "bfloat16"}.get("".join(dtypes), "float32"),
         "pad_token_id": data.get("tokenizer.ggml.padding_token_id"),
         "eos_token_id": list(dict.fromkeys(
@@ -314,8 +314,8 @@ def _entries(about: Architecture, name: str, tensor: GgufTensor) -> list[tuple[s
     else:
         theirs = f"{about.stems.get(stem, stem)}.{last}"
     kind, shape = tensor.kind, tensor.shape
-    dtype = DTYPES[FLOATS.get(kind.name, "U8")]
-    if kind.name not in FLOATS:
+    dtype = DTYPES.get(kind.name, DTYPES["U8"])  # floats have the same names there; the others are blocks
+    if kind.name not in DTYPES:
         shape = (*shape[:-1], shape[-1] // kind.numbers * kind.nbytes)
     if "{e}" not in theirs:
         return [(theirs, TensorEntry(dtype, shape, tensor.start))]

@@ -15,6 +15,8 @@ types of tensors exist and for their numbers.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
 import struct
@@ -78,13 +80,19 @@ def read_gguf(path: Path) -> GgufFile:
     return found
 
 
+@functools.cache
 def _kinds() -> Mapping[int, BlockType]:
-    """The types of tensors by their number in a file."""
+    """The types of tensors by their number in a file: floats, and blocks that the package can dequantise."""
     try:
-        from gguf import GGML_QUANT_SIZES
+        import gguf
     except ImportError:
         raise refuse("source", "a GGUF file, and gguf is not installed", install.command("hub")) from None
-    return {int(kind): BlockType(kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+    found = dict[int, BlockType]()
+    for kind, (numbers, nbytes) in gguf.GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError):  # integers, and blocks of activations
+            gguf.dequantize(np.zeros((1, nbytes), np.uint8), kind)
+            found[int(kind)] = BlockType(kind.name, numbers, nbytes)
+    return found
 
 
 class _Header:
@@ -125,7 +133,9 @@ class _Header:
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
-            return self._scalar(kind)
+            value = self.number(self._form(kind))
+            # The shortest decimal number that rounds to this fp32 is the one that was meant: 1e-05.
+            return float(str(np.float32(value))) if _SCALARS[kind] == "f" else value
         inside, count = self.number("I"), self.number("Q")
         self.items -= count
         if self.items < 0:
@@ -134,11 +144,6 @@ class _Header:
             return [self.text() for _ in range(count)]
         form = np.dtype(f"<{self._form(inside)}")
         return np.frombuffer(self.take(count * form.itemsize), form).tolist()
-
-    def _scalar(self, kind: int) -> Any:
-        value = self.number(self._form(kind))
-        # The shortest decimal number that rounds to this fp32 is the one that was meant: 1e-05, not 9.999999747e-06.
-        return float(str(np.float32(value))) if _SCALARS[kind] == "f" else value
 
     def _form(self, kind: int) -> str:
         if kind not in _SCALARS:

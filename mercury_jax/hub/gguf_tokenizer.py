@@ -16,9 +16,8 @@ from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import brief
 from mercury_jax.hub.tokenizer_files import MAX_BYTES
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(
-    1, 7
-)  # values of tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _MAX_PIECE = 256  # characters of a token of a SentencePiece model; the longest known has about 30
 _SPECIAL = {  # name in tokenizer_config.json -> key of the id; eot and eom end an answer too
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",

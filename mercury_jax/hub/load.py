@@ -299,7 +299,7 @@ def open_checkpoint(
         _complete_ids(folder)
     if mask is not None:
         about["mask_token_id"] = mask
-    where = path if alone or gguf is not None else folder.path / "config.json"
+    where = folder.path / "config.json" if not alone and gguf is None else path
     quantisation = quantisation_of(about, str(where))
     family, notes = family_of(about)
     about = without(about, ignore_config, str(where), family)
@@ -331,7 +331,7 @@ def open_checkpoint(
     lost = [f"{generation.FILE}: not applied, and would change the text: {', '.join(lost)}"] if lost else []
     return Opened(
         path=path, folder=folder, family=family, config=config, model=model,
-        name=str(about.get("_name_or_path") or (path.stem if alone else path.resolve().name)),
+        name=str(about.get("_name_or_path") or (path.stem if path.is_file() else path.resolve().name)),
         noise=family.noise(about) if callable(family.noise) else family.noise,
         card={
             "family": family.name, "architecture": about["architectures"][0],
@@ -545,12 +545,10 @@ def load_opened(
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
     family, found, stored = opened.family, opened.quantised, opened.folder.read
     read: Callable[[str], Any] = stored
-    if found is not None and found.quantisation.types and (quantise is not None or adapter is not None):
-        found = found._replace(formats={})
-    elif found is not None and (quantise is not None or adapter is not None):
-        name, value = ("quantise", quantise) if quantise is not None else ("adapter", "an adapter")
-        layout = found.quantisation.layout
-        raise refuse(name, value, f"None: the checkpoint is quantised ({layout}); load the unquantised one")
+    if found is not None and (quantise is not None or adapter is not None):
+        found = found.widened(
+            *(("quantise", quantise) if quantise is not None else ("adapter", "an adapter"))
+        )
     tokenizer, forbidden = _opened_tokenizer(opened), ()
     if isinstance(tokenizer, Tokenizer):  # ours, also of an exported model: what it never emitted then
         forbidden = noise.specials(tokenizer, config.vocab)
@@ -592,8 +590,7 @@ def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
     """Reads the tokenizer of a checkpoint. In our own layout, checks that it belongs to the model."""
     config = opened.config
     if not isinstance(opened.folder, Exported):
-        files = opened.folder.documents
-        return _folder_tokenizer(opened.path, config) if files is None else _tokenizer_of_files(files, config)
+        return _folder_tokenizer(opened.folder, config)
     about = opened.folder.config
     if opened.folder.tokenizer is None:
         raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
@@ -609,18 +606,19 @@ def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
     return tokenizer
 
 
-def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:
-    """Reads the tokenizer of a folder in Hugging Face's layout; an `IdTokenizer` if it has none."""
-    there = {name: find(folder, name) for name in ("tokenizer.json", "vocab.json", "tokenizer.model")}
-    if not any(there.values()):
-        return IdTokenizer.of(c)
-    if there["tokenizer.model"]:
-        with contextlib.suppress(ValueError):  # ours, which `save_hf` wrote beside the others; else not ours
-            return Tokenizer.load(there["tokenizer.model"])
-    return _tokenizer_of_files(read_files(folder), c)
-
-
-def _tokenizer_of_files(files: Mapping[str, bytes], c: ModelConfig) -> AnyTokenizer:
+def _folder_tokenizer(folder: Folder, c: ModelConfig) -> AnyTokenizer:
+    """Reads the tokenizer of a checkpoint in another layout; an `IdTokenizer` if it has none."""
+    files = folder.documents
+    if files is None:
+        there = {
+            name: find(folder.path, name) for name in ("tokenizer.json", "vocab.json", "tokenizer.model")
+        }
+        if there["tokenizer.model"]:
+            with contextlib.suppress(
+                ValueError
+            ):  # ours, which `save_hf` wrote beside the others; else not ours
+                return Tokenizer.load(there["tokenizer.model"])
+        files = read_files(folder.path) if any(there.values()) else {}
     if not files:
         return IdTokenizer.of(c)
     return HFTokenizer.of(files, mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends, vocab=c.vocab)

@@ -28,11 +28,7 @@ from mercury_jax.hub.quantised import (
     unpack_matrix,
     widened,
 )
-from mercury_jax.models.weight_quant import (
-    QuantisedWeight,
-    WeightFormat,
-    stored_bytes,
-)
+from mercury_jax.models.weight_quant import QuantisedWeight, WeightFormat, stored_bytes
 from mercury_jax.sharding import matrix_axes
 from mercury_jax.types import Model
 
@@ -46,6 +42,8 @@ def common_format(path: str, matrices: Sequence[StoredMatrix | None]) -> WeightF
     formats = [matrix.format for matrix in found if matrix.format is not None]
     if len(formats) < len(found) or not found:
         return None
+    if found[0].layout == "gguf" and (len(found) < len(matrices) or len({f.values for f in formats}) > 1):
+        return None  # the parts of a parameter may have different types, which are widened
     kinds = {str(f.values) for f in formats} | ({"unquantised"} if len(found) < len(matrices) else set())
     if len(kinds) > 1:
         raise unfit(f"formats of {path} ({found[0].name}, ...)", sorted(kinds), "one format")
@@ -164,6 +162,18 @@ class QuantisedTensors(NamedTuple):
     def tensors(self) -> set[str]:
         """Returns the names of all tensors of the matrices."""
         return {tensor for matrix in self.matrices.values() for tensor in matrix.tensors.values()}
+
+    def widened(self, field: str, value: object) -> QuantisedTensors:
+        """Returns the tensors with every matrix read in floating point; refuses all formats but GGUF.
+
+        Args:
+            field: Name of the argument that needs floating point, for the error.
+            value: Its value.
+        """
+        if not self.quantisation.types:
+            about = f"the checkpoint is quantised already ({self.quantisation.layout})"
+            raise ValueError(f"{field} is {value!r}: {about}; load the unquantised one")
+        return self._replace(formats={})
 
     def dense(self, read: Callable[[str], np.ndarray], dtype: DTypeLike) -> Callable[[str], np.ndarray]:
         """Makes a function that reads any tensor of the unquantised checkpoint, and dequantises matrices."""

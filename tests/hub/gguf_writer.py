@@ -20,10 +20,11 @@ ARCHITECTURES = {  # class of transformers -> (its architecture, whether queries
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
-def write_gguf(
-    folder: Path, out: Path, kind: str = "F32", *, change=lambda writer: None, part=0, parts=1
-) -> dict:
-    """Writes a folder in Hugging Face's layout as one file, or one part of several, its matrices in this type.
+def write_gguf(folder: Path, out: Path, kind="F32", *, change=lambda writer: None, part=0, parts=1) -> dict:
+    """Writes a folder in Hugging Face's layout as one file, or one part of several.
+
+    Args:
+        kind: The type of its matrices, or a function from their names to it.
 
     Returns:
         The numbers that the file holds, by the names of the checkpoint: what a reader has to find.
@@ -72,10 +73,11 @@ def write_gguf(
     name_of = lambda name: next(
         filter(None, (m.get_name(name, try_suffixes=(".weight", ".bias")) for m in maps))
     )
+    kind_of = kind if callable(kind) else lambda name: kind
     held, stacks, made = {}, {}, []
     for name, array in stored.items():
         array, wide = np.asarray(array), array.ndim > 1
-        numbers = as_stored(np.asarray(array, np.float32), kind if wide else "F32")
+        numbers = as_stored(np.asarray(array, np.float32), kind_of(name) if wide else "F32")
         held[name] = numbers[1]
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
@@ -86,10 +88,10 @@ def write_gguf(
         if permuted and any(part in name for part in ("q_proj.", "k_proj.")):
             count = heads if "q_proj." in name else kv_heads
             raw = raw.reshape(count, 2, len(raw) // count // 2, -1).swapaxes(1, 2).reshape(raw.shape)
-        made.append((name_of(name), raw, kind if wide else "F32"))
+        made.append((name_of(name), raw, kind_of(name) if wide else "F32"))
     for name, experts in stacks.items():
         raw = np.stack([experts[e] for e in range(len(experts))])
-        made.append((name_of(name), raw, kind))
+        made.append((name_of(name), raw, kind_of(name)))
     for name, raw, stored_as in made[part::parts]:
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[stored_as])
     writer.write_header_to_file()

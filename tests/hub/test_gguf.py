@@ -11,9 +11,10 @@ from flax.traverse_util import unflatten_dict
 
 import mercury_jax as mj
 from mercury_jax import hub, models, noise
-from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.cli import main
 from mercury_jax.config import ModelConfig
+from mercury_jax.hub import quantised
 from mercury_jax.hub.gguf import SMOLLM2_COMMAND
 from mercury_jax.hub.load import load_opened, open_checkpoint
 from mercury_jax.hub.params import shapes_of, to_ours
@@ -22,6 +23,7 @@ from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LM
 from tests.hub.gguf_writer import SCALES, write_gguf
 from tests.hub.goldens_of import GOLDENS, golden, logits_of_model
+from tests.hub.test_adapter_config import PEFT
 from tests.hub.test_gguf_tokenizer import byte_level
 
 NAMES = ("dream", "llada", "llada_moe", "llama3", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe")
@@ -68,7 +70,8 @@ def exact_params(opened, held):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_types_give_the_numbers_that_they_stand_for(kind, wide, tmp_path):
+def test_types_give_the_numbers_that_they_stand_for(kind, wide, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantised, "WIDEN_CHUNK", 10_000)  # several chunks a matrix
     held = write_gguf(wide, tmp_path / "m.gguf", kind)
     opened = open_checkpoint(tmp_path / "m.gguf")
     lm = load_opened(opened, dtype=FP32)
@@ -79,6 +82,17 @@ def test_types_give_the_numbers_that_they_stand_for(kind, wide, tmp_path):
     np.testing.assert_allclose(logits_of_model(lm.model, lm.params, TOKENS), want, atol=1e-4)
 
 
+def test_parts_of_a_parameter_in_different_types_are_widened(tmp_path):
+    """Gate and up of an expert are one parameter here."""
+    folder = hub.tiny_random("LLaDA-MoE", tmp_path / "hf")
+    kind = lambda name: "Q8_0" if "gate_proj" in name else "Q4_0" if ".experts." in name else "F32"
+    held = write_gguf(folder, tmp_path / "m.gguf", kind)
+    opened = open_checkpoint(tmp_path / "m.gguf")
+    lm = load_opened(opened, dtype=FP32)
+    moe, want = lm.params["block_0"]["moe"], exact_params(opened, held)["block_0"]["moe"]
+    assert is_quantised(moe["down"]) and np.array_equal(moe["gate_up"], want["gate_up"])
+
+
 def test_files_of_one_floating_type_are_computed_in_it(wide, tmp_path):
     for kind, dtype in (("F16", "float16"), ("BF16", "bfloat16"), ("Q4_1", "float32")):
         write_gguf(wide, tmp_path / f"{kind}.gguf", kind)
@@ -87,9 +101,24 @@ def test_files_of_one_floating_type_are_computed_in_it(wide, tmp_path):
         assert lm.params["embed"].dtype == ("float32" if kind == "Q4_1" else dtype)
 
 
+def adapter(folder, a, b):
+    """A LoRA adapter of the first layer's queries, as PEFT writes it."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    arrays = {name.format("A"): a, name.format("B"): np.ascontiguousarray(b)}
+    parts = [tensors.LazyTensor(n, x.shape, x.dtype, lambda x=x: x) for n, x in arrays.items()]
+    tensors.write(folder / "adapter_model.safetensors", parts)
+    (folder / "adapter_config.json").write_text(json.dumps(PEFT | {"r": len(a), "lora_alpha": len(a)}))
+    return folder
+
+
 def test_kept_matrices_are_widened_for_another_format_an_adapter_and_other_layouts(wide, tmp_path, capsys):
     held = write_gguf(wide, tmp_path / "m.gguf", "Q8_0")
     want = exact_params(open_checkpoint(tmp_path / "m.gguf"), held)
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=size).astype(np.float32) for size in ((2, 256), (256, 2)))
+    merged = mj.load(tmp_path / "m.gguf", adapter=adapter(tmp_path, a, b)).params
+    added = merged["block_0"]["attention"]["q"]["w"] - want["block_0"]["attention"]["q"]["w"]
+    np.testing.assert_allclose(np.asarray(added).reshape(256, 256), (b @ a).T, atol=1e-4)
     again = mj.load(tmp_path / "m.gguf", quantise="int8").params["block_0"]["mlp"]["up"]["w"]
     assert again.group_scale is None and again.values.dtype == np.int8
     for to in ("ours", "hf"):
@@ -157,7 +186,8 @@ def test_what_no_family_has_is_refused_by_name(change, words, wide, tmp_path):
 
 def test_a_key_without_effect_can_be_vouched_for(wide, tmp_path):
     write_gguf(wide, tmp_path / "m.gguf", change=set_key("qwen3.attention.scale", 0.5, "add_float32"))
-    mj.load(tmp_path / "m.gguf", ignore_config=["qwen3.attention.scale"])
+    found = mj.load(tmp_path / "m.gguf", ignore_config=["qwen3.attention.scale"])
+    assert any("qwen3.attention.scale" in note for note in found.card["notes"])
 
 
 def header(*, version=3, tensors=0, entries=0, rest=b""):
@@ -180,6 +210,7 @@ DAMAGED = [  # bytes of a file, and words of the error
     (header(entries=2, rest=2 * (KEY + struct.pack("<IB", 0, 1))), ["key", "'a'", "each key once"]),
     (header(tensors=1, rest=KEY + struct.pack("<I", 2**31)), ["axes is 2147483648", "1 to 4"]),
     (header(tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 8, 99, 0)), ["type is 99", "8 (Q8_0)"]),
+    (header(tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 8, 26, 0)), ["type is 26", "8 (Q8_0)"]),  # I32
     (header(tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 8, 8, 0)), ["inputs is 8", "a multiple of 32"]),
     (header(tensors=1, rest=KEY + struct.pack("<IQQIQ", 2, 2**62, 2**62, 0, 0)), ["shape and offset"]),
     (header(tensors=1, rest=KEY + struct.pack("<IQIQ", 1, 8, 0, 0)), ["tensor 'a' ends after the file"]),
