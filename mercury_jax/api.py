@@ -38,12 +38,8 @@ from mercury_jax.training.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
 _LOG = logging.getLogger("mercury_jax")
-TOKENIZER, MODEL, ADAPTER, DRAFTER = (
-    "tokenizer.model",
-    "model",
-    "adapter",
-    "drafter",
-)  # names in the run's folder
+TOKENIZER, MODEL = "tokenizer.model", "model"  # names in the run's folder
+ADAPTER, DRAFTER = "adapter", "drafter"
 TOKENIZER_BYTES = 3_000_000  # bytes of text that a new tokenizer is trained on
 
 

@@ -641,7 +641,7 @@ class Model(NamedTuple):
         leave_one_out: Whether `Pass.leave_one_out` is supported.
         features: features(blocks) -> the model whose hidden states are `Features` of these blocks; None: its hidden
             states between blocks cannot be read.
-        drafter: The passes of the block drafter that was joined to the model; None: there is none.
+        drafter: Passes of a block drafter that was joined to the model (`models.drafter.join`), or None.
     """
 
     config: ModelConfig

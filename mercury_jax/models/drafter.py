@@ -29,17 +29,7 @@ from mercury_jax.models.ops import INIT_OPS, Ops
 from mercury_jax.models.rope import rope, rope_frequencies
 from mercury_jax.models.tensor_parallel import cache_ops, training_ops
 from mercury_jax.models.weight_quant import lookup
-from mercury_jax.types import (
-    Cache,
-    DrafterPasses,
-    Features,
-    Hidden,
-    Key,
-    Model,
-    PackedPass,
-    Params,
-    Pass,
-)
+from mercury_jax.types import Cache, DrafterPasses, Features, Hidden, Key, Model, PackedPass, Params, Pass
 
 
 class DrafterAttention(nn.Module):

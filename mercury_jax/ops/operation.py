@@ -152,7 +152,7 @@ class Op(NamedTuple):
         return importlib.import_module(self.cases).CASES[self.name]
 
     def backend(self, device: Device | None) -> str:
-        """Names the kernel for a kind of device; where there is none, the one for Hopper, whose refusal says so."""
+        """Names the kernel for a kind of device; without one, Hopper's, whose error says that the device has none."""
         kind = kernel_device.present(device)
         kinds = {one.kind: name for name, one in self.kernels.items() if one.kind}
         return kinds.get(kind or "", kinds[kernel_device.HOPPER])

@@ -122,7 +122,7 @@ class TrainConfig:
         mesh: Devices along each axis of the mesh.
         lora: Adapters beside the frozen parameters of `init`.
         freeze: Regular expression over paths of parameters that are not trained: "router"; "": none.
-        drafter: A block drafter for the model of `init`, which alone is trained; None: there is none.
+        drafter: Sizes of a block drafter for the model of `init`. Only the drafter is trained. None: train the model.
         steps: Number of updates.
         batch: Rows of an update, over all devices and microbatches.
         row: Positions of a row.

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import models, noise
 from mercury_jax.config import DrafterConfig
 from mercury_jax.decode import rules
 from mercury_jax.models.drafter import join
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.tokenizer import SPECIAL
-from mercury_jax.types import LM, BlockDrafter, Pass
+from mercury_jax.types import BlockDrafter, Pass
+from tests.decode import test_drafting
 from tests.tiny import VOCAB, tiny, tokenizer
 
 ROWS, TOKENS, BLOCK = 32, 16, 6
@@ -28,16 +28,7 @@ FEW = {
 }  # answers of few ids, so that drafts often agree
 
 
-@functools.cache
-def verifier(dtype="float64", layers=3):
-    config = dataclasses.replace(
-        tiny().model.config,
-        pattern="block_causal", block=1, mask=None, predicts_next=True, dtype=dtype, layers=layers,
-    )  # fmt: skip
-    model = models.build(config)
-    params = jax.tree.map(lambda x: 2.0 * x.astype(dtype), jax.jit(model.init)(jax.random.key(7)))
-    corruption = noise.uniform(VOCAB, forbidden=noise.specials(tokenizer()))
-    return LM(model, params, tokenizer(), corruption, "verifier")
+verifier = functools.partial(test_drafting.verifier, layers=3)
 
 
 @functools.cache

@@ -29,12 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import check_lm
-from mercury_jax.decode.methods.acceptance import (
-    DRAFT_KEY,
-    Proposals,
-    accept_or_redraw,
-    count_drafts,
-)
+from mercury_jax.decode.methods.acceptance import DRAFT_KEY, Proposals, accept_or_redraw, count_drafts
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
 from mercury_jax.decode.state import (
     DecodeConfig,

@@ -40,12 +40,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
-from mercury_jax.decode.methods.acceptance import (
-    DRAFT_KEY,
-    Proposals,
-    accept_or_redraw,
-    count_drafts,
-)
+from mercury_jax.decode.methods.acceptance import DRAFT_KEY, Proposals, accept_or_redraw, count_drafts
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
 from mercury_jax.decode.passes import prefill
 from mercury_jax.decode.sampler import Memory, Param, Rule, SamplerLike, check_sampler
