@@ -92,6 +92,7 @@ def test_several_answers_stop_texts_and_logprobs():
         np.testing.assert_allclose(a.tokens, b.tokens, rtol=1e-9)
 
 
+@pytest.mark.long
 def test_rejection_keeps_greedy_text_and_draws_others():
     how = dict(max_tokens=TOKENS, logit_bias=FEW, seed=1, temperature=(np.arange(ROWS) % 2 * 2.0))
     with jax.enable_x64(True):
@@ -121,6 +122,7 @@ def encoded(chunks):
     return cache
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunks", [(7, 7, 6), (1,) * 20])
 def test_the_drafters_keys_do_not_depend_on_the_chunks_of_the_prompt(chunks):
     with jax.enable_x64(True):
