@@ -438,9 +438,9 @@ class Apply(Protocol):
 
 @runtime_checkable
 class HeadChunk(Protocol):
-    """`Model.head_chunk`: logits of the ids first .. first + size - 1 only."""
+    """`Model.head_chunk`: logits of the ids first .. first + size - 1 only, or of those in an array `first` [size]."""
 
-    def __call__(self, params: Params, hidden: Hidden, first: int | Int[Array, ""], size: int) -> Array:
+    def __call__(self, params: Params, hidden: Hidden, first: int | Int[Array, "*n"], size: int) -> Array:
         """Computes logits [B, T, size], equal to these columns of `Model.head`; `first` may be traced."""
         ...
 
@@ -603,6 +603,23 @@ class DrafterPasses(NamedTuple):
     apply: Callable[[Params, Array, Array, PackedPass], Hidden]
     acceptance: DraftMethod = "same_seed"
 
+    @property
+    def block(self) -> int:
+        """Positions of a block: the last committed token, and the draft."""
+        return self.config.block
+
+
+class LookupDrafter(NamedTuple):
+    """Drafts by what followed the last tokens earlier in the text (`decode.methods.prompt_lookup`).
+
+    Attributes:
+        block: Positions of a block: the last committed token, and the draft.
+        ngram: Most tokens of a match.
+    """
+
+    block: int = 8
+    ngram: int = 3
+
 
 class SoftMasking(NamedTuple):
     """Settings of soft masking; see `mercury_jax.soft_masking`, which checks them."""
@@ -641,7 +658,8 @@ class Model(NamedTuple):
         leave_one_out: Whether `Pass.leave_one_out` is supported.
         features: features(blocks) -> the model whose hidden states are `Features` of these blocks; None: its hidden
             states between blocks cannot be read.
-        drafter: Passes of a block drafter that was joined to the model (`models.drafter.join`), or None.
+        drafter: Passes of a block drafter that was joined to the model (`models.drafter.join`), or what the model
+            drafts with instead; None: nothing.
     """
 
     config: ModelConfig
@@ -663,7 +681,7 @@ class Model(NamedTuple):
     reuses_keys: bool = True
     leave_one_out: bool = True
     features: Callable[..., Model] | None = None
-    drafter: DrafterPasses | None = None
+    drafter: DrafterPasses | LookupDrafter | None = None
 
     def __repr__(self) -> str:
         c = self.config

@@ -317,8 +317,9 @@ class CheckpointOptions(ConfigOptions):
     """KV cache as int8 or fp8 (a quarter of fp32), 4bit or 3bit (an eighth, a tenth)."""
     adapter: Annotated[str | None, option("FOLDER")] = None
     """LoRA adapter of the model, which is merged: runs/NAME/adapter, or one that PEFT wrote."""
-    draft: Annotated[str | None, option("FOLDER")] = None
-    """Block drafter of the model, which drafts what the model verifies: runs/NAME/drafter."""
+    draft: Annotated[str | None, option("DRAFTER")] = None
+    """Block drafter of the model, which drafts what the model verifies: runs/NAME/drafter, or smollm2-drafter; lookup
+    drafts what followed the same words before."""
 
     def load(self, source: str | None, **more: Any) -> LM:
         """The model. `source`: as of `mercury_jax.load`, which has the further arguments `more`."""
@@ -328,9 +329,8 @@ class CheckpointOptions(ConfigOptions):
         if folder is None:
             return lm
         from mercury_jax.decode.methods.block_drafter import with_block_drafter
-        from mercury_jax.hub.drafters import load_drafter
 
-        return with_block_drafter(lm, load_drafter(folder))
+        return with_block_drafter(lm, folder)
 
 
 @dataclass(frozen=True, kw_only=True)

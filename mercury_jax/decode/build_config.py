@@ -23,6 +23,7 @@ from mercury_jax.decode.methods.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.methods.fused_commit import SEEDED, fused_commit, repeat_fused
 from mercury_jax.decode.methods.key_reuse import key_reuse
 from mercury_jax.decode.methods.lookahead import lookahead
+from mercury_jax.decode.methods.prompt_lookup import prompt_lookup
 from mercury_jax.decode.methods.self_speculation import SELF_SPECULATION
 from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
@@ -38,7 +39,7 @@ from mercury_jax.decode.state import (
     bucket,
     first_state,
 )
-from mercury_jax.types import LM, Model, Params, Pass, accumulation_dtype
+from mercury_jax.types import LM, DrafterPasses, LookupDrafter, Model, Params, Pass, accumulation_dtype
 
 
 def build_config(
@@ -82,6 +83,8 @@ def choose_method(lm: LM, plan: Plan, sampler: Sampler) -> Method:
     assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     if sampler.speculate is not None:
         drafter = lm.model.drafter
+        if isinstance(drafter, LookupDrafter):
+            return prompt_lookup(drafter.ngram)
         return SELF_SPECULATION if drafter is None else block_drafting(drafter.acceptance)
     if plan.lookahead:
         return lookahead(int(plan.lookahead))
@@ -128,6 +131,7 @@ def check_functions(config: DecodeConfig, sampling: SamplingParams, params: Para
 
 def _is_ours(function: Any) -> bool:
     """Returns whether a function is one of this package."""
+    function = function.func if isinstance(function, functools.partial) else function
     return (getattr(function, "__module__", None) or "").startswith("mercury_jax.")
 
 
@@ -142,8 +146,10 @@ def _silent(model: Model) -> Model:
             (len(given.tokens), given.tokens.shape[1] + masks, sizes.width), sizes.dtype
         ), given.cache
 
+    drafter = model.drafter
     return model._replace(
         forward=forward,
+        drafter=drafter._replace(propose=forward) if isinstance(drafter, DrafterPasses) else drafter,
         head=lambda params, hidden: jnp.zeros((*hidden.shape[:-1], sizes.vocab), dtype),
         head_chunk=model.head_chunk
         and (lambda p, hidden, first, n: jnp.zeros((*hidden.shape[:-1], n), dtype)),
@@ -311,7 +317,7 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
 
 def draft_width(lm: LM, block: int, speculate: int) -> int:
     """Returns the width of a canvas that holds the last committed token and a draft."""
-    return min(block, speculate + 1) if lm.model.drafter is None else lm.model.drafter.config.block
+    return min(block, speculate + 1) if lm.model.drafter is None else lm.model.drafter.block
 
 
 def _sizes(

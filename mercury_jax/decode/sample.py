@@ -93,7 +93,7 @@ def sample(
     history: bool = False,
     mesh: Mesh | None = None,
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
-    draft: Draft | LM | BlockDrafter | None = None,
+    draft: Draft | LM | BlockDrafter | str | Path | None = None,
     bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
 ) -> Output:
     """Decodes answers to each prompt.
@@ -136,10 +136,10 @@ def sample(
         mesh: Mesh over whose `data` axis the rows are sharded.
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
             with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
-        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or a block drafter that was trained
-            for `lm`, from `mj.load_drafter`. It drafts blocks, and `lm`, a model that predicts the next token, verifies
-            each block in one pass. The answers are those of `lm` alone, in the sense of `mj.Draft.method`. Not with
-            plan, schema, guidance, state, keep or passes.
+        draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or what `mj.load_drafter` reads: a
+            block drafter that was trained for `lm`, "smollm2-drafter", "lookup". It drafts blocks, and `lm`, a model
+            that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
+            sense of `mj.Draft.method`. Not with plan, schema, guidance, state, keep or passes.
         bad_words: Texts that no answer holds, in whatever tokens: one, a list for all prompts, or a list of such lists
             (or None). A text that the prompt begins is not completed either. Thinking may hold them. It is a grammar
             of the answer (`mj.grammar.Without`): the answer is not blank, and what `schema` says of other arguments
@@ -173,7 +173,7 @@ def sample(
             keep=keep, passes=passes,
         )  # fmt: skip
         sampler = check_verifier(lm, sampler, others)
-        if isinstance(draft, BlockDrafter):
+        if isinstance(draft, BlockDrafter | str | Path):
             lm, draft = with_block_drafter(lm, draft), None
         else:
             lm, draft = with_drafter(lm, draft)

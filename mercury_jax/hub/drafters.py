@@ -15,7 +15,10 @@ from numpy.typing import DTypeLike
 from mercury_jax import checkpoint
 from mercury_jax.config import DrafterConfig, from_dict, refuse, to_dict
 from mercury_jax.models import drafter as drafters
-from mercury_jax.types import LM, BlockDrafter, DraftMethod, Params
+from mercury_jax.types import LM, BlockDrafter, DraftMethod, LookupDrafter, Params
+
+LOOKUP = "lookup"
+DRAFTERS, SHIPPED = Path(__file__).parents[1] / "assets", ("smollm2-drafter",)
 
 
 def drafter_of(config: DrafterConfig, lm: LM, params: Params, name: str) -> BlockDrafter:
@@ -62,24 +65,35 @@ def save_drafter(
     return checkpoint.export(folder, drafter.params, about, dtype, overwrite=overwrite)
 
 
-def load_drafter(folder: str | Path, *, method: DraftMethod = "same_seed") -> BlockDrafter:
+def load_drafter(folder: str | Path, *, method: DraftMethod = "same_seed") -> BlockDrafter | LookupDrafter:
     """Loads a block drafter, the argument `draft=` of `mj.sample`.
 
     Args:
-        folder: A folder that `mercury train` wrote with a recipe that has a `drafter`.
-        method: How drafts are accepted at a temperature above 0; see `mj.Draft.method`.
+        folder: A folder that `mercury train` wrote with a recipe that has a `drafter`; "smollm2-drafter", the one in
+            the package, for `mj.load("smollm2")`; or "lookup", which drafts what followed the last tokens earlier in
+            the text, for any autoregressive model.
+        method: How drafts are accepted at a temperature above 0; see `mj.Draft.method`. "lookup" has only
+            "same_seed".
 
     Returns:
         The drafter.
 
     Raises:
-        ValueError: The folder holds another kind of model.
+        ValueError: The folder holds another kind of model, or "lookup" cannot do the method.
         CheckpointError: A file is missing or damaged.
 
     Example:
         >>> drafter = mj.load_drafter("runs/drafter_smollm2/drafter")
         >>> mj.sample(lm, prompts, draft=drafter).draft.acceptance
     """
+    if folder == LOOKUP:
+        if method != "same_seed":
+            raise refuse("method", method, "same_seed, for lookup: its drafts have no probabilities")
+        return LookupDrafter()
+    folder = DRAFTERS / folder if folder in SHIPPED else Path(folder)
+    if not folder.is_dir():
+        allowed = f"a folder that mercury train wrote, {', '.join(SHIPPED)} or {LOOKUP}"
+        raise refuse("drafter", str(folder), allowed)
     opened = checkpoint.load_exported(folder, np.float32)
     about = opened.config
     if "drafter" not in about:

@@ -120,12 +120,12 @@ def model_of(
 def lm_head(
     params: Params,
     hidden: Float[Array, "B T D"],
-    first: int | Int[Array, ""] = 0,
+    first: int | Int[Array, "*n"] = 0,
     size: int | None = None,
     *,
     softcap: float | None = None,
 ) -> Float[Array, "B T V"]:
-    """Computes logits of the ids first .. first + size - 1.
+    """Computes logits of the ids first .. first + size - 1, or of the ids in an array `first` [size].
 
     `decode.chunked_vocab` calls it for chunks of ids, so that it never stores all logits of a large vocabulary.
     """
@@ -156,10 +156,12 @@ def embed_mixture(
 
 
 def _slice(
-    table: Array | QuantisedWeight, first: int | Int[Array, ""], size: int | None, axis: int
+    table: Array | QuantisedWeight, first: int | Int[Array, "*n"], size: int | None, axis: int
 ) -> tuple[Array, Array | None]:
-    """Slices the ids first .. first + size - 1 of a table whose ids are along `axis`."""
+    """Takes the ids first .. first + size - 1, or those in an array, of a table whose ids are along `axis`."""
     values, scale = table[:2] if isinstance(table, QuantisedWeight) else (table, None)
+    if jnp.ndim(first):
+        return jnp.take(values, first, axis), None if scale is None else jnp.take(scale, first, 0)
     if size is None or size == values.shape[axis]:
         return values, scale
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)

@@ -81,6 +81,20 @@ def test_text_is_the_verifiers_with_the_same_seed():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("draft", ["block", "lookup"])
+def test_a_processor_of_ones_own_is_heeded(draft):
+    """It is traced before decoding, with models that compute nothing."""
+    only_even = lambda logits, view: jnp.where(jnp.arange(logits.shape[-1]) % 2 == 1, -1e30, logits)
+    sampler = rules.autoregressive()._replace(processors=(mj.logits_processor(only_even)(),))
+    how = dict(max_tokens=12, sampler=sampler, logit_bias=FEW)
+    with jax.enable_x64(True):
+        plain = mj.sample(verifier(), prompts(4), **how)
+        out = mj.sample(verifier(), prompts(4), draft=drafter() if draft == "block" else draft, **how)
+    check_same(plain, out)
+    assert all(np.all(ids % 2 == 0) for ids in out.tokens) and any(map(len, out.tokens))
+
+
+@pytest.mark.long
 def test_several_answers_stop_texts_and_logprobs():
     stop = [tokenizer().decode([301])]
     how = dict(max_tokens=12, temperature=2.0, logit_bias=FEW, seed=2, n=2, stop=stop, logprobs=2)

@@ -1,6 +1,6 @@
 """Laws of training a block drafter: what its blocks see, that it learns, resumes, and is saved without its target."""
 
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import dataclasses
 import json
@@ -15,7 +15,8 @@ from mercury_jax.config import DrafterConfig, NoiseConfig
 from mercury_jax.models.drafter import join
 from mercury_jax.rl.answers import conversations, write_answers
 from mercury_jax.training.objectives import block_draft
-from mercury_jax.training.objectives.block_draft import draw_blocks
+from mercury_jax.training.objectives.block_draft import draw_blocks, sample_vocabulary, sampled_cross_entropy
+from mercury_jax.training.objectives.objective import token_cross_entropy
 from mercury_jax.training.optim import OptimConfig
 from mercury_jax.training.recipe import InitModel, TrainConfig
 from mercury_jax.types import Batch, PackedPass
@@ -156,6 +157,31 @@ def test_blocks_are_the_tokens_that_follow_in_the_answer(target):
         found.append(anchor)
     # Every token that an answer token follows: from the last one of the prompt to the last but one of the answer.
     assert sorted(found) == [*range(2, 13), *range(14 + 3, 14 + 11)]
+
+
+def test_a_sampled_softmax_estimates_the_whole_one(target):
+    """All ids of the batch count exactly; the mean over draws of the others' sum is theirs."""
+    model = join(DRAFTER, target[1].model)
+    params, batch = jax.jit(model.init)(jax.random.key(0)), packed()
+    hidden = model.apply(params, PackedPass(batch.tokens, batch.positions, batch.ranges))
+    logits = jax.jit(model.head)(params, hidden)
+    ids = np.arange(logits.shape[-1])
+
+    @jax.jit
+    def sampled(key):
+        narrow, given = sample_vocabulary(key, model, params, batch, 64)
+        found = narrow.head(given, hidden)
+        np.testing.assert_array_equal(found.shape, (1, 30, 30 + 64))
+        ce, hit = sampled_cross_entropy(given, found, batch.tokens)
+        return jnp.exp(ce), hit, found, given[1], given[2]
+
+    odds, hits, found, chosen, weights = jax.vmap(sampled)(jax.random.split(jax.random.key(1), 2000))
+    np.testing.assert_allclose(found[0], logits[..., chosen[0]], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jnp.exp(weights)[:, :30].sum(1), len(set(np.ravel(batch.tokens))), rtol=1e-5)
+    ce, hit = token_cross_entropy(None, params, logits, batch.tokens)
+    np.testing.assert_allclose(odds.mean(0), jnp.exp(ce), rtol=0.05)
+    assert (hits >= hit).all() and odds.std(0).max() > 0  # fewer ids that could be more probable
+    assert ids.size > 94
 
 
 def test_what_does_not_fit_is_refused_by_name(target):

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -43,31 +45,50 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.decode.token_stats import draw
 from mercury_jax.decode.view import process_logits, row_view
-from mercury_jax.types import LM, BlockDrafter, DraftMethod, Model, Params, Pass
+from mercury_jax.types import (
+    LM,
+    BlockDrafter,
+    DrafterPasses,
+    DraftMethod,
+    LookupDrafter,
+    Model,
+    Params,
+    Pass,
+)  # fmt: skip
 
 # --- before decoding
 
 
-def with_block_drafter(lm: LM, drafter: BlockDrafter) -> LM:
+def with_block_drafter(lm: LM, drafter: BlockDrafter | LookupDrafter | str | Path) -> LM:
     """Returns the language model with a block drafter: `sample`, `stream`, a decoder and a server decode with it.
 
     A row under a grammar has no draft: it gets one token in each pass.
 
     Args:
         lm: The model that the drafter was trained for, an autoregressive transformer.
-        drafter: The drafter, from `load_drafter`.
+        drafter: The drafter, from `load_drafter`, or what that loads: a folder, "smollm2-drafter" or "lookup".
 
     Returns:
-        The language model; its parameters are {"target": those of `lm`, "drafter": those of the drafter}.
+        The language model; its parameters are {"target": those of `lm`, "drafter": those of the drafter}, or those of
+        `lm` with "lookup".
 
     Raises:
         ValueError: The drafter was trained for another model, or no hidden states of the model can be read.
+        CheckpointError: There is no such drafter.
 
     Example:
         >>> lm = mj.with_block_drafter(mj.load(TARGET), mj.load_drafter(FOLDER))
         >>> for frame in mj.stream(lm, prompt): ...
     """
     check_lm(lm)
+    if isinstance(drafter, str | Path):
+        from mercury_jax.hub.drafters import load_drafter
+
+        drafter = load_drafter(drafter)
+    if isinstance(drafter, LookupDrafter):
+        if not lm.model.config.autoregressive:
+            raise refuse("lm", lm.name, 'an autoregressive model, to verify drafts of "lookup"')
+        return dataclasses.replace(lm, model=lm.model._replace(drafter=drafter))
     sizes = {name: getattr(lm.model.config, name) for name in ("vocab", "width", "layers")}
     for name, value in (sizes | {"tokenizer": lm.tokenizer.fingerprint}).items():
         if drafter.target[name] != value:
@@ -79,7 +100,7 @@ def with_block_drafter(lm: LM, drafter: BlockDrafter) -> LM:
         raise refuse(
             "draft.params", f"{count} arrays", "the parameters of this drafter, as load_drafter reads them"
         )
-    assert model.drafter is not None
+    assert isinstance(model.drafter, DrafterPasses)
     model = model._replace(drafter=model.drafter._replace(acceptance=drafter.method))
     return dataclasses.replace(lm, model=model, params={"target": lm.params, "drafter": drafter.params})
 
@@ -105,7 +126,7 @@ class BlockDrafts(NamedTuple):
 def block_drafting(acceptance: DraftMethod) -> Method:
     """Makes the method of a model that was joined to a block drafter."""
     return Method(
-        "block_drafting", block_drafted_step, first_drafts, acceptance,
+        "block_drafting", functools.partial(drafted_step, draft_block), first_drafts, acceptance,
         # The verifying pass feeds the last committed token, then the draft, whose tokens it draws by position.
         held_back=1, min_steps=1, position_draws=True, report=lambda state: state.method._asdict(),
     )  # fmt: skip
@@ -117,7 +138,13 @@ def first_drafts(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> 
     return BlockDrafts(zeros, zeros, zeros, zeros - 1)
 
 
-def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+# drafting(config, params, state, rows [B]) -> (the state whose canvases hold the drafts of these rows, `Proposals`)
+Drafting = Callable[[DecodeConfig, Params, State, Array], tuple[State, Any]]
+
+
+def drafted_step(
+    drafting: Drafting, config: DecodeConfig, params: Params, state: State
+) -> tuple[State, Frame]:
     """Drafts a block, and runs one pass of the verifier in which rows encode their prompt or verify the block."""
     # 1. A row that has encoded its prompt opens a canvas: the last committed token, and the positions of a draft.
     opened = open_canvases(config, state)
@@ -125,8 +152,8 @@ def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tu
     # A grammar mask covers one token: rows under a grammar have no draft.
     if not isinstance(state.sampling.constrained, tuple):
         opened = update_rows(opened, state.sampling.constrained, dict(used=jnp.minimum(opened.used, 1)))
-    # 2. One pass of the drafter fills the canvas.
-    state, proposals = draft_block(config, params, opened, unverified & ~opened.done)
+    # 2. The draft fills the canvas.
+    state, proposals = drafting(config, params, opened, unverified & ~opened.done)
     # 3. One causal pass of the verifier, which also writes the drafter's keys of the tokens that it feeds.
     feed, verifying, hidden, state = verifying_pass(config, params, state, unverified)
     logits = config.model.head(params, hidden)
@@ -142,13 +169,13 @@ def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tu
 def draft_block(
     config: DecodeConfig, params: Params, state: State, rows: Bool[Array, "B"]
 ) -> tuple[State, Proposals]:
-    """Drafts a block for some rows.
+    """Drafts a block for some rows by one pass of the drafter.
 
     Returns:
         The state whose canvases hold the drafts, and the distributions from which they were drawn.
     """
     passes, start = config.model.drafter, state.cache_length
-    assert passes is not None
+    assert isinstance(passes, DrafterPasses)
     # 1. tokens [B, L]: the last committed token, then masks. Other rows use 0 tokens, which freezes their cache.
     tokens = jnp.where(jnp.arange(config.width) == 0, state.canvas, -1)
     used, draws = jnp.where(rows, state.used, 0), jnp.zeros_like(rows)

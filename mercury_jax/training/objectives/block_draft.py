@@ -9,22 +9,25 @@ arXiv 2602.06036, section 4).
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax import noise
 from mercury_jax.config import PositiveFloat, PositiveInt, checked, refuse
 from mercury_jax.training.objectives import objective as parts
 from mercury_jax.training.objectives.next_token import next_tokens
 from mercury_jax.training.objectives.objective import Objective
-from mercury_jax.types import Batch, Key, Loss, Model, PackedPass, Params
+from mercury_jax.types import Batch, DrafterPasses, Key, Loss, Model, PackedPass, Params
 
 
 @checked
-def block_draft(*, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0) -> Objective:
+def block_draft(
+    *, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0, sampled: PositiveInt | None = None
+) -> Objective:
     """The cross-entropy of the tokens after each anchor, with weights that fall with the distance.
 
     The token at distance k = 1, 2, ... from its anchor has the weight exp(-(k - 1) / decay): a token is accepted only
@@ -35,6 +38,9 @@ def block_draft(*, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0) -> Obj
     Args:
         anchors: Blocks of a row; fewer where its answers have fewer tokens.
         decay: Distance at which the weight has fallen by a factor of e.
+        sampled: Number of ids, drawn at each step, that stand for all ids that are not in the batch (sampled softmax,
+            arXiv 1412.2007): the head of a large vocabulary is most of the work of a small drafter. The shares are then
+            those among fewer ids, a little too high. None: all ids.
 
     Returns:
         The objective, for a recipe with a `drafter` and any noise.
@@ -46,7 +52,7 @@ def block_draft(*, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0) -> Obj
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         del corruption
         drafter = model.drafter
-        if drafter is None:
+        if not isinstance(drafter, DrafterPasses):
             raise refuse("drafter", None, "a DrafterConfig, for the objective block_draft")
         # 1. The target's hidden states of the whole row, constants for the drafter.
         hidden = model.apply(params, PackedPass(batch.tokens, batch.positions, batch.ranges))
@@ -58,8 +64,11 @@ def block_draft(*, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0) -> Obj
         shape = blocks.target.shape
         masks = jax.tree.map(lambda x: x.reshape(*shape[:2], shape[2] + 1, -1)[:, :, 1:], found)
         flat = lambda x: x.reshape(shape[0], shape[1] * shape[2], *x.shape[3:])
-        reduce = functools.partial(parts.token_cross_entropy, None)
-        scores = parts.reduce_logits(model, params, jax.tree.map(flat, masks), reduce, flat(blocks.target))
+        if sampled is None:
+            scored, reduce = (model, params), functools.partial(parts.token_cross_entropy, None)
+        else:
+            scored, reduce = sample_vocabulary(key, model, params, batch, sampled), sampled_cross_entropy
+        scores = parts.reduce_logits(*scored, jax.tree.map(flat, masks), reduce, flat(blocks.target))
         ce, hit = (x.reshape(shape) for x in scores)
         weight = blocks.exists * jnp.exp(-jnp.arange(shape[2]) / decay)
         # 4. Agreement by distance, and the length of the longest prefix that agrees.
@@ -73,6 +82,53 @@ def block_draft(*, anchors: PositiveInt = 16, decay: PositiveFloat = 4.0) -> Obj
         return Loss((ce * weight).sum((1, 2)), weight.sum((1, 2)), metrics)
 
     return objective
+
+
+def sample_vocabulary(
+    key: Key, model: Model, params: Params, batch: Batch, sampled: int
+) -> tuple[Model, Params]:
+    """Narrows the head to the ids of a batch and to some drawn ids, which stand for all others.
+
+    Args:
+        key: Random key.
+        model: A model with `head_chunk`.
+        params: Its parameters.
+        batch: Packed rows; each of their tokens is one of the ids, so that n = B T + sampled.
+        sampled: Number of drawn ids.
+
+    Returns:
+        A model whose head computes the logits of these ids [.., n], and its parameters: those of the model, the ids
+        [n], and log weights [n] with which the sum of weight * exp(logit) estimates that over the vocabulary.
+    """
+    vocab, own = model.config.vocab, batch.tokens.reshape(-1)
+    drawn = jax.random.randint(jax.random.fold_in(key, 1), (sampled,), 0, vocab)
+    # A token that is in the batch k times counts k times 1 / k; a drawn id that is in the batch counts there.
+    count = jnp.zeros(vocab).at[own].add(1.0)
+    others = jnp.where(count[drawn] > 0, -1e30, math.log(vocab / sampled))
+    ids, weights = jnp.concatenate([own, drawn]), jnp.concatenate([-jnp.log(count[own]), others])
+    chunk = model.head_chunk
+    assert chunk is not None  # a model with a drafter has one
+    head = lambda narrow, hidden: chunk(narrow[0], hidden, narrow[1], len(ids))
+    return model._replace(head=head), (params, ids, weights)
+
+
+def sampled_cross_entropy(
+    narrow: Params, logits: Float[Array, "B T n"], target: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Computes the cross-entropy over a sampled vocabulary: a `Reduce`, as `objective.token_cross_entropy`.
+
+    Args:
+        narrow: The parameters from `sample_vocabulary`.
+        logits: Logits of its ids.
+        target: Target id of each position, one of them.
+
+    Returns:
+        -log p(target) in nats, estimated, and 1.0 where no other of the ids is more probable.
+    """
+    _, ids, weights = narrow
+    chosen = jnp.where(ids == target[..., None], logits, -jnp.inf).max(axis=-1)
+    ce = jax.nn.logsumexp(logits + weights, axis=-1) - chosen
+    return ce, (chosen >= logits.max(axis=-1)).astype(jnp.float32)
 
 
 class Blocks(NamedTuple):
