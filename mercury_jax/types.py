@@ -595,12 +595,14 @@ class DrafterPasses(NamedTuple):
         apply: apply(params, blocks, positions, pass) -> hidden states [B, T, ...]. A pass without a cache over many
             blocks, for training. It reads `Features.blocks` of the target at `positions`; the keys of the blocks come
             after those of the target in the key ranges.
+        target: The model alone.
         acceptance: How drafts are accepted at a temperature above 0; see `mj.Draft.method`.
     """
 
     config: DrafterConfig
     propose: Callable[[Params, Pass], tuple[Hidden, Cache]]
     apply: Callable[[Params, Array, Array, PackedPass], Hidden]
+    target: Model
     acceptance: DraftMethod = "same_seed"
 
     @property

@@ -1,13 +1,14 @@
 """A block drafter: a small network that drafts a block of tokens from hidden states of its target (DFlash, 2602.06036).
 
 The positions of a block are its first token, which is decided, and masks. They attend to each other and to keys and
-values that the drafter computes from the target: the outputs of several blocks of the target are concatenated,
-projected to the width and normalised, and each layer of the drafter projects the result to its keys and values. The
-embedding and the head are those of the target.
+values that the drafter computes from the target: the outputs of several blocks of the target are normalised,
+concatenated, projected to the width and normalised, and each layer of the drafter projects the result to its keys and
+values. The embedding and the head are those of the target.
 
 `join` makes one `Model` of target and drafter. Its passes over a cache also write the drafter's keys of the tokens that
 they feed: prefill, verification and frozen rows need no code of their own. Departs from the reference: the mask is a
-learnt vector, since an autoregressive target has no mask token.
+learnt vector, since an autoregressive target has no mask token; and the outputs of the blocks have the same size
+before they are projected, since those of late blocks are many times those of early ones.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.cache import KV
 from mercury_jax.models.layers import GatedMLP, Linear, OutputProjection, RMSNorm, fan_in
 from mercury_jax.models.masks import NetworkInputs
+from mercury_jax.models.norms import inverse_rms
 from mercury_jax.models.ops import INIT_OPS, Ops
 from mercury_jax.models.rope import rope, rope_frequencies
 from mercury_jax.models.tensor_parallel import cache_ops, training_ops
@@ -106,7 +108,9 @@ class DrafterNetwork(nn.Module):
 
     def context(self, features: Float[Array, "B T nD"], positions: Int[Array, "B T"]) -> list[KV]:
         """Computes each layer's keys and values of positions of the target."""
-        x = self.feature_norm(self.project(features))  # [B, T, D]
+        each = features.reshape(*features.shape[:-1], -1, self.target.width)  # [B, T, n, D]
+        each = each * inverse_rms([each], self.target.norm_eps)[0].astype(each.dtype)
+        x = self.feature_norm(self.project(each.reshape(features.shape)))  # [B, T, D]
         return [block.attention.keys(x, positions) for block in self.blocks]
 
     def denoise(
@@ -207,5 +211,5 @@ def join(config: DrafterConfig, target: Model) -> Model:
         soft_masked=None,
         rings=None,
         features=None,
-        drafter=DrafterPasses(config, propose, apply_drafter),
+        drafter=DrafterPasses(config, propose, apply_drafter, target),
     )

@@ -105,6 +105,14 @@ def with_block_drafter(lm: LM, drafter: BlockDrafter | LookupDrafter | str | Pat
     return dataclasses.replace(lm, model=model, params={"target": lm.params, "drafter": drafter.params})
 
 
+def without_drafter(lm: LM) -> LM:
+    """Returns the language model that decodes left to right: what was joined to its drafter, or `lm` itself."""
+    drafter = lm.model.drafter
+    if isinstance(drafter, DrafterPasses):
+        return dataclasses.replace(lm, model=drafter.target, params=lm.params["target"])
+    return dataclasses.replace(lm, model=lm.model._replace(drafter=None))
+
+
 @functools.cache
 def _shapes(model: Model) -> Any:
     """Returns the shapes of the drafter's parameters of a joined model."""

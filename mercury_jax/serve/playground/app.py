@@ -504,7 +504,8 @@ def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
 
 def decodes_left_to_right(lm: LM) -> bool:
     """Says whether `rules.autoregressive` is a second way to decode a model."""
-    return lm.model.config.predicts_next and not lm.model.config.autoregressive
+    model = lm.model
+    return model.config.predicts_next and (not model.config.autoregressive or model.drafter is not None)
 
 
 def page_info(engine: Engine, locked: bool) -> dict[str, Any]:

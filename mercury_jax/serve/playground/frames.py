@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.decode.methods.block_drafter import without_drafter
 from mercury_jax.decode.rules import autoregressive
 from mercury_jax.decode.state import bucket as padded_size
 from mercury_jax.decode.stream import stream
@@ -88,7 +89,7 @@ def left_to_right(lm: LM, request: EngineRequest) -> Iterator[Snapshot]:
 
     This rule changes the program of an engine, so it cannot share a batch with other rules; `mj.stream` decodes alone.
     """
-    sampler, size = autoregressive(request.temperature or 0.0), request.max_output
+    lm, sampler, size = without_drafter(lm), autoregressive(request.temperature or 0.0), request.max_output
     for out in stream(lm, list(request.prompt), max_tokens=size, seed=request.seed, sampler=sampler):
         n, forced = len(out.tokens), np.zeros(len(out.tokens), bool)
         snapshot = Snapshot(

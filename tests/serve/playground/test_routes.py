@@ -15,6 +15,7 @@ from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from mercury_jax.viz import label
 from tests.cli.tiny_model import tiny_lm
+from tests.decode.test_block_drafter import drafter, verifier
 from tests.serve.playground.asking import ask, events
 from tests.serve.playground.scripted import Scripted, shot, unveiled
 from tests.serve.playground.served import Served
@@ -65,6 +66,21 @@ def test_the_opponent_of_a_race_is_the_same_model_left_to_right(served):
     assert passes == list(range(1, int(out.forwards[0]) + 1)) and end["forwards"] == passes[-1]
     times = [e["ms"] for e in found[1:-1]]
     assert times == sorted(times) and times[0] > 0 and len(served.engine.tickets) == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft", ["block", "lookup"])
+def test_the_opponent_of_a_drafted_model_is_the_model_alone(draft):
+    lm = verifier("float32")
+    joined = mj.with_block_drafter(lm, drafter(dtype="float32") if draft == "block" else draft)
+    asked = {"kind": "text", "prompt": "ab", "max_tokens": 12}
+    with Served(Scripted(joined, three)) as served:
+        info = json.loads(ask(served.url + "playground/info")[2])
+        found = events(served.url + "playground/stream", asked | {"rule": "autoregressive"})
+    out = mj.sample(lm, "ab", max_tokens=12)
+    assert info["baselines"][0] == "autoregressive"
+    assert (found[-1]["text"], found[-1]["forwards"]) == (out.text, int(out.forwards[0]))
+    assert out.lengths[0] > 4
 
 
 def test_a_hole_is_prompt_and_suffix(served):
