@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.compilation import compilations
 from mercury_jax.config import DrafterConfig
 from mercury_jax.decode import rules
 from mercury_jax.models.drafter import join
@@ -78,6 +79,38 @@ def test_text_is_the_verifiers_with_the_same_seed():
     assert (emitted <= out.forwards).all() and (emitted >= out.forwards - ended - 1).all()
     assert (out.draft.accepted <= out.draft.proposed).all() and (out.draft.forwards == out.forwards).all()
     assert out.draft.acceptance > 0.05 and out.forwards.sum() < plain.forwards.sum()
+
+
+@functools.cache
+def nano():
+    return mj.load()
+
+
+REPEATED = {
+    "block drafter": (verifier, lambda: dict(draft=drafter(dtype="float32"))),
+    "lookup": (verifier, lambda: dict(draft="lookup")),
+    "draft": (nano, lambda: dict(draft=mj.Draft(nano(), tokens=4))),
+    "self speculation": (nano, lambda: dict(sampler=rules.self_speculation(4))),
+    "lookahead": (tiny, lambda: dict(sampler=rules.threshold(0.9), plan=mj.Plan(lookahead=1))),
+    "refresh": (
+        lambda: tiny("bidirectional"),
+        lambda: dict(plan=mj.Plan(refresh=mj.Refresh.prefix(), block=4)),
+    ),
+    "fused": (tiny, lambda: dict(plan=mj.Plan(fuse_commit=2))),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_second_call_compiles_nothing(name):
+    """A method is the same function in each call: otherwise each one traces and compiles its program again."""
+    model, how = REPEATED[name]
+    lm = model("float32") if model is verifier else model()
+    sample = lambda seed: mj.sample(lm, [5, 6, 7], max_tokens=8, seed=seed, **how())
+    sample(1)
+    before = compilations()
+    sample(2)
+    assert compilations() == before
 
 
 @pytest.mark.long

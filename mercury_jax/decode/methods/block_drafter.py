@@ -131,6 +131,7 @@ class BlockDrafts(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass in which the drafter's logits were NaN; -1: none
 
 
+@functools.cache  # equal arguments give the same functions, so that compiled programs are shared
 def block_drafting(acceptance: DraftMethod) -> Method:
     """Makes the method of a model that was joined to a block drafter."""
     return Method(

@@ -20,6 +20,7 @@ from mercury_jax.decode.state import DecodeConfig, Method, State, update_rows
 from mercury_jax.types import Params
 
 
+@functools.cache  # equal arguments give the same functions, so that compiled programs are shared
 def prompt_lookup(ngram: int) -> Method:
     """Makes the method of a model with a `LookupDrafter`."""
     return Method(
