@@ -31,7 +31,7 @@ from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training import data as pipelines, distributed, loop, lora, report
 from mercury_jax.training.data.corpus import Shards
 from mercury_jax.training.data.pipeline import PackedIterator
-from mercury_jax.training.data.sources import find_paths
+from mercury_jax.training.data.sources import end_of_answer, find_paths
 from mercury_jax.training.objectives import layout_of
 from mercury_jax.training.recipe import InitModel, TrainConfig
 from mercury_jax.training.step import check_objective, make_evaluator
@@ -40,6 +40,7 @@ from mercury_jax.types import LM, Model, Params
 _LOG = logging.getLogger("mercury_jax")
 TOKENIZER, MODEL = "tokenizer.model", "model"  # names in the run's folder
 ADAPTER, DRAFTER = "adapter", "drafter"
+DRAFTED_BYTES = 64 << 20  # of the training texts whose ids a drafter drafts
 TOKENIZER_BYTES = 3_000_000  # bytes of text that a new tokenizer is trained on
 
 
@@ -123,6 +124,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
     # its own checkpoint; with LoRA or frozen parameters it still needs the frozen ones of `init`.
     params = None if first is None or (at is not None and not partial) else first.params
     if config.drafter is not None:
+        ids = _ids_of(config, tokenizer)
         of_drafter = jax.jit(lambda key: model.init(key)["drafter"])
         params = {"target": params, "drafter": of_drafter(jax.random.key(config.seed))}
     first = None if first is None else dataclasses.replace(first, params={})
@@ -151,13 +153,24 @@ def _train(config: TrainConfig) -> loop.TrainResult:
         decoding = first.decoding
     trained = dataclasses.replace(lm, params=result.ema, card=card, decoding=decoding)
     if config.drafter is not None:
-        made = hub.drafter_of(config.drafter, trained, result.ema["drafter"], config.name)
+        drafter_config = dataclasses.replace(config.drafter, ids=ids)
+        made = hub.drafter_of(drafter_config, trained, result.ema["drafter"], config.name)
         hub.save_drafter(config.folder / DRAFTER, made, card=card)
     elif config.lora.rank:
         hub.save_adapter(config.folder / ADAPTER, trained, config.noise, config.init)
     else:
         hub.save(config.folder / MODEL, trained, config.noise)
     return result
+
+
+def _ids_of(config: TrainConfig, tokenizer: AnyTokenizer) -> tuple[int, ...]:
+    """The ids of the first 64 MB of the training texts, and the one that ends an answer; (), all, for shards."""
+    if any(isinstance(source, Shards) for source, _ in config.mixture.sources):
+        return ()
+    found = {end_of_answer(tokenizer)}
+    for text in pipelines.texts(config.mixture, DRAFTED_BYTES, config.seed):
+        found.update(map(int, tokenizer.encode(text)))
+    return tuple(sorted(found))
 
 
 def _model(config: TrainConfig, remat: RematPolicy = "none") -> Model:

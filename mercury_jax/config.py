@@ -697,6 +697,8 @@ class DrafterConfig:
         kv_heads: Key and value heads; a divisor of `heads`.
         head_dim: Size of a head.
         ffn: Hidden units of the feed-forward.
+        ids: The ids that are drafted, rising; (): all. A trained drafter has those of its training texts: the head of a
+            large vocabulary is more work than the rest of it, mostly for ids that it never drafts (2502.14856).
     """
 
     features: tuple[NonNegativeInt, ...]
@@ -706,6 +708,7 @@ class DrafterConfig:
     kv_heads: PositiveInt = 4
     head_dim: PositiveInt = 64
     ffn: PositiveInt = 1024
+    ids: tuple[NonNegativeInt, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "drafter.")
@@ -713,6 +716,7 @@ class DrafterConfig:
         refuse_if(
             self,
             (not rising, "features", "indices of blocks of the target, rising"),
+            (list(self.ids) != sorted(set(self.ids)), "ids", "rising, or () for all"),
             (self.heads % self.kv_heads, "kv_heads", f"a divisor of heads = {self.heads}"),
             (self.head_dim % 2, "head_dim", "an even number, for RoPE"),
             prefix="drafter.",

@@ -595,6 +595,7 @@ class DrafterPasses(NamedTuple):
         apply: apply(params, blocks, positions, pass) -> hidden states [B, T, ...]. A pass without a cache over many
             blocks, for training. It reads `Features.blocks` of the target at `positions`; the keys of the blocks come
             after those of the target in the key ranges.
+        head: head(params, hidden states of the drafter) -> logits of the drafted ids [B, T, v], `config.ids` or all.
         target: The model alone.
         acceptance: How drafts are accepted at a temperature above 0; see `mj.Draft.method`.
     """
@@ -602,6 +603,7 @@ class DrafterPasses(NamedTuple):
     config: DrafterConfig
     propose: Callable[[Params, Pass], tuple[Hidden, Cache]]
     apply: Callable[[Params, Array, Array, PackedPass], Hidden]
+    head: Callable[[Params, Hidden], Array]
     target: Model
     acceptance: DraftMethod = "same_seed"
 

@@ -1,7 +1,8 @@
 """`mercury demo`: the embedded model turns noise into answers, beside the same weights decoded left to right.
 
 `scenes` draws the questions from a seed: a sudoku, a sum, a hole between two texts, a wrong digit, and a schema. Each
-is asked once, and the answer is checked. Then `medians` times held-out sudokus and sums by both decodings.
+is asked once, and the answer is checked. Then `medians` times held-out sudokus and sums by both decodings, and
+`pretrained` asks SmolLM2 where it is installed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Demo:
     coloured ones are guesses, and ░ is noise. Sudokus and sums are held out: the
     model was not trained on them. Times are medians of five calls, compiled and
     without drawing, beside those of the rule `autoregressive`: the same weights
-    from left to right, one token per forward pass, with a KV cache.
+    from left to right, one token per forward pass, with a KV cache. Where the
+    weights of SmolLM2 are installed, a pretrained model answers too, left to
+    right and with a drafter that changes nothing but the time.
 
     examples:
       mercury demo
@@ -72,6 +75,17 @@ TIMED = 5  # calls behind the time of a scene, in alternation with left to right
 MEDIAN_OF = 25  # an odd number of questions of a task behind a median
 HOLE = 4  # most tokens of the hole
 NAMES = ("name", "value", "path", "size", "key", "data", "index", "line", "text", "mode", "count", "label")
+PRETRAINED, DRAFTER, WORDS = (
+    "smollm2",
+    "smollm2-drafter",
+    96,
+)  # a pretrained model, its drafter, tokens of its answer
+ASKED = (
+    "Tom has 3 boxes with 12 pencils each. He gives 8 pencils away. How many pencils does he have left?",
+    "A baker bakes 20 loaves a day and sells 15 of them. How many loaves are left after 4 days?",
+    "Anna reads 25 pages on Monday and twice as many on Tuesday. How many pages does she read on both days?",
+    "A train travels 60 miles in an hour. How far does it travel in 3 and a half hours?",
+)
 LEFT = "autoregressive"  # the opponent: the same weights from left to right, with a KV cache
 
 
@@ -118,6 +132,9 @@ def run(argv: Sequence[str]) -> int:
         if args.json:
             show.emit(record)
         say(line)
+    record = pretrained(args.seed, say)
+    if record is not None and args.json:
+        show.emit(record)
     say(f"\n{_first()}{NEXT}")
     return int(not all(right))
 
@@ -338,6 +355,34 @@ def medians(lm: LM, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
         times = _times(theirs["seconds"], ours["seconds"])
         line = f"Median of {MEDIAN_OF} held-out questions of {name}: {here}; left to right {there} ({times})"
         yield {"task": name, "n": MEDIAN_OF, **ours, LEFT: theirs}, line
+
+
+def pretrained(seed: int, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Asks SmolLM2 left to right and with its drafter, which gives the same text; None where it is not installed."""
+    from mercury_jax.checkpoint import CheckpointError
+    from mercury_jax.decode.methods.block_drafter import with_block_drafter
+    from mercury_jax.decode.sample import sample
+    from mercury_jax.hub.load import load
+
+    try:
+        lm = load(PRETRAINED)
+    except CheckpointError:
+        return None
+    prompt = [{"role": "user", "content": ASKED[seed % len(ASKED)]}]
+    say(
+        f"\n--- A pretrained model, {lm.name}, left to right and with a drafter\n\n{ASKED[seed % len(ASKED)]}\n"
+    )
+    ways = (with_block_drafter(lm, DRAFTER), lm)
+    calls = [[sample(way, prompt, max_tokens=WORDS) for way in ways] for _ in range(1 + TIMED)][1:]
+    seconds = [statistics.median(o.seconds for o in one) for one in zip(*calls, strict=True)]
+    passes = [int(o.forwards[0]) for o in calls[0]]
+    same = calls[0][0].text == calls[0][1].text
+    costs = [f"{count(n, 'forward pass')}, {1000 * s:.0f} ms" for n, s in zip(passes, seconds, strict=True)]
+    say(f"{calls[0][1].text}\n\n  left to right, with a KV cache: {costs[1]}")
+    verdict = "the same text" if same else "another text, from a near tie that rounding broke differently"
+    say(f"  drafted: {costs[0]} ({_times(seconds[1], seconds[0])}), {verdict}")
+    drafted, left = ({"forwards": n, "seconds": s} for n, s in zip(passes, seconds, strict=True))
+    return {"model": lm.name, "text": calls[0][1].text, "same": same, **drafted, LEFT: left}
 
 
 def _frames(lm: LM, prompt: Any) -> Any:

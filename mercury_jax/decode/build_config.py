@@ -146,11 +146,14 @@ def _silent(model: Model) -> Model:
             (len(given.tokens), given.tokens.shape[1] + masks, sizes.width), sizes.dtype
         ), given.cache
 
+    head = lambda size: lambda params, hidden: jnp.zeros((*hidden.shape[:-1], size), dtype)
     drafter = model.drafter
     return model._replace(
         forward=forward,
-        drafter=drafter._replace(propose=forward) if isinstance(drafter, DrafterPasses) else drafter,
-        head=lambda params, hidden: jnp.zeros((*hidden.shape[:-1], sizes.vocab), dtype),
+        drafter=drafter._replace(propose=forward, head=head(len(drafter.config.ids) or sizes.vocab))
+        if isinstance(drafter, DrafterPasses)
+        else drafter,
+        head=head(sizes.vocab),
         head_chunk=model.head_chunk
         and (lambda p, hidden, first, n: jnp.zeros((*hidden.shape[:-1], n), dtype)),
         condition=lambda params, logits: model.condition(None, logits),

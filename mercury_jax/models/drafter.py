@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import DrafterConfig, ModelConfig, refuse
@@ -158,6 +159,8 @@ def join(config: DrafterConfig, target: Model) -> Model:
     if config.features[-1] >= target.config.layers:
         allowed = f"indices below {target.config.layers}, the blocks of the target"
         raise refuse("drafter.features", config.features, allowed)
+    if config.ids and config.ids[-1] >= target.config.vocab:
+        raise refuse("drafter.ids", config.ids[-1], f"ids below {target.config.vocab}, those of the target")
     c, reader = target.config, target.features(config.features)
     net = DrafterNetwork(config, c)
     decoding, training = net.clone(ops=cache_ops(None, None)), net.clone(ops=training_ops(None, None))
@@ -199,17 +202,20 @@ def join(config: DrafterConfig, target: Model) -> Model:
     def empty_cache(batch: int, slots: int) -> JoinedCache:
         return JoinedCache(target.empty_cache(batch, slots), kv_cache.empty_cache(c, batch, slots, shapes))
 
-    head_chunk = reader.head_chunk
+    head, head_chunk = lambda params, hidden: reader.head(params["target"], hidden), reader.head_chunk
+    assert head_chunk is not None
+    chunk = lambda params, hidden, *ids: head_chunk(params["target"], hidden, *ids)
+    ids = np.asarray(config.ids, np.int32)
+    drafted = (lambda params, hidden: chunk(params, hidden, ids, len(ids))) if config.ids else head
     return target._replace(
         init=init,
         apply=apply,
         forward=forward,
-        head=lambda params, hidden: reader.head(params["target"], hidden),
-        head_chunk=head_chunk
-        and (lambda p, hidden, first, size: head_chunk(p["target"], hidden, first, size)),
+        head=head,
+        head_chunk=chunk,
         empty_cache=empty_cache,
         soft_masked=None,
         rings=None,
         features=None,
-        drafter=DrafterPasses(config, propose, apply_drafter, target),
+        drafter=DrafterPasses(config, propose, apply_drafter, drafted, target),
     )

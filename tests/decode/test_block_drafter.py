@@ -33,12 +33,10 @@ verifier = functools.partial(test_drafting.verifier, layers=3)
 
 
 @functools.cache
-def drafter(method="same_seed", dtype="float64"):
+def drafter(method="same_seed", dtype="float64", ids=()):
     """A random drafter of two layers, which reads two blocks of the verifier."""
-    config, lm = (
-        DrafterConfig(features=(0, 2), block=BLOCK, heads=2, kv_heads=1, head_dim=8, ffn=32),
-        verifier(dtype),
-    )
+    sizes = dict(features=(0, 2), block=BLOCK, heads=2, kv_heads=1, head_dim=8, ffn=32)
+    config, lm = DrafterConfig(**sizes, ids=ids), verifier(dtype)
     made = jax.jit(join(config, lm.model).init)(jax.random.key(1))["drafter"]
     target = {"vocab": VOCAB, "width": 16, "layers": 3, "tokenizer": tokenizer().fingerprint}
     params = jax.tree.map(lambda x: x.astype(dtype), made)
@@ -67,10 +65,11 @@ def check_same(plain, out):
     assert out.finish == plain.finish and out.texts == plain.texts
 
 
-def test_text_is_the_verifiers_with_the_same_seed():
+@pytest.mark.parametrize("ids", [(), (SPECIAL.eos, 300, 303)], ids=["all_ids", "some_ids"])
+def test_text_is_the_verifiers_with_the_same_seed(ids):
     with jax.enable_x64(True):
         plain = mj.sample(verifier(), prompts(), **asked())
-        out = mj.sample(verifier(), prompts(), draft=drafter(), **asked())
+        out = mj.sample(verifier(), prompts(), draft=drafter(ids=ids), **asked())
     check_same(plain, out)
     assert set(out.finish) == {"stop", "length"}
     # Each verifying pass gives the accepted tokens and one more, but for the end of text.
@@ -144,7 +143,7 @@ def test_rejection_keeps_greedy_text_and_draws_others():
     how = dict(max_tokens=TOKENS, logit_bias=FEW, seed=1, temperature=(np.arange(ROWS) % 2 * 2.0))
     with jax.enable_x64(True):
         plain = mj.sample(verifier(), prompts(), **how)
-        out = mj.sample(verifier(), prompts(), draft=drafter("rejection"), **how)
+        out = mj.sample(verifier(), prompts(), draft=drafter("rejection", ids=(SPECIAL.eos, 301, 302)), **how)
     for a, b in list(zip(plain.tokens, out.tokens, strict=True))[::2]:
         np.testing.assert_array_equal(a, b)
     assert any(a.tolist() != b.tolist() for a, b in zip(plain.tokens[1::2], out.tokens[1::2], strict=True))
@@ -208,7 +207,7 @@ def test_what_does_not_fit_is_refused_by_name():
     lm, own = verifier("float32"), drafter(dtype="float32")
     other = lambda **sizes: dataclasses.replace(own, target={**own.target, **sizes})
     unread = dataclasses.replace(lm, model=lm.model._replace(features=None))
-    deep = dataclasses.replace(own.config, features=(0, 3))
+    deep, wide = (dataclasses.replace(own.config, **x) for x in (dict(features=(0, 3)), dict(ids=(5, 320))))
     wrong = [
         (lm, dict(draft=other(vocab=97)), "draft is 'drafter, for a model with vocab 97'.*vocab is 320"),
         (lm, dict(draft=other(width=8)), "width is 16"),
@@ -218,6 +217,7 @@ def test_what_does_not_fit_is_refused_by_name():
         (unread, dict(draft=own), "lm is 'ModelConfig'.*hidden states are read"),
         (tiny(), dict(draft=own), "lm is 'tiny causal_encoder'.*predicts the next"),
         (lm, dict(draft=dataclasses.replace(own, join=functools.partial(join, deep))), "drafter.features"),
+        (lm, dict(draft=dataclasses.replace(own, join=functools.partial(join, wide))), "drafter.ids is 320"),
         (lm, dict(draft=own, plan=mj.Plan(block=4)), "plan"),
         (lm, dict(draft=own, guidance=1.0), "guidance"),
         (lm, dict(draft=own, keep=True), "keep"),
@@ -232,6 +232,7 @@ def test_what_does_not_fit_is_refused_by_name():
         (lambda: DrafterConfig(features=(2, 1)), "drafter.features"),
         (lambda: DrafterConfig(features=(1,), block=1), "drafter.block"),
         (lambda: DrafterConfig(features=(1,), heads=3), "drafter.kv_heads"),
+        (lambda: DrafterConfig(features=(1,), ids=(5, 4)), "drafter.ids"),
     ]:
         with pytest.raises(ValueError, match=match):
             make()

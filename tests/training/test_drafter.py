@@ -93,6 +93,11 @@ def test_a_trained_drafter_is_accepted_more_often_and_the_text_stays(target, run
     names = json.loads(next(iter(saved.values())).read_text())["arrays"]
     assert names and not any("target" in name for name in names)
     assert sum(x.size for x in jax.tree.leaves(drafter.params)) == sum(x.size for x in jax.tree.leaves(fresh))
+    # It drafts the ids of its training texts, and the end of an answer.
+    ids, texts = set(drafter.config.ids), [out for out in plain.texts if out.strip()]
+    assert (
+        all(ids.issuperset(lm.tokenizer.encode(text)) for text in texts) and len(ids) < lm.model.config.vocab
+    )
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
@@ -43,7 +44,7 @@ from mercury_jax.decode.state import (
     position_uniforms,
     update_rows,
 )
-from mercury_jax.decode.token_stats import draw
+from mercury_jax.decode.token_stats import NEVER, draw
 from mercury_jax.decode.view import process_logits, row_view
 from mercury_jax.types import (
     LM,
@@ -191,7 +192,11 @@ def draft_block(
     given = Pass(tokens, state.cache, start, used, start + used, draws, length=state.limits.max_end)
     hidden, cache = passes.propose(params, given)
     # 2. Each mask predicts its own token: logits [B, L - 1, V] of the tokens after the committed one.
-    logits = config.model.head(params, jax.tree.map(lambda x: x[:, 1:], hidden))
+    logits = passes.head(params, jax.tree.map(lambda x: x[:, 1:], hidden))
+    if passes.config.ids:
+        every = jnp.full((*logits.shape[:-1], config.model.config.vocab), NEVER, logits.dtype)
+        ids = np.asarray(passes.config.ids, np.int32)
+        logits = every.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
     drafts, logits = jax.vmap(functools.partial(draw_draft, config))(state.without_cache(), logits)
     # 3. The canvas [B, L]: the last committed token, and the draft.
     canvas = jnp.concatenate([state.canvas[:, :1], drafts], axis=1)
