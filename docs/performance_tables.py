@@ -92,6 +92,21 @@ def effort() -> str:
     return markdown("effort | Sudoku | passes | sums | passes", lines)
 
 
+def pretrained() -> str:
+    names = {"gsm8k": "GSM8K", "short": "short questions", "json": "JSON with given keys"}
+    lines = []
+    for row in read("real-smollm2-2026-11-28"):
+        interval = f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["speedup"] != 1 else ""
+        lines.append([
+            names[row["task"]], row["batch"], row["way"], f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}{interval}", f"{row['tokens_per_forward']:.2f}",
+            f"{row['correct']} of {row['n']} ({percent(row['low'])} to {percent(row['high'])}%)",
+            f"{percent(row['agreement'])}%",
+        ])  # fmt: skip
+    head = "questions | rows | way | tokens/s | times | tokens a pass | right | same answers"
+    return markdown(head, lines)
+
+
 def overhead() -> str:
     lines = []
     for batch in (1, 8):
@@ -291,7 +306,7 @@ def h200_attention() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        effort, overhead, cache, cache_blocks, peer, training, serving, quantisation,
+        effort, pretrained, overhead, cache, cache_blocks, peer, training, serving, quantisation,
         quantisation_pretrained, programs, plan, h200_models, h200_grouped, h200_attention,
     )
 }  # fmt: skip

@@ -699,6 +699,8 @@ class DrafterConfig:
         ffn: Hidden units of the feed-forward.
         ids: The ids that are drafted, rising; (): all. A trained drafter has those of its training texts: the head of a
             large vocabulary is more work than the rest of it, mostly for ids that it never drafts (2502.14856).
+        lookup: Tokens that, where they stood in the text before, are followed by what followed them then instead of a
+            draft; 0: never.
     """
 
     features: tuple[NonNegativeInt, ...]
@@ -709,6 +711,7 @@ class DrafterConfig:
     head_dim: PositiveInt = 64
     ffn: PositiveInt = 1024
     ids: tuple[NonNegativeInt, ...] = dataclasses.field(default=(), repr=False)
+    lookup: NonNegativeInt = 3
 
     def __post_init__(self) -> None:
         check_fields(self, "drafter.")

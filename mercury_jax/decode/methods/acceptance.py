@@ -1,6 +1,7 @@
-"""What the two methods of drafting share: who may verify, rejection sampling, and the count of accepted tokens.
+"""What the methods of drafting share: who may verify, rejection sampling, the count of accepted tokens, and the lookup.
 
-`drafting.py` drafts with a diffusion model, `block_drafter.py` with a network that reads hidden states of the verifier.
+`drafting.py` drafts with a diffusion model, `block_drafter.py` with a network that reads hidden states of the verifier,
+`prompt_lookup.py` with the text itself.
 """
 
 from __future__ import annotations
@@ -53,6 +54,24 @@ def count_drafts(
     accepted = jnp.minimum(jnp.cumprod(agrees.astype(jnp.int32), axis=1).sum(1), frame.used)
     of_rows = lambda count: jnp.where(rows, count, 0).astype(jnp.int32)
     return of_rows(exists.sum(1)), of_rows(accepted)
+
+
+def look_up_row(
+    size: int, ngram: int, tokens: Int[Array, "S"], last: Int[Array, ""]
+) -> tuple[Int[Array, "L"], Int[Array, ""]]:
+    """Finds where the tokens up to `last` stood before: what followed them, and how many there were, at most `ngram`.
+
+    The longest match counts, of several the latest; the length is 0 if there is none. Where what followed reaches
+    `last`, it goes on periodically.
+    """
+    at, back = jnp.arange(len(tokens)), jnp.arange(ngram)[:, None]
+    # same [n, S]: whether the token n before each position is the one n before the last; then whether all up to n are.
+    same = tokens[jnp.maximum(at - back, 0)] == tokens[jnp.maximum(last - back, 0)]
+    same &= back <= jnp.minimum(at, last)
+    length = jnp.where(at < last, jnp.cumprod(same.astype(jnp.int32), axis=0).sum(0), 0)
+    best = jnp.argmax(length * len(tokens) + at * (length > 0))
+    period = jnp.maximum(last - best, 1)
+    return tokens[best + 1 + jnp.arange(size) % period], length[best]
 
 
 class Proposals(NamedTuple):

@@ -6,6 +6,8 @@ then runs one causal pass over the last committed token and the draft, as in `se
 prefix of the draft that it agrees with, and one token more. The hidden states of this pass extend what the drafter
 reads.
 
+Where the last few tokens stood in the text before, the draft is what followed them then (`prompt_lookup`).
+
 The drafter reads the text through the verifier, so that one to three layers are enough. Embedding and head are the
 verifier's. Both models are joined to one `Model` (`models.drafter.join`), whose cache holds the keys of both: each pass
 of the verifier writes them, prefill included. What a rejected draft has written lies behind `cache_length`, and the
@@ -32,7 +34,13 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.decode.denoise import open_canvases
 from mercury_jax.decode.inputs import check_lm
-from mercury_jax.decode.methods.acceptance import DRAFT_KEY, Proposals, accept_or_redraw, count_drafts
+from mercury_jax.decode.methods.acceptance import (
+    DRAFT_KEY,
+    Proposals,
+    accept_or_redraw,
+    count_drafts,
+    look_up_row,
+)  # fmt: skip
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
 from mercury_jax.decode.state import (
     DecodeConfig,
@@ -198,7 +206,14 @@ def draft_block(
         ids = np.asarray(passes.config.ids, np.int32)
         logits = every.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
     drafts, logits = jax.vmap(functools.partial(draw_draft, config))(state.without_cache(), logits)
-    # 3. The canvas [B, L]: the last committed token, and the draft.
+    # 3. What the text itself repeats is drafted better by what followed it before.
+    looked = jnp.zeros_like(rows)
+    if ngram := passes.config.lookup:
+        search = functools.partial(look_up_row, drafts.shape[1], ngram)
+        before, length = jax.vmap(search)(state.tokens, state.cache_length)
+        looked = length == ngram
+        drafts = jnp.where(looked[:, None], before, drafts)
+    # 4. The canvas [B, L]: the last committed token, and the draft.
     canvas = jnp.concatenate([state.canvas[:, :1], drafts], axis=1)
     slot: BlockDrafts = state.method
     is_nan = rows & (slot.nan_step < 0) & jnp.isnan(logits[:, 0].sum(-1))
@@ -207,7 +222,7 @@ def draft_block(
     # The verifying pass predicts one position more than the draft has.
     behind = jnp.pad(logits, ((0, 0), (0, 1), (0, 0)))
     temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
-    sampled = jnp.broadcast_to((temperature > 0)[:, None], tokens.shape)
+    sampled = jnp.broadcast_to(((temperature > 0) & ~looked)[:, None], tokens.shape)
     return drafted._replace(cache=cache, method=slot), Proposals(behind, sampled, temperature)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
+from mercury_jax.decode.methods.acceptance import look_up_row
 from mercury_jax.decode.methods.block_drafter import BlockDrafts, drafted_step, first_drafts
 from mercury_jax.decode.state import DecodeConfig, Method, State, update_rows
 from mercury_jax.types import Params
@@ -34,30 +35,12 @@ def look_up(
 ) -> tuple[State, tuple[()]]:
     """Drafts for some rows; a row whose last token is new has no draft. Implements `block_drafter.Drafting`."""
     del params
-    draft, found = jax.vmap(functools.partial(look_up_row, config.width - 1, config.method.settings))(
-        state.tokens, state.cache_length
-    )
+    search = functools.partial(look_up_row, config.width - 1, config.method.settings)
+    draft, length = jax.vmap(search)(state.tokens, state.cache_length)
+    found = length > 0
     canvas = jnp.concatenate([state.canvas[:, :1], draft], axis=1)
     used = jnp.where(found, state.used, jnp.minimum(state.used, 1))
     slot: BlockDrafts = state.method
     slot = slot._replace(forwards=slot.forwards + (rows & found))
     changes: dict[str, Any] = dict(canvas=canvas, answer=canvas, used=used)
     return update_rows(state, rows, changes)._replace(method=slot), ()
-
-
-def look_up_row(
-    size: int, ngram: int, tokens: Int[Array, "S"], last: Int[Array, ""]
-) -> tuple[Int[Array, "L"], Bool[Array, ""]]:
-    """Returns what follows the longest match of the n-gram that ends at `last`, and whether there is a match."""
-    at = jnp.arange(len(tokens))
-    back = jnp.arange(ngram)[:, None]
-    # same [n, S]: whether the token n before each position is that n before the last one; then for all n' <= n.
-    same = (tokens[jnp.maximum(at - back, 0)] == tokens[jnp.maximum(last - back, 0)]) & (
-        back <= jnp.minimum(at, last)
-    )
-    length = jnp.cumprod(same.astype(jnp.int32), axis=0).sum(0)
-    score = jnp.where(at < last, length * len(tokens) + at, -1)
-    best = jnp.argmax(score)
-    # Between the match and the last token lie `last - best` tokens; beyond them the draft goes on periodically.
-    period = jnp.maximum(last - best, 1)
-    return tokens[best + 1 + jnp.arange(size) % period], score[best] >= len(tokens)
