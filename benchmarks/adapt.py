@@ -97,7 +97,7 @@ def recipe(args: AdaptBenchmark, name: str) -> TrainConfig:
     )
     starts = [round(args.steps * share) for share in np.linspace(0, 0.5, len(args.blocks))]
     growing = tuple(zip(starts, args.blocks, strict=True)) if len(args.blocks) > 1 else ()
-    largest = dataclasses.replace(base.model, block=args.blocks[-1])  # pyright: ignore[reportArgumentType]
+    largest = dataclasses.replace(base.model, block=max(args.blocks))  # pyright: ignore[reportArgumentType]
     return dataclasses.replace(
         base, name=name.replace(" ", "_"), out=str(Path(args.out) / name.replace(" ", "_")), init=args.model,
         model=InitModel() if twin else largest, data=data.mixture(*sources), blocks=() if twin else growing,

@@ -46,7 +46,7 @@ def test_greedy_text_is_that_of_left_to_right(lm, reference, draft):
 
 @pytest.mark.parametrize("method", ["same_seed", "rejection"])
 def test_tokens_at_temperature_1_have_the_distribution_of_left_to_right(lm, method):
-    """Of 256 answers with each (512 in full), each of the first five tokens: chi-square of two samples, rare ids joined."""
+    """Of 256 answers with each (512 in full), each of the first five tokens: chi-square, rare ids joined."""
     chat = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
     drafter, rows = mj.load_drafter("smollm2-drafter", method=method), 64
     found = []
@@ -65,7 +65,7 @@ def test_tokens_at_temperature_1_have_the_distribution_of_left_to_right(lm, meth
         often = counts.sum(0) >= 16
         table = np.concatenate([counts[:, often], counts[:, ~often].sum(1, keepdims=True)], axis=1)
         table = table[:, table.sum(0) > 0]
-        p = stats.chi2_contingency(table).pvalue if table.shape[1] > 1 else 1.0
+        p = stats.chi2_contingency(table)[1] if table.shape[1] > 1 else 1.0
         print(f"{method}: token {place + 1}, {table.shape[1]} classes, p = {p:.3f}")
         assert p > 0.001
 
