@@ -5,6 +5,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,8 @@ def test_tokens_at_temperature_1_have_the_distribution_of_left_to_right(lm, meth
         often = counts.sum(0) >= 16
         table = np.concatenate([counts[:, often], counts[:, ~often].sum(1, keepdims=True)], axis=1)
         table = table[:, table.sum(0) > 0]
-        p = stats.chi2_contingency(table)[1] if table.shape[1] > 1 else 1.0
+        found_p: Any = stats.chi2_contingency(table)[1] if table.shape[1] > 1 else 1.0
+        p = float(found_p)
         print(f"{method}: token {place + 1}, {table.shape[1]} classes, p = {p:.3f}")
         assert p > 0.001
 
