@@ -697,10 +697,10 @@ class DrafterConfig:
         kv_heads: Key and value heads; a divisor of `heads`.
         head_dim: Size of a head.
         ffn: Hidden units of the feed-forward.
-        ids: The ids that are drafted, rising; (): all. A trained drafter has those of its training texts: the head of a
-            large vocabulary is more work than the rest of it, mostly for ids that it never drafts (2502.14856).
-        lookup: Tokens that, where they stood in the text before, are followed by what followed them then instead of a
-            draft; 0: never.
+        ids: The ids that are drafted, in ascending order; (): all. Training sets those of its texts: logits of a large
+            vocabulary cost more than the rest of the drafter, and most ids are never drafted (2502.14856).
+        lookup: If the last `lookup` tokens have occurred in the text before, the draft is what followed them there
+            (`decode.methods.prompt_lookup`); 0: never.
     """
 
     features: tuple[NonNegativeInt, ...]

@@ -662,8 +662,8 @@ class Model(NamedTuple):
         leave_one_out: Whether `Pass.leave_one_out` is supported.
         features: features(blocks) -> the model whose hidden states are `Features` of these blocks; None: its hidden
             states between blocks cannot be read.
-        drafter: Passes of a block drafter that was joined to the model (`models.drafter.join`), or what the model
-            drafts with instead; None: nothing.
+        drafter: How drafts are made that the model verifies: the passes of a block drafter that was joined to it
+            (`models.drafter.join`), or a `LookupDrafter`. None: there are no drafts.
     """
 
     config: ModelConfig

@@ -54,7 +54,7 @@ class Demo:
     no_live: Flag = False
     """Print only the answers."""
     json: Flag = False
-    """Print one JSON object for each scene, and one for each median."""
+    """Print one JSON object for each scene, one for each median, and one for the pretrained model."""
     loading: Annotated[Loading, Group] = field(default_factory=Loading)
 
 
@@ -75,11 +75,8 @@ TIMED = 5  # calls behind the time of a scene, in alternation with left to right
 MEDIAN_OF = 25  # an odd number of questions of a task behind a median
 HOLE = 4  # most tokens of the hole
 NAMES = ("name", "value", "path", "size", "key", "data", "index", "line", "text", "mode", "count", "label")
-PRETRAINED, DRAFTER, WORDS = (
-    "smollm2",
-    "smollm2-drafter",
-    96,
-)  # a pretrained model, its drafter, tokens of its answer
+PRETRAINED, DRAFTER = "smollm2", "smollm2-drafter"
+ANSWERED = 96  # most tokens of an answer of the pretrained model
 ASKED = (
     "Tom has 3 boxes with 12 pencils each. He gives 8 pencils away. How many pencils does he have left?",
     "A baker bakes 20 loaves a day and sells 15 of them. How many loaves are left after 4 days?",
@@ -132,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
         if args.json:
             show.emit(record)
         say(line)
-    record = pretrained(args.seed, say)
+    record = pretrained(args.seed, say) if args.loading.model is None else None
     if record is not None and args.json:
         show.emit(record)
     say(f"\n{_first()}{NEXT}")
@@ -358,22 +355,27 @@ def medians(lm: LM, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def pretrained(seed: int, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Asks SmolLM2 left to right and with its drafter, which gives the same text; None where it is not installed."""
+    """Asks SmolLM2 left to right and with its drafter, which gives the same text; None if it is not installed."""
     from mercury_jax.checkpoint import CheckpointError
     from mercury_jax.decode.methods.block_drafter import with_block_drafter
     from mercury_jax.decode.sample import sample
+    from mercury_jax.hub.gguf import find_gguf
     from mercury_jax.hub.load import load
 
     try:
-        lm = load(PRETRAINED)
+        file = find_gguf(PRETRAINED)
     except CheckpointError:
         return None
-    prompt = [{"role": "user", "content": ASKED[seed % len(ASKED)]}]
-    say(
-        f"\n--- A pretrained model, {lm.name}, left to right and with a drafter\n\n{ASKED[seed % len(ASKED)]}\n"
-    )
+    question = ASKED[seed % len(ASKED)]
+    say(f"\n--- A pretrained model, {PRETRAINED}, left to right and with a drafter\n\n{question}\n")
+    try:
+        lm = load(file)
+    except ValueError as error:  # a damaged file, or gguf is not installed
+        say(str(error))
+        return None
+    prompt = [{"role": "user", "content": question}]
     ways = (with_block_drafter(lm, DRAFTER), lm)
-    calls = [[sample(way, prompt, max_tokens=WORDS) for way in ways] for _ in range(1 + TIMED)][1:]
+    calls = [[sample(way, prompt, max_tokens=ANSWERED) for way in ways] for _ in range(1 + TIMED)][1:]
     seconds = [statistics.median(o.seconds for o in one) for one in zip(*calls, strict=True)]
     passes = [int(o.forwards[0]) for o in calls[0]]
     same = calls[0][0].text == calls[0][1].text

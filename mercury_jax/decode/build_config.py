@@ -131,7 +131,6 @@ def check_functions(config: DecodeConfig, sampling: SamplingParams, params: Para
 
 def _is_ours(function: Any) -> bool:
     """Returns whether a function is one of this package."""
-    function = function.func if isinstance(function, functools.partial) else function
     return (getattr(function, "__module__", None) or "").startswith("mercury_jax.")
 
 

@@ -18,7 +18,7 @@ from mercury_jax.models import drafter as drafters
 from mercury_jax.types import LM, BlockDrafter, DraftMethod, LookupDrafter, Params
 
 LOOKUP = "lookup"
-DRAFTERS, SHIPPED = Path(__file__).parents[1] / "assets", ("smollm2-drafter",)
+SMOLLM2_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-drafter"  # of the package, by its name
 
 
 def drafter_of(config: DrafterConfig, lm: LM, params: Params, name: str) -> BlockDrafter:
@@ -79,22 +79,25 @@ def load_drafter(folder: str | Path, *, method: DraftMethod = "same_seed") -> Bl
         The drafter.
 
     Raises:
-        ValueError: The folder holds another kind of model, or "lookup" cannot do the method.
+        ValueError: The folder holds another kind of model, or "lookup" cannot do the method, or there is no such
+            folder.
         CheckpointError: A file is missing or damaged.
 
     Example:
         >>> drafter = mj.load_drafter("runs/drafter_smollm2/drafter")
         >>> mj.sample(lm, prompts, draft=drafter).draft.acceptance
     """
-    if folder == LOOKUP:
+    path = Path(folder)
+    if folder == LOOKUP and not path.exists():
         if method != "same_seed":
             raise refuse("method", method, "same_seed, for lookup: its drafts have no probabilities")
         return LookupDrafter()
-    folder = DRAFTERS / folder if folder in SHIPPED else Path(folder)
-    if not folder.is_dir():
-        allowed = f"a folder that mercury train wrote, {', '.join(SHIPPED)} or {LOOKUP}"
+    if folder == SMOLLM2_DRAFTER.name and not path.exists():
+        path = SMOLLM2_DRAFTER
+    if not path.is_dir():
+        allowed = f"a folder that mercury train wrote, {SMOLLM2_DRAFTER.name} or {LOOKUP}"
         raise refuse("drafter", str(folder), allowed)
-    opened = checkpoint.load_exported(folder, np.float32)
+    opened = checkpoint.load_exported(path, np.float32)
     about = opened.config
     if "drafter" not in about:
         raise refuse("folder", str(folder), "a folder with a block drafter; mj.load reads other models")

@@ -37,7 +37,7 @@ from mercury_jax.hub.tokenizer_files import own_files
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import Tokenizer
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM, DrafterPasses, Params
 
 EXPORTABLE = (
     "a build that a family of checkpoints has. With same_position, qk_norm and no predicts_next: block_causal "
@@ -184,7 +184,7 @@ def save_hf(
 def _check_savable(lm: LM) -> None:
     """Refuses a model whose parameters are not those of its architecture."""
     check_not_quantised(lm.params)
-    if lm.model.drafter is not None:
+    if isinstance(lm.model.drafter, DrafterPasses):
         raise refuse(
             "lm", f"{lm.name} joined to a block drafter", "the model alone; save_drafter writes the other"
         )

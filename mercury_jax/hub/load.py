@@ -614,9 +614,8 @@ def _folder_tokenizer(folder: Folder, c: ModelConfig) -> AnyTokenizer:
             name: find(folder.path, name) for name in ("tokenizer.json", "vocab.json", "tokenizer.model")
         }
         if there["tokenizer.model"]:
-            with contextlib.suppress(
-                ValueError
-            ):  # ours, which `save_hf` wrote beside the others; else not ours
+            # Ours, if `save_hf` wrote it beside the others.
+            with contextlib.suppress(ValueError):
                 return Tokenizer.load(there["tokenizer.model"])
         files = read_files(folder.path) if any(there.values()) else {}
     if not files:

@@ -127,6 +127,19 @@ def test_a_processor_of_ones_own_is_heeded(draft):
 
 
 @pytest.mark.long
+def test_without_an_id_that_is_never_drafted_the_drafts_are_the_same():
+    """The logits of some ids come back to their places among all."""
+    never, others = 7, tuple(i for i in range(VOCAB) if i != 7)
+    how = dict(max_tokens=TOKENS, temperature=0.0, logit_bias=FEW | {never: -100.0})
+    with jax.enable_x64(True):
+        every, some = (
+            mj.sample(verifier(), prompts(), draft=drafter(ids=ids), **how) for ids in ((), others)
+        )
+    np.testing.assert_array_equal(every.draft.accepted, some.draft.accepted)
+    assert every.draft.accepted.sum() > 0
+
+
+@pytest.mark.long
 def test_several_answers_stop_texts_and_logprobs():
     stop = [tokenizer().decode([301])]
     how = dict(max_tokens=12, temperature=2.0, logit_bias=FEW, seed=2, n=2, stop=stop, logprobs=2)

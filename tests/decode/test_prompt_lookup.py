@@ -66,16 +66,18 @@ def test_a_loop_is_drafted_whole():
 
 
 def test_a_block_drafter_looks_up_what_the_text_repeats():
-    """A random drafter agrees by chance only; with `lookup`, a loop is drafted whole, to the same text."""
-    own, only = drafter(dtype="float32"), dict.fromkeys([300], 100.0)
-    how = dict(max_tokens=26, temperature=0.0, logit_bias=only)
+    """A drafter that cannot draft the one token of the answer is never accepted; with `lookup`, whole blocks are."""
+    own = drafter(dtype="float32", ids=(301, 302))
+    how = dict(max_tokens=26, temperature=0.0, logit_bias=dict.fromkeys([300], 100.0))
     outs = []
     for ngram in (0, 2):
         config = dataclasses.replace(own.config, lookup=ngram)
         draft = dataclasses.replace(own, config=config, join=functools.partial(join, config))
         outs.append(mj.sample(verifier("float32"), [5, 6, 7], draft=draft, **how))
     assert outs[0].tokens[0].tolist() == outs[1].tokens[0].tolist() == [300] * 26
-    assert outs[1].forwards[0] <= outs[0].forwards[0] and outs[1].forwards[0] <= 3 + 4
+    assert outs[0].forwards[0] == 26 and outs[0].draft.accepted[0] == 0
+    # Three tokens one by one, so that a pair of them has occurred before, then a block of 6 a pass.
+    assert outs[1].forwards[0] == 3 + 4
 
 
 @pytest.mark.long

@@ -170,13 +170,12 @@ def test_a_sampled_softmax_estimates_the_whole_one(target):
     params, batch = jax.jit(model.init)(jax.random.key(0)), packed()
     hidden = model.apply(params, PackedPass(batch.tokens, batch.positions, batch.ranges))
     logits = jax.jit(model.head)(params, hidden)
-    ids = np.arange(logits.shape[-1])
 
     @jax.jit
     def sampled(key):
         narrow, given = sample_vocabulary(key, model, params, batch, 64)
         found = narrow.head(given, hidden)
-        np.testing.assert_array_equal(found.shape, (1, 30, 30 + 64))
+        assert found.shape == (1, 30, 30 + 64)
         ce, hit = sampled_cross_entropy(given, found, batch.tokens)
         return jnp.exp(ce), hit, found, given[1], given[2]
 
@@ -186,7 +185,6 @@ def test_a_sampled_softmax_estimates_the_whole_one(target):
     ce, hit = token_cross_entropy(None, params, logits, batch.tokens)
     np.testing.assert_allclose(odds.mean(0), jnp.exp(ce), rtol=0.05)
     assert (hits >= hit).all() and odds.std(0).max() > 0  # fewer ids that could be more probable
-    assert ids.size > 94
 
 
 def test_what_does_not_fit_is_refused_by_name(target):

@@ -59,10 +59,11 @@ def count_drafts(
 def look_up_row(
     size: int, ngram: int, tokens: Int[Array, "S"], last: Int[Array, ""]
 ) -> tuple[Int[Array, "L"], Int[Array, ""]]:
-    """Finds where the tokens up to `last` stood before: what followed them, and how many there were, at most `ngram`.
+    """Finds the longest n-gram that ends at `last` and has occurred before, with n at most `ngram`.
 
-    The longest match counts, of several the latest; the length is 0 if there is none. Where what followed reaches
-    `last`, it goes on periodically.
+    Returns:
+        The `size` tokens that followed its latest occurrence, and n, 0 if there is no occurrence. If fewer than `size`
+        tokens follow it, they are repeated.
     """
     at, back = jnp.arange(len(tokens)), jnp.arange(ngram)[:, None]
     # same [n, S]: whether the token n before each position is the one n before the last; then whether all up to n are.

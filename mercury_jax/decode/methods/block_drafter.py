@@ -6,7 +6,8 @@ then runs one causal pass over the last committed token and the draft, as in `se
 prefix of the draft that it agrees with, and one token more. The hidden states of this pass extend what the drafter
 reads.
 
-Where the last few tokens stood in the text before, the draft is what followed them then (`prompt_lookup`).
+If the last three tokens have occurred in the text before, the draft is what followed them there (`prompt_lookup`),
+unless `DrafterConfig.lookup` says otherwise.
 
 The drafter reads the text through the verifier, so that one to three layers are enough. Embedding and head are the
 verifier's. Both models are joined to one `Model` (`models.drafter.join`), whose cache holds the keys of both: each pass
@@ -40,7 +41,7 @@ from mercury_jax.decode.methods.acceptance import (
     accept_or_redraw,
     count_drafts,
     look_up_row,
-)  # fmt: skip
+)
 from mercury_jax.decode.methods.causal import idle_frame, verify, verifying_pass
 from mercury_jax.decode.state import (
     DecodeConfig,
@@ -49,21 +50,13 @@ from mercury_jax.decode.state import (
     Rows,
     SamplingParams,
     State,
+    Step,
     position_uniforms,
     update_rows,
 )
 from mercury_jax.decode.token_stats import NEVER, draw
 from mercury_jax.decode.view import process_logits, row_view
-from mercury_jax.types import (
-    LM,
-    BlockDrafter,
-    DrafterPasses,
-    DraftMethod,
-    LookupDrafter,
-    Model,
-    Params,
-    Pass,
-)  # fmt: skip
+from mercury_jax.types import LM, BlockDrafter, DrafterPasses, DraftMethod, LookupDrafter, Model, Params, Pass
 
 # --- before decoding
 
@@ -82,8 +75,9 @@ def with_block_drafter(lm: LM, drafter: BlockDrafter | LookupDrafter | str | Pat
         `lm` with "lookup".
 
     Raises:
-        ValueError: The drafter was trained for another model, or no hidden states of the model can be read.
-        CheckpointError: There is no such drafter.
+        ValueError: The drafter was trained for another model, no hidden states of the model can be read, or there is no
+            such drafter.
+        CheckpointError: A file of the drafter is missing or damaged.
 
     Example:
         >>> lm = mj.with_block_drafter(mj.load(TARGET), mj.load_drafter(FOLDER))
@@ -140,14 +134,23 @@ class BlockDrafts(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass in which the drafter's logits were NaN; -1: none
 
 
-@functools.cache  # equal arguments give the same functions, so that compiled programs are shared
 def block_drafting(acceptance: DraftMethod) -> Method:
     """Makes the method of a model that was joined to a block drafter."""
+    return drafted_method("block_drafting", block_drafted_step, acceptance)
+
+
+def drafted_method(name: str, step: Step, settings: Any) -> Method:
+    """Makes a method whose step drafts and verifies. Equal arguments give equal methods, which share programs."""
     return Method(
-        "block_drafting", functools.partial(drafted_step, draft_block), first_drafts, acceptance,
+        name, step, first_drafts, settings,
         # The verifying pass feeds the last committed token, then the draft, whose tokens it draws by position.
-        held_back=1, min_steps=1, position_draws=True, report=lambda state: state.method._asdict(),
+        held_back=1, min_steps=1, position_draws=True, report=report,
     )  # fmt: skip
+
+
+def report(state: State) -> dict[str, Any]:
+    """The counts of the drafts, for `Output.draft`."""
+    return state.method._asdict()
 
 
 def first_drafts(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> BlockDrafts:
@@ -184,6 +187,11 @@ def drafted_step(
     return feed.advance(moved._replace(method=slot)), frame
 
 
+def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """A step of decoding whose drafts are the block drafter's."""
+    return drafted_step(draft_block, config, params, state)
+
+
 def draft_block(
     config: DecodeConfig, params: Params, state: State, rows: Bool[Array, "B"]
 ) -> tuple[State, Proposals]:
@@ -206,7 +214,7 @@ def draft_block(
         ids = np.asarray(passes.config.ids, np.int32)
         logits = every.at[..., ids].set(logits, indices_are_sorted=True, unique_indices=True)
     drafts, logits = jax.vmap(functools.partial(draw_draft, config))(state.without_cache(), logits)
-    # 3. What the text itself repeats is drafted better by what followed it before.
+    # 3. If the last `lookup` tokens have occurred before, what followed them there is the better draft.
     looked = jnp.zeros_like(rows)
     if ngram := passes.config.lookup:
         search = functools.partial(look_up_row, drafts.shape[1], ngram)

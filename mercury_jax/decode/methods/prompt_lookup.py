@@ -16,18 +16,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from mercury_jax.decode.methods.acceptance import look_up_row
-from mercury_jax.decode.methods.block_drafter import BlockDrafts, drafted_step, first_drafts
-from mercury_jax.decode.state import DecodeConfig, Method, State, update_rows
+from mercury_jax.decode.methods.block_drafter import BlockDrafts, drafted_method, drafted_step
+from mercury_jax.decode.state import DecodeConfig, Frame, Method, State, update_rows
 from mercury_jax.types import Params
 
 
-@functools.cache  # equal arguments give the same functions, so that compiled programs are shared
 def prompt_lookup(ngram: int) -> Method:
     """Makes the method of a model with a `LookupDrafter`."""
-    return Method(
-        "prompt_lookup", functools.partial(drafted_step, look_up), first_drafts, ngram,
-        held_back=1, min_steps=1, position_draws=True, report=lambda state: state.method._asdict(),
-    )  # fmt: skip
+    return drafted_method("prompt_lookup", looked_up_step, ngram)
+
+
+def looked_up_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
+    """A step of decoding whose drafts come from the text of the row."""
+    return drafted_step(look_up, config, params, state)
 
 
 def look_up(

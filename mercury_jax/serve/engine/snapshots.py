@@ -68,9 +68,8 @@ def pass_snapshots(
         waits = bool(report.waits[slot]) and k == len(denoised) - 1
         if run.gate is not None and run.gate.begun:
             start, size = int(frames.start[i, slot]), int(frames.used[i, slot])
-            if (
-                not waits
-            ):  # a model that decides one token a pass may have ended the text: its end is no token of it
+            # A model that decides one token a pass may have ended the text: its end is no token of it.
+            if not waits:
                 size = min(size, int(report.end[slot]) - start)
             proposal: Any = frames.answer[i, slot, :size], frames.accepted[i, slot, :size]
             run.gate.propose(start, *proposal, on_device=not waits)
