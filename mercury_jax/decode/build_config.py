@@ -39,7 +39,7 @@ from mercury_jax.decode.state import (
     bucket,
     first_state,
 )
-from mercury_jax.types import LM, DrafterPasses, LookupDrafter, Model, Params, Pass, accumulation_dtype
+from mercury_jax.types import LM, LookupDrafter, Model, Params, Pass, accumulation_dtype
 
 
 def build_config(
@@ -145,14 +145,9 @@ def _silent(model: Model) -> Model:
             (len(given.tokens), given.tokens.shape[1] + masks, sizes.width), sizes.dtype
         ), given.cache
 
-    head = lambda size: lambda params, hidden: jnp.zeros((*hidden.shape[:-1], size), dtype)
-    drafter = model.drafter
     return model._replace(
         forward=forward,
-        drafter=drafter._replace(propose=forward, head=head(len(drafter.config.ids) or sizes.vocab))
-        if isinstance(drafter, DrafterPasses)
-        else drafter,
-        head=head(sizes.vocab),
+        head=lambda params, hidden: jnp.zeros((*hidden.shape[:-1], sizes.vocab), dtype),
         head_chunk=model.head_chunk
         and (lambda p, hidden, first, n: jnp.zeros((*hidden.shape[:-1], n), dtype)),
         condition=lambda params, logits: model.condition(None, logits),

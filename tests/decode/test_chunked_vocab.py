@@ -21,6 +21,7 @@ from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler, accept
 from mercury_jax.decode.token_stats import NEVER, draw, token_stats
 from mercury_jax.models.gemma import GemmaConfig
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LM
 from tests.tiny import tiny
 
@@ -185,6 +186,12 @@ def test_a_part_of_the_logits_is_a_part_of_all(tied):
         np.testing.assert_allclose(
             m.head_chunk(params, x, 30, 50), m.head(params, x)[..., 30:80], rtol=1e-5, atol=1e-6
         )
+        ids = jnp.asarray([5, 80, 7, 319])
+        values = jax.random.randint(KEY, (config.vocab, 16), -127, 128, jnp.int8)
+        table = QuantisedWeight(values, jnp.linspace(0.01, 0.1, config.vocab))
+        for given in (params, params | {"embed" if tied else "head": table}):
+            part, whole = m.head_chunk(given, x, ids, 4), m.head(given, x)
+            np.testing.assert_allclose(part, whole[..., ids], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long
