@@ -35,8 +35,7 @@ from mercury_jax.decode.token_stats import (
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Cache, Key, Model, Params, SelfCond, TokenStats, fields_shown
 
-PREFILL = 256  # most tokens per prefill pass
-CPU_PREFILL = 64  # the same on a CPU, where the time of a pass grows with its tokens, padding included
+PREFILL = 256  # tokens per prefill pass
 QUANTUM = 64  # capacities are multiples of this number; larger ones, of its products with powers of two
 SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
@@ -456,5 +455,4 @@ def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int
         return None
     # Whole blocks: in a block-causal model the tokens of a block attend to each other, so that one pass must hold all.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1
-    most = CPU_PREFILL if jax.default_backend() == "cpu" else PREFILL
-    return -(-min(most, slots // 2) // quantum) * quantum
+    return -(-min(PREFILL, slots // 2) // quantum) * quantum
