@@ -134,7 +134,14 @@ def _train(config: TrainConfig) -> loop.TrainResult:
             "no family of Hugging Face's layout holds this model (%s, alignment %s, predicts_next %s): mercury_jax "
             "loads the result, and `mercury convert --to hf` will refuse it", c.pattern, c.alignment, c.predicts_next,
         )  # fmt: skip
-    keeps = first is not None and not config.sampler and _same_use(first.model.config, c)
+    keeps = (
+        first is not None
+        and not config.sampler
+        and all(
+            getattr(first.model.config, name) == getattr(c, name)
+            for name in ("pattern", "block", "alignment")
+        )
+    )
     if first is not None and first.decoding and not decoding and not keeps and jax.process_index() == 0:
         _LOG.warning(
             f"the default decoding of {config.init} ({describe(first.decoding)}) is not kept: pattern, block or "
@@ -237,11 +244,6 @@ def _with_model(config: TrainConfig) -> TrainConfig:
             raise refuse("model.mask", None, allowed)
         found = dataclasses.replace(found, mask=mask)
     return dataclasses.replace(config, model=found)
-
-
-def _same_use(one: ModelConfig, other: ModelConfig) -> bool:
-    """Tells whether two models with the same parameters are decoded in the same way."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("pattern", "block", "alignment"))
 
 
 def _first(config: TrainConfig, on: Mesh) -> LM | None:

@@ -169,19 +169,15 @@ def load_params(
         if isinstance(host, QuantisedWeight):
             value: Any = _placed_quantised(host, path, model, mesh)
         else:
-            value = _placed(host if dtype is None else host.astype(dtype, copy=False), path, model, mesh)
+            host = host if dtype is None else host.astype(dtype, copy=False)
+            # On a mesh each device receives only its shard.
+            at = mesh and NamedSharding(mesh, partition_spec(path, host.shape, model.shardings, mesh))
+            value = jnp.array(host) if at is None else _on_mesh(host, at)
         # Wait for the copy before reading on: an unfinished copy keeps its host array alive.
         params[path] = jax.block_until_ready(value)
         del host
         progress(sum(x.nbytes for x in jax.tree.leaves(value)))
     return unflatten_dict(params, sep="/")
-
-
-def _placed(host: np.ndarray | jax.Array, path: str, model: Model, mesh: Mesh | None) -> jax.Array:
-    """Copies a parameter to the devices; each device receives only its shard."""
-    if mesh is None:
-        return jnp.array(host)
-    return _on_mesh(host, NamedSharding(mesh, partition_spec(path, host.shape, model.shardings, mesh)))
 
 
 def quantised_specs(

@@ -50,7 +50,6 @@ from mercury_jax.decode.state import (
     Rows,
     SamplingParams,
     State,
-    Step,
     position_uniforms,
     update_rows,
 )
@@ -136,13 +135,19 @@ class BlockDrafts(NamedTuple):
 
 def block_drafting(acceptance: DraftMethod) -> Method:
     """Makes the method of a model that was joined to a block drafter."""
-    return drafted_method("block_drafting", block_drafted_step, acceptance)
+    return drafted_method("block_drafting", draft_block, acceptance)
 
 
-def drafted_method(name: str, step: Step, settings: Any) -> Method:
-    """Makes a method whose step drafts and verifies. Equal arguments give equal methods, which share programs."""
+# drafting(config, params, state, rows [B]) -> (the state whose canvases hold the drafts of these rows, `Proposals`)
+Drafting = Callable[[DecodeConfig, Params, State, Array], tuple[State, Any]]
+
+
+def drafted_method(name: str, drafting: Drafting, option: Any) -> Method:
+    """Makes a method that drafts and verifies; its `settings` are `drafting` and an option of that. Equal arguments
+    give equal methods, which share programs.
+    """
     return Method(
-        name, step, first_drafts, settings,
+        name, drafted_step, first_drafts, (drafting, option),
         # The verifying pass feeds the last committed token, then the draft, whose tokens it draws by position.
         held_back=1, min_steps=1, position_draws=True, report=report,
     )  # fmt: skip
@@ -159,13 +164,7 @@ def first_drafts(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> 
     return BlockDrafts(zeros, zeros, zeros, zeros - 1)
 
 
-# drafting(config, params, state, rows [B]) -> (the state whose canvases hold the drafts of these rows, `Proposals`)
-Drafting = Callable[[DecodeConfig, Params, State, Array], tuple[State, Any]]
-
-
-def drafted_step(
-    drafting: Drafting, config: DecodeConfig, params: Params, state: State
-) -> tuple[State, Frame]:
+def drafted_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
     """Drafts a block, and runs one pass of the verifier in which rows encode their prompt or verify the block."""
     # 1. A row that has encoded its prompt opens a canvas: the last committed token, and the positions of a draft.
     opened = open_canvases(config, state)
@@ -174,22 +173,17 @@ def drafted_step(
     if not isinstance(state.sampling.constrained, tuple):
         opened = update_rows(opened, state.sampling.constrained, dict(used=jnp.minimum(opened.used, 1)))
     # 2. The draft fills the canvas.
+    drafting, option = config.method.settings
     state, proposals = drafting(config, params, opened, unverified & ~opened.done)
     # 3. One causal pass of the verifier, which also writes the drafter's keys of the tokens that it feeds.
     feed, verifying, hidden, state = verifying_pass(config, params, state, unverified)
     logits = config.model.head(params, hidden)
-    rejection = config.method.settings == "rejection"
-    accept, drawn = (accept_or_redraw, proposals) if rejection else (None, ())
+    accept, drawn = (accept_or_redraw, proposals) if option == "rejection" else (None, ())
     # 4. Commit what the verifier has accepted, and its own token after it.
     moved, frame = verify(config, state, logits, verifying, state, idle_frame(state), accept, drawn)
     slot, (proposed, accepted) = state.method, count_drafts(state, frame, verifying)
     slot = slot._replace(proposed=slot.proposed + proposed, accepted=slot.accepted + accepted)
     return feed.advance(moved._replace(method=slot)), frame
-
-
-def block_drafted_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """A step of decoding whose drafts are the block drafter's."""
-    return drafted_step(draft_block, config, params, state)
 
 
 def draft_block(
@@ -250,6 +244,6 @@ def draw_draft(
         steps=jnp.ones_like(row.step), position=at[0] - row.prompt,
     )  # fmt: skip
     _, processed = process_logits(config, row, view, at, logits)
-    key = jax.random.fold_in(row.key, DRAFT_KEY) if config.method.settings == "rejection" else row.key
+    key = jax.random.fold_in(row.key, DRAFT_KEY) if config.method.settings[1] == "rejection" else row.key
     temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
     return draw(processed, position_uniforms(key, at), temperature), processed

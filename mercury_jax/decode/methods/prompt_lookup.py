@@ -16,19 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from mercury_jax.decode.methods.acceptance import look_up_row
-from mercury_jax.decode.methods.block_drafter import BlockDrafts, drafted_method, drafted_step
-from mercury_jax.decode.state import DecodeConfig, Frame, Method, State, update_rows
+from mercury_jax.decode.methods.block_drafter import BlockDrafts, drafted_method
+from mercury_jax.decode.state import DecodeConfig, Method, State, update_rows
 from mercury_jax.types import Params
 
 
 def prompt_lookup(ngram: int) -> Method:
     """Makes the method of a model with a `LookupDrafter`."""
-    return drafted_method("prompt_lookup", looked_up_step, ngram)
-
-
-def looked_up_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
-    """A step of decoding whose drafts come from the text of the row."""
-    return drafted_step(look_up, config, params, state)
+    return drafted_method("prompt_lookup", look_up, ngram)
 
 
 def look_up(
@@ -36,7 +31,7 @@ def look_up(
 ) -> tuple[State, tuple[()]]:
     """Drafts for some rows; a row whose last token is new has no draft. Implements `block_drafter.Drafting`."""
     del params
-    search = functools.partial(look_up_row, config.width - 1, config.method.settings)
+    search = functools.partial(look_up_row, config.width - 1, config.method.settings[1])
     draft, length = jax.vmap(search)(state.tokens, state.cache_length)
     found = length > 0
     canvas = jnp.concatenate([state.canvas[:, :1], draft], axis=1)
