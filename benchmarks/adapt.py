@@ -1,6 +1,6 @@
 """From an autoregressive model to a diffusion model: SmolLM2 adapted by `configs/adapt_smollm2.py`, and its twin.
 
-The twin has the same adapters, rows and steps, and goes on predicting the next token. Both are scored on the same
+The twin has the same adapters, tokens and steps, and goes on predicting the next token. Both are scored on the same
 held-out answers and texts during the run, in bits per byte: exactly for the twin, by the bound of masked diffusion for
 the other. The result is one line for each evaluation, and a plot. Run with `python -m benchmarks.adapt --answers
 answers.jsonl --text "text/*.txt"`.
@@ -25,7 +25,7 @@ from benchmarks.script import Ints, run_script
 from mercury_jax import models
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, option
-from mercury_jax.config import refuse
+from mercury_jax.config import NoiseConfig, refuse
 from mercury_jax.training import data
 from mercury_jax.training.objectives import layout_of, masked_elbo, next_token
 from mercury_jax.training.recipe import InitModel, TrainConfig, load_recipe
@@ -42,9 +42,10 @@ class AdaptBenchmark:
       python -m benchmarks.adapt --answers answers.jsonl --text "text/*.txt" --out adapt
       python -m benchmarks.adapt --answers answers.jsonl --text "text/*.txt" --steps 4000 --batch 64
 
-    answers.jsonl is what `mercury data answers` writes. The block grows to 4, 8
-    and 16 at a tenth, three tenths and half of the steps. A run that was stopped
-    goes on.
+    answers.jsonl is what `mercury data answers` writes. The block grows in equal
+    steps during the first half of the run: with 1 4 8 16, to 4 after a sixth of
+    the steps, to 8 after a third, to 16 after half. A run that was stopped goes
+    on.
     """
 
     answers: Annotated[str, option("FILE.jsonl")]
@@ -55,10 +56,10 @@ class AdaptBenchmark:
     """An autoregressive model."""
     steps: Int = 400
     """Updates."""
-    batch: Int = 8
+    batch: Int = 4
     """Rows of an update."""
-    row: Int = 512
-    """Tokens of a row, and again as many for the noised copy."""
+    row: Int = 1024
+    """Positions of a row of the diffusion run, clean and noised copies together; the twin has half of them."""
     evaluations: Int = 10
     """Evaluations of a run."""
     eval_batches: Int = 4
@@ -101,10 +102,13 @@ def recipe(args: AdaptBenchmark, name: str) -> TrainConfig:
     return dataclasses.replace(
         base, name=name.replace(" ", "_"), out=str(Path(args.out) / name.replace(" ", "_")), init=args.model,
         model=InitModel() if twin else largest, data=data.mixture(*sources), blocks=() if twin else growing,
+        # The twin is not noised; with uniform noise it needs no mask, of which SmolLM2 has none.
+        noise=NoiseConfig(kind="uniform") if twin else base.noise,
         # Without a limit of the weights, so that what is logged is a bound.
         objective=next_token() if twin else masked_elbo(complementary=True),
-        steps=args.steps, batch=args.batch, row=args.row, eval_every=args.steps // args.evaluations,
-        eval_batches=args.eval_batches, save_every=max(1, args.steps // 4), log_every=max(1, args.steps // 20),
+        steps=args.steps, batch=args.batch, row=args.row // (2 if twin else 1),
+        eval_every=args.steps // args.evaluations, eval_batches=args.eval_batches,
+        save_every=max(1, args.steps // 4), log_every=max(1, args.steps // 20),
     )  # fmt: skip
 
 

@@ -166,12 +166,12 @@ def _row(name: str, lm: LM, steps: int, pairs: int, python: str) -> dict[str, An
     prompt = np.random.default_rng(0).integers(2, lm.model.config.vocab, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
         save_hf(Path(folder) / "model", lm)
-        with _worker(python, Path(folder) / "model", prompt) as ask:
+        with worker(python, WORKER, str(Path(folder) / "model"), json.dumps(prompt)) as ask:
             ours = lambda: _ours(lm, prompt, steps)
-            passes = (int(ours().forwards[0]), int(ask(steps)["passes"]))
-            ask(steps)
+            passes = (int(ours().forwards[0]), int(ask(steps=steps)["passes"]))
+            ask(steps=steps)
             before = compilations()
-            times = [_turn(ours, lambda: ask(steps)["seconds"], i) for i in range(pairs)]
+            times = [_turn(ours, lambda: ask(steps=steps)["seconds"], i) for i in range(pairs)]
             again, peer = compilations() - before, ask.about
     ratios = [b / a for a, b in times]
     return {
@@ -213,16 +213,16 @@ def _ours(lm: LM, prompt: list[int], steps: int) -> Any:
     return sample(lm, prompt, max_tokens=CANVAS, sampler=sampler, plan=Plan(block=CANVAS, steps=steps))
 
 
-class _Worker:
-    """A running `peer_worker`: call it with a number of steps."""
+class Worker:
+    """A running script that answers one JSON line with another; `about` is its first line."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self.process = process
         self.about = self._read()
 
-    def __call__(self, steps: int) -> dict[str, Any]:
+    def __call__(self, **asked: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"steps": steps}) + "\n")
+        self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         return self._read()
 
@@ -241,14 +241,15 @@ class _Worker:
 
 
 @contextmanager
-def _worker(python: str, folder: Path, prompt: list[int]) -> Iterator[_Worker]:
+def worker(python: str, script: Path, *arguments: str) -> Iterator[Worker]:
+    """Runs a script by an interpreter with torch; its last argument is the number of threads."""
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     process = subprocess.Popen(
-        [python, str(WORKER), str(folder), json.dumps(prompt), str(threads)],
+        [python, str(script), *arguments, str(threads)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        yield _Worker(process)
+        yield Worker(process)
     finally:
         process.kill()
         process.wait()

@@ -3,6 +3,7 @@
     lookup            drafts what followed the same words before: no model, no training
     smollm2-drafter   the block drafter in the package
     FOLDER            a drafter that `mercury train configs/drafter_smollm2.py` made
+    transformers      its `generate` on the same file, plain and with its own lookup (`--peer`)
 
 Drafted answers are those of left to right, token for token, so that their accuracy can differ only where fp32 rounding
 decides between two tokens; `agreement` says how often it does. Run with `python -m benchmarks.real --gsm8k test.jsonl`.
@@ -10,6 +11,7 @@ decides between two tokens; `agreement` says how often it does. Run with `python
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -20,6 +22,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
+import mercury_jax as mj
+from benchmarks.peer import Worker, worker
 from benchmarks.script import run_script
 from mercury_jax.bench import decode
 from mercury_jax.bench.decode import QuestionSet, SweepEntry, Trial
@@ -29,9 +33,12 @@ from mercury_jax.config import Plan, nearest, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.methods.block_drafter import with_block_drafter
 from mercury_jax.evaluate.runner import LEFT_TO_RIGHT
+from mercury_jax.hub.gguf import find_gguf
 from mercury_jax.tasks.task import Problem, Task, hashed_split, parse_json_line, read_lines
 from mercury_jax.types import LM
 
+WORKER = Path(__file__).with_name("real_worker.py")
+PEER = {"transformers": 0, "transformers, lookup": 7}  # tokens of a draft, as many as of `lookup`
 SHORT = Path(__file__).with_name("short_questions.txt")
 KEYS = ("name", "age", "city", "email", "price", "colour", "title", "year")
 THINGS = ("a person", "a book", "a car", "a shop", "a hotel", "a film", "a student", "a product")
@@ -64,6 +71,8 @@ class RealBenchmark:
     """Rows decoded together."""
     seed: Int = 0
     """Draws the questions."""
+    peer: Annotated[str | None, option("PYTHON")] = None
+    """Interpreter with torch, transformers, gguf and accelerate, which decodes the same questions at batch 1."""
     out: Annotated[str | None, option("FILE.jsonl")] = None
     """Write the records, too."""
     json: Flag = False
@@ -87,8 +96,9 @@ def run(argv: Sequence[str]) -> int:
         for task in args.tasks
         for batch in args.batches
     ]
-    with show.progress("time", quiet=args.json) as update:
-        found = compare(ways, asked, lambda text: update(description=text))
+    with show.progress("time", quiet=args.json) as update, contextlib.ExitStack() as stack:
+        ask_peer = args.peer and stack.enter_context(worker(args.peer, WORKER, str(find_gguf(args.model))))
+        found = compare(ways, asked, lambda text: update(description=text), ask_peer or None)
         show.report(found, args.out, None if args.json else line)
     return 0
 
@@ -163,16 +173,48 @@ TASKS = {"gsm8k": gsm8k, "short": short, "json": objects}
 
 
 def compare(
-    ways: Mapping[str, LM], asked: Sequence[QuestionSet], tick: decode.Tick = lambda text: None
+    ways: Mapping[str, LM],
+    asked: Sequence[QuestionSet],
+    tick: decode.Tick = lambda text: None,
+    peer: Worker | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yields a record for each task, batch and way of decoding; the first way is what the others are compared with."""
     found = [SweepEntry(name, name, lm, rules.autoregressive, Plan()) for name, lm in ways.items()]
     for one in asked:
         trials = decode.run(found, one, tick)
         for trial, record in zip(trials, decode.records(trials, one), strict=True):
-            way, low, high = record.pop("rule"), *speed_interval(trials[0], trial)
-            ratio = {"speedup": _rate(trial) / _rate(trials[0]), "speedup_low": low, "speedup_high": high}
-            yield {"way": way, **record, **ratio, "pairs": len(trial.seconds), "compared_with": LEFT_TO_RIGHT}
+            yield finish(trials[0], trial, record)
+        if peer is not None and one.batch == 1:
+            trials = [trials[0], *(of_peer(peer, trials[0], one, *how) for how in PEER.items())]
+            for trial, record in zip(trials[1:], decode.records(trials, one)[1:], strict=True):
+                del record["cpu_speedup"]  # the other process is not in it
+                yield finish(trials[0], trial, record)
+
+
+def finish(base: Trial, trial: Trial, record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the ratio of tokens per second to those of the first way, and its interval."""
+    low, high = speed_interval(base, trial)
+    ratio = {"speedup": _rate(trial) / _rate(base), "speedup_low": low, "speedup_high": high}
+    return {"way": record.pop("rule"), **record, **ratio, "compared_with": LEFT_TO_RIGHT}
+
+
+def of_peer(peer: Worker, base: Trial, asked: QuestionSet, name: str, lookup: int) -> Trial:
+    """Measures transformers on the same questions, after all ways of this library; `lookup`: tokens of a draft."""
+    lm, n = base.entry.lm, len(asked.problems)
+    ids = [mj.prompt_ids(lm, asked.message(i))[0][0].tolist() for i in range(n)]
+    calls = [peer(ids=one, max_tokens=asked.max_tokens, lookup=lookup) for one in (ids[0], *ids)][1:]  # warm
+    ends = {lm.tokenizer.eos, lm.tokenizer.end_turn}
+    tokens = [np.asarray(c["ids"][:-1] if c["ids"][-1] in ends else c["ids"]) for c in calls]
+    texts = [lm.tokenizer.decode(one) for one in tokens]
+    right = [asked.task.check(p.input, text) for p, text in zip(asked.problems, texts, strict=True)]
+    seconds, passes = [c["seconds"] for c in calls], [c["passes"] for c in calls]
+    ratios = [
+        len(t) / s / r for t, s, r in zip(tokens, seconds, np.divide(base.made, base.seconds), strict=True)
+    ]
+    return Trial(
+        base.entry._replace(rule=name, curve=name), right, tokens, passes, base.sampler,
+        made=[len(one) for one in tokens], passes=passes, seconds=seconds, ratios=ratios, cpu_ratios=ratios,
+    )  # fmt: skip
 
 
 def _rate(trial: Trial, chosen: np.ndarray | slice = slice(None)) -> float:

@@ -11,8 +11,7 @@ saved in bfloat16, 7.8 MB, and drafts with
     mj.sample(mj.load("smollm2"), prompts, draft="runs/drafter_smollm2/drafter")
 
 `accepted` in the log is the mean number of drafted tokens that the target accepts after a random token of an answer,
-beside its own token. A draft begins where the last one failed, at a harder place: fewer are accepted
-while decoding.
+beside its own token. A draft begins where the last one failed, at a harder place: fewer are accepted while decoding.
 """
 
 from mercury_jax.config import DrafterConfig, NoiseConfig
