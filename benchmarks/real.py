@@ -3,10 +3,12 @@
     lookup            drafts what followed the same words before: no model, no training
     smollm2-drafter   the block drafter in the package
     FOLDER            a drafter that `mercury train configs/drafter_smollm2.py` made
+    adapted, RULE, N  the diffusion model that `configs/adapt_smollm2.py` made, in blocks of N (`--adapter`)
     transformers      its `generate` on the same file, plain and with its own lookup (`--peer`)
 
 Drafted answers are those of left to right, token for token, so that their accuracy can differ only where fp32 rounding
-decides between two tokens; `agreement` says how often it does. Run with `python -m benchmarks.real --gsm8k test.jsonl`.
+decides between two tokens; `agreement` says how often it does. An adapted model is another model. Run with
+`python -m benchmarks.real --gsm8k test.jsonl`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from mercury_jax.types import LM
 
 WORKER = Path(__file__).with_name("real_worker.py")
 PEER = {"transformers": 0, "transformers, lookup": 7}  # tokens of a draft, as many as of `lookup`
+RULES = {"threshold(0.9)": lambda: rules.threshold(p=0.9), "factor(1.0)": lambda: rules.factor(f=1.0)}
+BLOCKS = (4, 8, 16)  # tokens
 SHORT = Path(__file__).with_name("short_questions.txt")
 KEYS = ("name", "age", "city", "email", "price", "colour", "title", "year")
 THINGS = ("a person", "a book", "a car", "a shop", "a hotel", "a film", "a student", "a product")
@@ -61,6 +65,8 @@ class RealBenchmark:
     """An autoregressive model."""
     drafts: Annotated[tuple[str, ...], option("DRAFTER [DRAFTER ...]")] = ("lookup", "smollm2-drafter")
     """What is compared: see `mercury sample --draft`."""
+    adapter: Annotated[str | None, option("FOLDER")] = None
+    """Adapter that makes the model a diffusion model: decoded in blocks of 4, 8 and 16, by two rules."""
     tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]")] = ("gsm8k", "short", "json")
     """gsm8k: the file of --gsm8k. short: 200 questions with a word as the answer. json: an object with given keys."""
     gsm8k: Annotated[str | None, option("FILE.jsonl")] = None
@@ -89,7 +95,12 @@ def run(argv: Sequence[str]) -> int:
     if "gsm8k" in args.tasks and args.gsm8k is None:
         raise refuse("--gsm8k", None, "a file of GSM8K, or --tasks without gsm8k")
     lm = show.load(args.model)
-    ways = {LEFT_TO_RIGHT: lm, **{name: with_block_drafter(lm, name) for name in args.drafts}}
+    ways = [way(LEFT_TO_RIGHT, lm), *(way(name, with_block_drafter(lm, name)) for name in args.drafts)]
+    if args.adapter is not None:
+        adapted = show.load(args.model, adapter=args.adapter)
+        ways += [
+            way(f"adapted, {name}, {n}", adapted, rule, n) for name, rule in RULES.items() for n in BLOCKS
+        ]
     most = max(args.batches)
     asked = [
         ask(TASKS[task](args.gsm8k), -(-args.limit * batch // most), batch, args.seed)
@@ -172,16 +183,22 @@ TASKS = {"gsm8k": gsm8k, "short": short, "json": objects}
 # --- measuring
 
 
+def way(
+    name: str, lm: LM, rule: Callable[[], Any] = rules.autoregressive, block: int | None = None
+) -> SweepEntry:
+    """A way of decoding."""
+    return SweepEntry(name, name, lm, rule, Plan(block=block))
+
+
 def compare(
-    ways: Mapping[str, LM],
+    ways: Sequence[SweepEntry],
     asked: Sequence[QuestionSet],
     tick: decode.Tick = lambda text: None,
     peer: Worker | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yields a record for each task, batch and way of decoding; the first way is what the others are compared with."""
-    found = [SweepEntry(name, name, lm, rules.autoregressive, Plan()) for name, lm in ways.items()]
     for one in asked:
-        trials = decode.run(found, one, tick)
+        trials = decode.run(ways, one, tick)
         for trial, record in zip(trials, decode.records(trials, one), strict=True):
             yield finish(trials[0], trial, record)
         if peer is not None and one.batch == 1:
@@ -193,6 +210,8 @@ def compare(
 
 def finish(base: Trial, trial: Trial, record: dict[str, Any]) -> dict[str, Any]:
     """A record with the ratio of tokens per second to those of the first way, and its interval."""
+    if trial.refused is not None:
+        return {"way": record.pop("rule"), **record}
     low, high = speed_interval(base, trial)
     ratio = {"speedup": _rate(trial) / _rate(base), "speedup_low": low, "speedup_high": high}
     return {"way": record.pop("rule"), **record, **ratio, "compared_with": LEFT_TO_RIGHT}
@@ -231,11 +250,14 @@ def speed_interval(base: Trial, trial: Trial, draws: int = 2000) -> tuple[float,
 
 def line(row: Mapping[str, Any]) -> str:
     """A record for people."""
+    if "refused" in row:
+        return f"{row['task']:6} batch {row['batch']} {row['way']:16} refused: {row['refused']}"
+    same = "" if row["agreement"] is None else f", agreement {100 * row['agreement']:.0f}%"
     return (
         f"{row['task']:6} batch {row['batch']} {row['way']:16} {row['tokens_per_second']:6.1f} tokens/s, "
         f"{row['speedup']:.2f} times ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}), "
         f"{row['tokens_per_forward']:.2f} tokens a pass, {row['correct']} of {row['n']} right "
-        f"({100 * row['low']:.0f} to {100 * row['high']:.0f}%), agreement {100 * row['agreement']:.0f}%"
+        f"({100 * row['low']:.0f} to {100 * row['high']:.0f}%){same}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A block diffusion model made of SmolLM2-135M-Instruct, with adapters of rank 64 on all its matrices.
+"""A block diffusion model made of SmolLM2-135M-Instruct, with adapters of rank 48 on all its matrices.
 
     mercury data answers prompts.jsonl answers.jsonl --field question --model smollm2
     mercury train configs/adapt_smollm2.py --init smollm2
@@ -26,7 +26,7 @@ def config() -> TrainConfig:
         model=InitModel(pattern="block_causal", block=16, alignment="shifted", predicts_next=False, mask=16),
         data=data.mixture((data.chat("answers.jsonl", bad_lines="skip"), 0.7), (data.text("text/*.txt"), 0.3)),
         objective=masked_elbo(clip=4.0, complementary=True),
-        lora=LoraConfig(rank=64),
+        lora=LoraConfig(rank=48),
         optim=OptimConfig(lr=5e-4, warmup=20, decay="cosine", final=0.1, b2=0.95, weight_decay=0.0),
         blocks=((0, 1), (40, 4), (120, 8), (200, 16)),
         steps=400,

@@ -75,7 +75,7 @@ def test_ways_are_compared_on_the_same_questions():
             "passes": 4 if lookup else 8,
         }
 
-    ways = {"left to right": lm, "lookup": mj.with_block_drafter(lm, "lookup")}
+    ways = [real.way("left to right", lm), real.way("lookup", mj.with_block_drafter(lm, "lookup"))]
     with jax.enable_x64(True):  # of which `verifier` is
         records = {row["way"]: row for row in real.compare(ways, [asked], peer=peer)}
     assert list(records) == ["left to right", "lookup", "transformers", "transformers, lookup"]

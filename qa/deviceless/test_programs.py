@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from mercury_jax.cli import main
+from benchmarks import plan
+from mercury_jax.cli import app, main
 from mercury_jax.models.weight_quant import FORMATS
 
 GB = 1e9
@@ -125,11 +126,8 @@ def test_the_command_prints_one_object(capsys):
 
 def test_a_plan_of_two_models_for_two_chips_compiles_or_says_why_not(tmp_path, capsys):
     file = tmp_path / "plan.jsonl"
-    words = [
-        "bench", "compile", "plan", "mercury-100m", BIG, "--for", "l4,v5e-1", "--context", "1k", "--out",
-        str(file),
-    ]  # fmt: skip
-    assert main([*words, "--json"]) == 0
+    words = ["mercury-100m", BIG, "--for", "l4,v5e-1", "--context", "1k", "--out", str(file)]
+    assert app.execute(plan.run, [*words, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["model"], r["for"]) for r in rows] == [
         ("mercury-100m", "l4"), ("mercury-100m", "v5e-1"), (BIG, "l4"), (BIG, "v5e-1")
@@ -141,5 +139,5 @@ def test_a_plan_of_two_models_for_two_chips_compiles_or_says_why_not(tmp_path, c
         )
         assert small["implied"]["tokens_per_second"] > 0
         assert large["status"] == "too large" and "compile_seconds" not in large  # 26 GB of weights
-    assert main([*words, "--markdown"]) == 0  # from the file: nothing is compiled
+    assert app.execute(plan.run, [*words, "--markdown"]) == 0  # from the file: nothing is compiled
     assert "tok/s |" in capsys.readouterr().out and len(file.read_text().splitlines()) == 4
