@@ -99,11 +99,11 @@ def pretrained() -> str:
         interval = f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["speedup"] != 1 else ""
         lines.append([
             names[row["task"]], row["batch"], row["way"], f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}{interval}", f"{row['tokens_per_forward']:.2f}",
+            f"{row['call_seconds']:.2f}", f"{row['speedup']:.2f}{interval}", f"{row['tokens_per_forward']:.2f}",
             f"{row['correct']} of {row['n']} ({percent(row['low'])} to {percent(row['high'])}%)",
             f"{percent(row['agreement'])}%",
         ])  # fmt: skip
-    head = "questions | rows | way | tokens/s | times | tokens a pass | right | same answers"
+    head = "questions | rows | way | tokens/s | seconds | times | tokens a pass | right | same answers"
     return markdown(head, lines)
 
 
