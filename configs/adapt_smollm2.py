@@ -10,7 +10,7 @@ are taken: the mask is 16, <empty_output>, a mark in data sets of notebooks that
 
 A row holds each text twice, clean and noised: 1,024 positions are at most 512 tokens, and longer answers are left out.
 The default of 400 steps of 4 rows, at most 0.8 million tokens, shows the beginning of a curve; the authors of Fast-dLLM
-v2 trained on a billion. `--steps 4000 --batch 32 --mesh.data -1 --blocks 0 1 200 4 800 8 1600 16` is at most 65 million.
+v2 trained on a billion. At most 65 million: `--steps 4000 --batch 32 --blocks 0 1 200 4 800 8 1600 16`.
 """
 
 from mercury_jax.training import data
@@ -24,7 +24,9 @@ def config() -> TrainConfig:
     return TrainConfig(
         name="adapt_smollm2",
         model=InitModel(pattern="block_causal", block=16, alignment="shifted", predicts_next=False, mask=16),
-        data=data.mixture((data.chat("answers.jsonl", bad_lines="skip"), 0.7), (data.text("text/*.txt"), 0.3)),
+        data=data.mixture(
+            (data.chat("answers.jsonl", bad_lines="skip"), 0.7), (data.text("text/*.txt"), 0.3)
+        ),
         objective=masked_elbo(clip=4.0, complementary=True),
         lora=LoraConfig(rank=48),
         optim=OptimConfig(lr=5e-4, warmup=20, decay="cosine", final=0.1, b2=0.95, weight_decay=0.0),
