@@ -157,7 +157,9 @@ def _pairs(
         prompts, one_prompt = inputs.encode_prompts(lm, prompt)
         before = [p.ids for p in prompts]
     chats = [i for i, p in enumerate(prompts) if p.chat]
-    if thinking is None and lm.tokenizer.thinking is not None and chats and _has_text(completion):
+    given = completion if isinstance(completion, list | tuple) else [completion]
+    has_text = any(isinstance(one, str) for one in given)
+    if thinking is None and lm.tokenizer.thinking is not None and chats and has_text:
         why = "False, True or a text: this model may think before it answers a conversation"
         raise refuse("thinking", None, why)
     thoughts = inputs.per_prompt("thinking", thinking, len(prompts), functools.partial(_check_thinking, lm))
@@ -189,12 +191,6 @@ def _pairs(
             name = "prompt and completion" if one_answer else f"prompt and completion of row {i}"
             raise refuse(name, f"{len(b) + len(a)} tokens", f"at most {context}, the context")
     return pairs, one_prompt and one_answer
-
-
-def _has_text(completion: Any) -> bool:
-    return isinstance(completion, str) or (
-        isinstance(completion, list | tuple) and any(isinstance(one, str) for one in completion)
-    )
 
 
 def _check_thinking(lm: LM, name: str, value: Any) -> bool | str:

@@ -170,9 +170,11 @@ def load_params(
             value: Any = _placed_quantised(host, path, model, mesh)
         else:
             host = host if dtype is None else host.astype(dtype, copy=False)
-            # On a mesh each device receives only its shard.
-            at = mesh and NamedSharding(mesh, partition_spec(path, host.shape, model.shardings, mesh))
-            value = jnp.array(host) if at is None else _on_mesh(host, at)
+            if mesh is None:
+                value = jnp.array(host)
+            else:  # each device receives only its shard
+                where = partition_spec(path, host.shape, model.shardings, mesh)
+                value = _on_mesh(host, NamedSharding(mesh, where))
         # Wait for the copy before reading on: an unfinished copy keeps its host array alive.
         params[path] = jax.block_until_ready(value)
         del host

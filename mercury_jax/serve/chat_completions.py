@@ -145,7 +145,10 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         warning=warning,
         check=constraint.check,
         valid=constraint.valid,
-        logprobs=lambda snapshot, message: responses.chat_logprobs(lm, snapshot, message, top or 0),
+        logprobs=lambda snapshot, message: {
+            "content": responses.content_logprobs(lm, snapshot, message, top or 0) or None,
+            "refusal": None,
+        },
         # A message that is complete may be continued by nothing.
         continuation=None
         if begun is not None

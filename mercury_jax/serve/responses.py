@@ -402,12 +402,8 @@ def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> ChatLogprobs:
-    """Builds the logprobs of a chat answer."""
-    return {"content": _content_logprobs(lm, snapshot, message, top) or None, "refusal": None}
-
-
-def _content_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> list[TokenLogprobs]:
+def content_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> list[TokenLogprobs]:
+    """Builds the logprobs of the tokens of an answer."""
     logprobs, at = snapshot.logprobs, [i for i, _ in message.content_offsets]
     assert logprobs is not None
     # For each token: its id, its log-probability, ids of the alternatives [K] and their log-probabilities [K].
@@ -422,7 +418,7 @@ def _content_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: i
 def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> TextLogprobs:
     """Builds the logprobs of a text completion."""
     made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    entries = _content_logprobs(lm, snapshot, message, top)
+    entries = content_logprobs(lm, snapshot, message, top)
     for entry, (_, offset) in zip(entries, message.content_offsets, strict=True):
         made["tokens"].append(entry["token"])
         made["token_logprobs"].append(entry["logprob"])
