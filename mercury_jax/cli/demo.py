@@ -2,7 +2,7 @@
 
 `scenes` draws the questions from a seed: a sudoku, a sum, a hole between two texts, a wrong digit, and a schema. Each
 is asked once, and the answer is checked. Then `medians` times held-out sudokus and sums by both decodings, and
-`pretrained` asks SmolLM2 where it is installed.
+`pretrained` is SmolLM2 with a drafter, where it is installed.
 """
 
 from __future__ import annotations
@@ -129,9 +129,13 @@ def run(argv: Sequence[str]) -> int:
         if args.json:
             show.emit(record)
         say(line)
-    record = pretrained(args.seed, say) if args.loading.model is None else None
-    if record is not None and args.json:
-        show.emit(record)
+    try:
+        if args.loading.model is None and (found := pretrained(args.seed)) is not None:
+            say("")
+            _compile(found[0], False, found[1:])
+            _ask(*found, False, args.json, say)
+    except ValueError as error:  # a damaged file, or gguf is not installed
+        say(str(error))
     say(f"\n{_first()}{NEXT}")
     return int(not all(right))
 
@@ -178,7 +182,8 @@ def _sample(lm: LM, prompt: Any, rule: str | None, **how: Any) -> Any:
 def _decodings(lm: LM, scene: Scene | None = None) -> tuple[str | None, ...]:
     """The rules that a scene is played with: None, the model's default, and left to right where both can."""
     config = lm.model.config
-    both = config.predicts_next and not config.autoregressive and (scene is None or scene.prompt is not None)
+    has_rival = config.predicts_next and (not config.autoregressive or lm.model.drafter is not None)
+    both = has_rival and (scene is None or scene.prompt is not None)
     return (None, LEFT) if both else (None,)
 
 
@@ -280,6 +285,28 @@ def _schema(lm: LM, rng: Any) -> Scene:
     )  # fmt: skip
 
 
+def pretrained(seed: int) -> tuple[LM, Scene] | None:
+    """SmolLM2 joined to its drafter, and a question; None if it is not installed."""
+    from mercury_jax.checkpoint import CheckpointError
+    from mercury_jax.decode.methods.block_drafter import with_block_drafter
+    from mercury_jax.decode.sample import sample
+    from mercury_jax.hub.gguf import find_gguf
+    from mercury_jax.hub.load import load
+
+    try:
+        file = find_gguf(PRETRAINED)
+    except CheckpointError:
+        return None
+    lm, question = load(file), ASKED[seed % len(ASKED)]
+    drafted, prompt = with_block_drafter(lm, DRAFTER), [{"role": "user", "content": question}]
+    call = lambda rule: sample(drafted if rule is None else lm, prompt, max_tokens=ANSWERED)
+    plain = call(LEFT).text
+    return drafted, Scene(
+        f"A pretrained model, {lm.name}, with a drafter", f"{question}\n\n", call, lambda text: text == plain,
+        right="the same text as without the drafter", wrong="rounding broke a near tie differently", prompt=prompt,
+    )  # fmt: skip
+
+
 # --- answers
 
 
@@ -352,39 +379,6 @@ def medians(lm: LM, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
         times = _times(theirs["seconds"], ours["seconds"])
         line = f"Median of {MEDIAN_OF} held-out questions of {name}: {here}; left to right {there} ({times})"
         yield {"task": name, "n": MEDIAN_OF, **ours, LEFT: theirs}, line
-
-
-def pretrained(seed: int, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Asks SmolLM2 left to right and with its drafter, which gives the same text; None if it is not installed."""
-    from mercury_jax.checkpoint import CheckpointError
-    from mercury_jax.decode.methods.block_drafter import with_block_drafter
-    from mercury_jax.decode.sample import sample
-    from mercury_jax.hub.gguf import find_gguf
-    from mercury_jax.hub.load import load
-
-    try:
-        file = find_gguf(PRETRAINED)
-    except CheckpointError:
-        return None
-    question = ASKED[seed % len(ASKED)]
-    say(f"\n--- A pretrained model, {PRETRAINED}, left to right and with a drafter\n\n{question}\n")
-    try:
-        lm = load(file)
-    except ValueError as error:  # a damaged file, or gguf is not installed
-        say(str(error))
-        return None
-    prompt = [{"role": "user", "content": question}]
-    ways = (with_block_drafter(lm, DRAFTER), lm)
-    calls = [[sample(way, prompt, max_tokens=ANSWERED) for way in ways] for _ in range(1 + TIMED)][1:]
-    seconds = [statistics.median(o.seconds for o in one) for one in zip(*calls, strict=True)]
-    passes = [int(o.forwards[0]) for o in calls[0]]
-    same = calls[0][0].text == calls[0][1].text
-    costs = [f"{count(n, 'forward pass')}, {1000 * s:.0f} ms" for n, s in zip(passes, seconds, strict=True)]
-    say(f"{calls[0][1].text}\n\n  left to right, with a KV cache: {costs[1]}")
-    verdict = "the same text" if same else "another text, from a near tie that rounding broke differently"
-    say(f"  drafted: {costs[0]} ({_times(seconds[1], seconds[0])}), {verdict}")
-    drafted, left = ({"forwards": n, "seconds": s} for n, s in zip(passes, seconds, strict=True))
-    return {"model": lm.name, "text": calls[0][1].text, "same": same, **drafted, LEFT: left}
 
 
 def _frames(lm: LM, prompt: Any) -> Any:

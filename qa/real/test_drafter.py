@@ -80,4 +80,4 @@ def test_the_demo_shows_the_pretrained_model():
     )
     last = json.loads(told.stdout.splitlines()[-1])
     assert told.returncode == 0, told.stderr
-    assert last["same"] and last["text"] and last["forwards"] < 0.8 * last["autoregressive"]["forwards"]
+    assert last["correct"] and last["text"] and last["forwards"] < 0.8 * last["autoregressive"]["forwards"]
