@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mercury_jax import hub, rl
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import grammar, presets, processors, rules, stopping
+    from mercury_jax.decode import grammar, presets, processors, questions, rules, stopping
+    from mercury_jax.decode.decide import decide
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS
     from mercury_jax.decode.edit import edit
@@ -50,8 +51,9 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("grammar", "presets", "processors", "rules", "stopping"),
+    "decode": ("grammar", "presets", "processors", "questions", "rules", "stopping"),
     "decode.state": ("Method",),
+    "decode.decide": ("decide",),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS",),
     "decode.inputs": ("Effort",),
@@ -88,9 +90,10 @@ __all__ = [
     "EFFORTS", "LM", "Decoder", "Draft", "Effort", "Hole", "LogitsProcessor", "Method", "ModelConfig",
     "NoiseConfig", "Output", "Plan", "Proposal", "Refresh", "Rule", "Sampler", "Score", "Session",
     "StoppingCriterion", "TokenStats", "Tokenizer", "TrainConfig", "View", "best_of_n", "cache_refresh",
-    "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "load_drafter", "logits",
-    "logits_processor", "mesh", "presets", "processors", "prompt_ids", "rl", "rollout", "rule", "rules", "sample",
-    "score", "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train", "with_block_drafter",
+    "decide", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "load_drafter", "logits",
+    "logits_processor", "mesh", "presets", "processors", "prompt_ids", "questions", "rl", "rollout", "rule",
+    "rules", "sample", "score", "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
+    "with_block_drafter",
 ]  # fmt: skip
 
 

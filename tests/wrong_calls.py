@@ -57,6 +57,15 @@ def sample(prompt: Any = "x", lm: Any = None, **more: Any) -> Any:
     return mj.sample(model() if lm is None else lm, prompt, **{"max_tokens": 4} | more)
 
 
+YES = mj.questions.YesNo("Is it?")
+choice = mj.questions.MultipleChoice
+
+
+def decide(questions: Any, lm: Any = None, state: Any = "x", **more: Any) -> Any:
+    named = questions if isinstance(questions, dict) else {"question": questions}
+    return mj.decide(model() if lm is None else lm, state, named, **more)
+
+
 def stream(prompt: Any = "x", **more: Any) -> Any:
     return mj.stream(model(), prompt, **{"max_tokens": 4} | more)
 
@@ -318,6 +327,32 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "max_tokens": (lambda: edit(max_tokens=3), "'max_tokens'"),
         "a rule that inserts": (lambda: edit(sampler=mj.rules.daedal()), "sampler.rule is 'daedal'"),
         "an effort": (lambda: edit(effort="low"), "'effort'"),
+    },
+    "decide": {
+        "no question": (lambda: decide({}), r"questions is \{\}; allowed: at least one question"),
+        "a text as a question": (lambda: decide("Is it?"), r"question'\] is 'Is it\?'; allowed: a question"),
+        "a name that is no text": (lambda: decide({1: YES}), "questions is 1; allowed: a text"),
+        "an empty question": (lambda: decide(mj.questions.YesNo()), r"instructions is ''"),
+        "no label": (lambda: decide(choice([])), "labels is '0 entries'; allowed: 1 to 255"),
+        "a text as labels": (lambda: decide(choice("ab")), "labels is 'ab'; allowed: a list of labels"),
+        "too many labels": (lambda: decide(choice([str(i) for i in range(256)])), "256 entries"),
+        "a label twice": (lambda: decide(choice(["a", "a"])), r"labels\[1\] is 'a'; allowed: labels that"),
+        "a blank label": (lambda: decide(choice(["a", " "])), r"labels\[1\] is ' '"),
+        "a label that is no text": (lambda: decide(choice([1])), r"labels\[0\] is 1"),
+        "levels by name": (lambda: decide(mj.questions.Scale({"a": "b"})), "levels is .* allowed: a list"),
+        "a description that is no JSON": (
+            lambda: decide(choice({"a": {"x": object()}})),
+            r"labels\[0\] is .* allowed: a text, or an object or list of JSON",
+        ),
+        "no state": (lambda: decide(YES, state=[]), r"state is \[\]"),
+        "a number as the state": (lambda: decide(YES, state=3), "state is 3; allowed: a text, an object of JSON"),
+        "a state of ids": (lambda: decide(YES, state=[[5, 6]]), r"state\[0\] is \[5, 6\]"),
+        "a state that is too long": (lambda: decide(YES, state="x y " * 200), "allowed: at most 256, the context"),
+        "no reads": (lambda: decide(YES, reads=0), r"reads is 0; allowed: a whole number in 1\.\.64"),
+        "negative second reads": (lambda: decide(YES, second_reads=-1), "second_reads is -1"),
+        "a doubt above 1": (lambda: decide(YES, doubt=2), r"doubt is 2; allowed: a number in 0\.\.1"),
+        "a temperature of 0": (lambda: decide(YES, temperature=0), "temperature is 0; allowed: a number above 0"),
+        "a negative seed": (lambda: decide(YES, seed=-1), "seed is -1"),
     },
     "score": {
         "no completion": (lambda: mj.score(model(), "x"), "'completion'"),
