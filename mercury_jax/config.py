@@ -75,7 +75,7 @@ def brief(value: object) -> str:
 
 
 LONGEST = 400  # characters of a value in an error
-MANY = 16  # above this number of names, only the most similar one is listed
+MANY = 20  # above this number of names, only the most similar one is listed
 
 
 def count(number: int, noun: str) -> str:

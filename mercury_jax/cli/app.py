@@ -30,6 +30,8 @@ COMMANDS = {
     "chat": ("chat", "talk to a model in the terminal"),
     "infill": ("infill", "fill the holes in a text"),
     "edit": ("infill:run_edit", "rewrite spans of a text, or let the model choose what to change"),
+    "decide": ("decide", "answer typed questions about a text by probabilities"),
+    "calibrate": ("decide:run_calibrate", "fit the probabilities of decisions to labelled questions"),
     "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
     "data": ("data", "tokenise a corpus once, for training at scale; look into it"),

@@ -17,7 +17,14 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.label_scores import EncodedStates, Label, LabelledPrompt, encode_states, label_log_p
+from mercury_jax.decode.label_scores import (
+    EncodedStates,
+    Label,
+    LabelledPrompt,
+    encode_states,
+    label_log_p,
+    rows_that_fit,
+)
 from mercury_jax.decode.questions import (
     Question,
     Scale,
@@ -108,12 +115,14 @@ class DecideOutput:
         answers: Answer to each question, by its name.
         forwards: Reading passes in which the questions took part. Passes that encode the state are not counted.
         prompt_tokens: Tokens of the state and of all questions; those that questions share are counted once.
+        label_tokens: Tokens of the most probable labels.
         temperature: The temperature of calibration that was applied.
     """
 
     answers: Mapping[str, Answer]
     forwards: int
     prompt_tokens: int
+    label_tokens: int
     temperature: float
 
     def __getitem__(self, name: str) -> Answer:
@@ -217,7 +226,7 @@ def decide(
     settings = check_settings(lm, reads, second_reads, doubt, temperature, seed)
     states, single = check_states(state)
     asked = [one for i, s in enumerate(states) for one in ask(lm, s, questions, settings, i)]
-    decisions = answer(lm, asked, len(states), settings)
+    decisions = answer(lm, asked, [settings] * len(states))
     return decisions[0] if single else decisions
 
 
@@ -316,43 +325,53 @@ def label_ids(lm: LM, labels: Sequence[str], chat: bool) -> list[Label]:
     return ids
 
 
-def answer(
-    lm: LM, asked: Sequence[Asked], states: int, settings: Settings | Sequence[Settings]
-) -> list[DecideOutput]:
-    """Reads all questions in as few passes as possible, and those in doubt once more.
+def answer(lm: LM, asked: Sequence[Asked], settings: Sequence[Settings]) -> list[DecideOutput]:
+    """Answers questions about several states, as many states together as fit into memory.
 
     Args:
-        asked: Questions about all states.
-        states: Number of states.
-        settings: For all states, or one for each.
-
-    Returns:
-        A decision for each state.
+        asked: The questions about all states, in the order of the states.
+        settings: The settings of each state.
     """
-    each = [settings] * states if isinstance(settings, Settings) else list(settings)
+    together = rows_that_fit(lm, max(len(prompt.ids) for one in asked for prompt in one.prompts))
+    decisions = []
+    for first in range(0, len(settings), together):
+        group = [
+            one._replace(
+                state=one.state - first, prompts=[p._replace(state=p.state - first) for p in one.prompts]
+            )
+            for one in asked
+            if first <= one.state < first + together
+        ]
+        decisions += _answer_together(lm, group, settings[first : first + together])
+    return decisions
+
+
+def _answer_together(lm: LM, asked: Sequence[Asked], settings: Sequence[Settings]) -> list[DecideOutput]:
+    """Reads all questions in as few passes as possible, and those in doubt once more."""
     encoded = encode_states(lm, [p for one in asked for p in one.prompts])
-    first = {i: each[one.state].reads for i, one in enumerate(asked)}
+    first = {i: settings[one.state].reads for i, one in enumerate(asked)}
     reads, passes = _read(lm, asked, {i: range(n) for i, n in first.items()}, encoded)
-    answers = [_answer_of(one, reads[i], each[one.state]) for i, one in enumerate(asked)]
-    forwards = [passes] * states
+    answers = [_answer_of(one, reads[i], settings[one.state]) for i, one in enumerate(asked)]
+    forwards = [passes] * len(settings)
     doubted = {
         i: range(first[i], len(one.prompts))
         for i, one in enumerate(asked)
-        if len(one.prompts) > first[i] and answers[i].entropy >= each[one.state].doubt
+        if len(one.prompts) > first[i] and answers[i].entropy >= settings[one.state].doubt
     }
     if doubted:
         more, passes = _read(lm, asked, doubted, encoded)
         for i, log_p in more.items():
-            answers[i] = _answer_of(asked[i], np.concatenate([reads[i], log_p]), each[asked[i].state])
+            answers[i] = _answer_of(asked[i], np.concatenate([reads[i], log_p]), settings[asked[i].state])
         for state in {asked[i].state for i in doubted}:
             forwards[state] += passes
     decisions = []
-    for state in range(states):
+    for state, chosen in enumerate(settings):
         mine = [(one, found) for one, found in zip(asked, answers, strict=True) if one.state == state]
         shared = encoded.prefixes[state]
         tokens = shared + sum(len(one.prompts[0].ids) - shared for one, _ in mine)
+        named = sum(len(one.prompts[0].labels[int(found.probabilities.argmax())]) for one, found in mine)
         by_name = {one.name: found for one, found in mine}
-        decisions.append(DecideOutput(by_name, forwards[state], tokens, each[state].temperature))
+        decisions.append(DecideOutput(by_name, forwards[state], tokens, named, chosen.temperature))
     return decisions
 
 

@@ -30,6 +30,7 @@ from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Cache, Model, Params, Pass
 
 ROWS_PER_PASS = 64
+CACHE_BYTES = 2 << 30  # of the rows of a pass together; fewer rows share a pass where states are long
 PREFILL_CHUNK = 1024  # tokens of a state that one pass encodes
 WIDTH_QUANTUM = 32  # the width of a reading pass is a multiple of it
 
@@ -58,11 +59,13 @@ class EncodedStates(NamedTuple):
     Attributes:
         prefixes: Number of tokens of each state that are encoded.
         slots: Slots of a row of the cache.
+        rows: Rows of a reading pass.
         cache: The cache, a row for each state; None: nothing is encoded.
     """
 
     prefixes: list[int]
     slots: int
+    rows: int
     cache: Cache | None
 
 
@@ -90,6 +93,14 @@ class Row(NamedTuple):
     reads: list[tuple[int, Edge]]
 
 
+def rows_that_fit(lm: LM, tokens: int) -> int:
+    """Returns how many rows of so many tokens may share a pass: a power of two, at most `ROWS_PER_PASS`."""
+    cache = jax.eval_shape(lambda: lm.model.empty_cache(1, QUANTUM))
+    slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / QUANTUM
+    most = int(min(ROWS_PER_PASS, max(1, CACHE_BYTES // max(1, slot * tokens))))
+    return 1 << (most.bit_length() - 1)
+
+
 def encode_states(lm: LM, prompts: Sequence[LabelledPrompt]) -> EncodedStates:
     """Encodes the tokens with which all prompts of a state begin, as far as no later token changes their keys.
 
@@ -107,8 +118,9 @@ def encode_states(lm: LM, prompts: Sequence[LabelledPrompt]) -> EncodedStates:
             "state and question", f"{longest} tokens", f"at most {model.config.context}, the context"
         )
     slots = slots_for(longest, 0, model.config.context)
+    encoded = EncodedStates(prefixes, slots, rows_that_fit(lm, slots), None)
     if not any(prefixes):
-        return EncodedStates(prefixes, slots, None)
+        return encoded
     rows = 1 << (count - 1).bit_length()
     tokens = np.zeros((rows, bucket(max(prefixes), QUANTUM)), np.int32)
     for row, prefix, state in zip(tokens, prefixes, ids, strict=False):
@@ -119,7 +131,7 @@ def encode_states(lm: LM, prompts: Sequence[LabelledPrompt]) -> EncodedStates:
         for start in range(0, tokens.shape[1], PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
             cache = _encode(model, lm.params, cache, chunk, np.int32(start), lengths)
-    return EncodedStates(prefixes, slots, cache)
+    return encoded._replace(cache=cache)
 
 
 def _common(rows: Sequence[list[int]]) -> int:
@@ -138,13 +150,14 @@ def label_log_p(
         Log-probabilities of the labels of each prompt [L], float64; and the number of reading passes.
     """
     rows, found, passes = rows_of(lm, prompts), dict[Edge, float](), 0
-    groups: list[list[Row]] = []
-    if lm.model.hides_padding:
-        groups = [rows[i : i + ROWS_PER_PASS] for i in range(0, len(rows), ROWS_PER_PASS)]
-    else:  # rows of several lengths cannot share a pass
-        for length in sorted({len(r.given) + r.canvas for r in rows}):
-            same = [r for r in rows if len(r.given) + r.canvas == length]
-            groups += [same[i : i + ROWS_PER_PASS] for i in range(0, len(same), ROWS_PER_PASS)]
+    lengths = sorted({len(r.given) + r.canvas for r in rows})
+    # Rows of several lengths share a pass only if the model does not see padding.
+    alike = (
+        [rows]
+        if lm.model.hides_padding
+        else [[r for r in rows if len(r.given) + r.canvas == n] for n in lengths]
+    )
+    groups = [same[i : i + encoded.rows] for same in alike for i in range(0, len(same), encoded.rows)]
     for group in groups:
         log_p = _read_rows(lm, group, prompts, encoded)
         inputs.refuse_nan(np.isnan(log_p.sum(axis=1)), "the reading pass")

@@ -65,6 +65,7 @@ from mercury_jax.types import LM, Model
 NANO = Path(__file__).parents[1] / "assets" / "nano"  # the model in the package, "nano" by name
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?")
 HEAD = "lm_head.weight"
+DECISIONS = "decisions.json"  # what `mercury calibrate` writes beside a model
 COMPARE_CHUNK = 64_000_000  # bytes read at a time when two tensors are compared
 WIDE = ("float32", "float64")  # when computing in these dtypes, parameters are kept in them too
 
@@ -581,9 +582,35 @@ def load_opened(
             opened.noise or NoiseConfig(kind="uniform"), config.vocab, config.mask, forbidden
         ),
         name=opened.name,
-        card=opened.card,
+        card={**opened.card, **_calibration(opened.path)},
         decoding=opened.decoding,
     )
+
+
+def decisions_file(source: str | Path | None) -> Path:
+    """Finds where the calibration of a model's decisions is kept: in its folder, or beside a file.
+
+    Args:
+        source: As in `load`.
+
+    Returns:
+        The path; the file need not exist.
+    """
+    source = NANO if source is None else source
+    path = find_gguf(source) or folder_of(source)
+    return path / DECISIONS if path.is_dir() else path.with_name(f"{path.name}.{DECISIONS}")
+
+
+def _calibration(path: Path) -> dict[str, Any]:
+    """Reads what `mercury calibrate` has written beside a model; {} if it has written nothing."""
+    file = decisions_file(path)
+    if not file.is_file():
+        return {}
+    about = read_json(file.parent, file.name)
+    temperature = about.get("temperature")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+        raise unfit("temperature", temperature, "a number above 0", file)
+    return {"decisions": about}
 
 
 def _opened_tokenizer(opened: Opened) -> AnyTokenizer:

@@ -7,6 +7,7 @@ handler takes all models of the app; a request names the one that answers it.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from mercury_jax.serve.completions import (
     edit_completions,
     fim_completions,
 )
+from mercury_jax.serve.decisions import decisions, system_one
 from mercury_jax.serve.engine_requests import DEFAULT_MAX_TOKENS
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import JsonResponse, RequestMiddleware, error_response
@@ -47,7 +49,7 @@ Handler = Callable[[ServedModels, Request], Awaitable[Response]]
 MODEL_FEATURES = ("tools", "json_mode", "structured_outputs")
 # Fields of a model object that the vendor's client reads.
 SUPPORTED_ENDPOINTS = (
-    "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions",
+    "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions", "decisions",
 )  # fmt: skip
 SUPPORTED_SAMPLING = (
     "temperature", "stop", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
@@ -79,7 +81,12 @@ async def _list_models(
 ) -> Response:
     """GET /v1/models: one entry for each name of each model."""
     data = [_model_object(models, name, features) for name in models.by_name]
-    return JsonResponse(ModelList(object="list", data=data))
+    listed = ModelList(object="list", data=data)
+    if "x-typesafe-sdk" in request.headers:  # whose list has other keys
+        day = time.strftime("%Y-%m-%d", time.gmtime(models.created))
+        about = lambda one: {"name": one["id"], "description": one["description"], "release_date": day}
+        return JsonResponse({**listed, "models": [about(one) for one in data]})
+    return JsonResponse(listed)
 
 
 # FIM and edit requests support neither tools nor schemas.
@@ -108,6 +115,8 @@ POST_ROUTES: Mapping[str, Handler] = {
     "/v1/fim/completions": fim_completions,
     "/v1/edit/completions": edit_completions,
     "/v1/apply/completions": apply_completions,
+    "/v1/decisions": decisions,
+    "/v1/systemone": system_one,
 }
 # The paths that the 404 of an unknown path lists.
 MAIN_PATHS = (*POST_ROUTES, "/v1/models", *PUBLIC_ROUTES, "/metrics", "/openapi.json")

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax import __version__
-from mercury_jax.serve import protocol, responses
+from mercury_jax.serve import decision_protocol, protocol, responses
 from mercury_jax.serve.http import JsonResponse
 from mercury_jax.serve.service import ServedModels
 
@@ -57,15 +57,38 @@ def area(width, height):
     return side
 <|/update_snippet|>"""
 
+EXAMPLE_DECISION = {
+    "state": "I was charged twice. Please help.",
+    "questions": {
+        "billing": {"type": "noul", "instructions": "Is this about billing?"},
+        "tone": {"type": "choice", "criteria": {"calm": None, "angry": "An upset message"}},
+        "urgency": {"type": "score", "criteria": ["Can wait", "This week", "Today"]},
+    },
+}
+
 
 class Endpoint(NamedTuple):
-    """A POST endpoint of the document; `example` is a valid request without its model."""
+    """A POST endpoint of the document; `example` is a valid request without its model.
+
+    `others` are a further form of the request and of its answer.
+    """
 
     summary: str
-    request: type[protocol.ApiRequest]
+    request: type[protocol.RequestModel]
     completion: type
-    chunk: type
+    chunk: type | None
     example: Mapping[str, Any]
+    others: tuple[type[protocol.RequestModel], type] | tuple[()] = ()
+
+    @property
+    def requests(self) -> list[type[protocol.RequestModel]]:
+        """The forms of the request."""
+        return [self.request, *self.others[:1]]
+
+    @property
+    def completions(self) -> list[type]:
+        """The forms of the answer."""
+        return [self.completion, *self.others[1:]]
 
 
 ENDPOINTS: Mapping[str, Endpoint] = {
@@ -109,6 +132,21 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         responses.EditChunk,
         {"messages": [{"role": "user", "content": EXAMPLE_APPLY}]},
     ),
+    "/v1/decisions": Endpoint(
+        "Answer typed questions with probabilities, in Mercury's form (state) or OpenAI's (input).",
+        decision_protocol.MercuryDecisionsRequest,
+        decision_protocol.MercuryDecision,
+        None,
+        EXAMPLE_DECISION,
+        (decision_protocol.OpenAIDecisionsRequest, decision_protocol.OpenAIDecision),
+    ),
+    "/v1/systemone": Endpoint(
+        "Answer typed questions with probabilities, for TypeSafe's client.",
+        decision_protocol.MercuryDecisionsRequest,
+        decision_protocol.MercuryDecision,
+        None,
+        EXAMPLE_DECISION,
+    ),
 }
 MODEL_LISTS = (
     "/v1/models",
@@ -141,17 +179,19 @@ async def openapi_json(models: ServedModels, request: Request) -> Response:
 
 def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
     """Returns the document."""
-    answers = {getattr(e, part) for e in ENDPOINTS.values() for part in ("completion", "chunk")}
+    answers = {
+        answer for e in ENDPOINTS.values() for answer in (*e.completions, e.chunk) if answer is not None
+    }
     others = (responses.ModelList, responses.Status, responses.Error)
-    named = {e.request for e in ENDPOINTS.values()} | answers | set(others)
+    named = {request for e in ENDPOINTS.values() for request in e.requests} | answers | set(others)
     inputs: Iterable[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
         (cls.__name__, "validation", TypeAdapter(cls)) for cls in sorted(named, key=lambda cls: cls.__name__)
     ]
     _, written = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE, schema_generator=DocumentJsonSchema)
     schemas = written["$defs"] | {"Document": {"type": "object", "required": ["openapi", "paths"]}}
-    for endpoint in ENDPOINTS.values():
-        properties = schemas[endpoint.request.__name__]["properties"]
-        properties |= protocol.refused_properties(endpoint.request)
+    for request in {request: None for endpoint in ENDPOINTS.values() for request in endpoint.requests}:
+        properties = schemas[request.__name__]["properties"]
+        properties |= protocol.refused_properties(request)
         if models:
             properties["model"]["enum"] = list(models)
     about = "Mercury's API, and OpenAI's where the two agree, for a diffusion language model."
@@ -178,20 +218,21 @@ class DocumentJsonSchema(protocol.RequestJsonSchema):
 def _paths(model: str) -> Json:
     paths: Json = {}
     for path, endpoint in ENDPOINTS.items():
-        name = endpoint.request.__name__
-        request = _content(name)
+        request = _content(*(one.__name__ for one in endpoint.requests))
         request["application/json"]["example"] = {"model": model, **endpoint.example}
-        answer = {
-            "description": "The answer; where `stream` is true, events of chunks, the last one `data: [DONE]`.",
-            "content": {
-                **_content(endpoint.completion.__name__),
-                **_content(endpoint.chunk.__name__, "text/event-stream"),
-            },
+        answer: Json = {
+            "description": "The answer.",
+            "content": _content(*(one.__name__ for one in endpoint.completions)),
         }
+        if endpoint.chunk is not None:
+            answer["description"] = (
+                "The answer; where `stream` is true, events of chunks, the last one `data: [DONE]`."
+            )
+            answer["content"] |= _content(endpoint.chunk.__name__, media_type="text/event-stream")
         paths[path] = {
             "post": {
                 "summary": endpoint.summary,
-                "operationId": "create" + name.removesuffix("Request"),
+                "operationId": "create" + "".join(part.capitalize() for part in path.split("/")[2:]),
                 "requestBody": {"required": True, "content": request},
                 "responses": {"200": answer, **_error_responses(ERRORS)},
             }
@@ -229,8 +270,10 @@ def _get(summary: str, content: Json, public: bool = False, more: Mapping[str, A
     return {"summary": summary, "responses": answers, **({"security": []} if public else {})}
 
 
-def _content(name: str, media_type: str = "application/json") -> Json:
-    return {media_type: {"schema": {"$ref": REFERENCE.format(model=name)}}}
+def _content(*names: str, media_type: str = "application/json") -> Json:
+    """A body that has one of the named forms."""
+    forms = [{"$ref": REFERENCE.format(model=name)} for name in names]
+    return {media_type: {"schema": forms[0] if len(forms) == 1 else {"anyOf": forms}}}
 
 
 def _error_responses(errors: Mapping[str, str]) -> Json:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from starlette.requests import Request
@@ -144,7 +144,7 @@ class Service:
 
     async def submit(
         self,
-        prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]],
+        prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle | Future[Any]]]],
         count: int,
         grammar_bytes: int | None = None,
         cache_salt: str = "",
@@ -177,13 +177,13 @@ class Service:
 
     def _prepare_and_submit(
         self,
-        prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]],
+        prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle | Future[Any]]]],
         count: int,
         cache_salt: str,
     ) -> tuple[T, SubmittedJobs]:
         """Prepares and submits the jobs, in a thread; if one is rejected, the others are cancelled."""
         made, jobs = prepare()
-        handles: list[AnswerHandle] = []
+        handles: list[Any] = []
         try:
             for job in jobs:
                 if isinstance(job, EngineRequest):

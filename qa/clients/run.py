@@ -19,7 +19,7 @@ from qa.clients.served import COMMAND, serving
 HERE = Path(__file__).resolve().parent
 # Two environments, since litellm and instructor ask for version 2 of openai's client, and pydantic-ai for 3.
 PYTHON = {
-    "openai3": ("openai", "openai_limits", "inceptionai", "langchain", "pydantic_ai"),
+    "openai3": ("openai", "openai_limits", "inceptionai", "decisions", "langchain", "pydantic_ai"),
     "openai2": ("openai", "openai_limits", "litellm", "instructor"),
 }
 # Two slots and room for two more: few enough that a burst of requests is refused.

@@ -7,6 +7,7 @@ pass of that row before the next one.
 
     submit -> RequestQueue -> prefix cache, prefill -> Slots -> Snapshots -> RequestHandle
                 \\-> InfillWorker (requests with a suffix) ----------------------/
+    decide -> DecisionWorker (typed questions) -> Future
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +25,12 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.constrained import ConstrainedRow
+from mercury_jax.decode.decide import Asked, DecideOutput, Settings
 from mercury_jax.decode.state import State
 from mercury_jax.models import cache
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, CompiledPrograms, make_buckets
+from mercury_jax.serve.engine.deciding import DecisionWorker
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, InfillWorker, fim_order
 from mercury_jax.serve.engine.memory import check_memory
 from mercury_jax.serve.engine.prefix_cache import PrefixCache
@@ -36,6 +40,7 @@ from mercury_jax.serve.engine.request import (
     EngineRequest,
     EngineStats,
     RequestHandle,
+    RequestRejected,
     Snapshot,
 )
 from mercury_jax.serve.engine.scheduler import ReadDispatch, RequestQueue, Slots, may_run
@@ -116,6 +121,7 @@ class Engine:
         self._compiled = CompiledPrograms(self.buckets)
         self._prefix_cache = PrefixCache(lm.model.config, config.prefix_bytes)
         self._infilling = InfillWorker(lm, self.rules, config.queue, self._publish_infilled)
+        self._deciding = DecisionWorker(lm, config.queue + config.slots, self._count_decisions)
         self._slots: Slots | None = None
         self._prefill: ChunkedPrefill | None = None
         self._counts: Counter[str] = Counter()
@@ -128,6 +134,7 @@ class Engine:
             return
         self._thread.start()
         self._infilling.start()
+        self._deciding.start()
         self.ready = True
 
     def submit(self, request: EngineRequest) -> RequestHandle:
@@ -155,13 +162,23 @@ class Engine:
         self._counts["submitted"] += 1
         return handle
 
+    def decide(self, asked: list[Asked], settings: Settings) -> Future[DecideOutput]:
+        """Queues the questions about one state, as `decode.decide.ask` makes them."""
+        try:
+            found = self._deciding.submit(asked, settings)
+        except RequestRejected:
+            self._counts["rejected"] += 1
+            raise
+        self._counts["submitted"] += 1
+        return found
+
     def drain(self, timeout: float | None = None) -> bool:
         """Rejects new requests and waits until all accepted ones have finished."""
         self.closing, queues = True, (self._queue, self._infilling.queue)
-        for queue in queues:
+        for queue in (*queues, self._deciding):
             queue.close()
         until = None if timeout is None else time.monotonic() + timeout
-        while any(queue.unfinished for queue in queues):
+        while any(queue.unfinished for queue in (*queues, self._deciding)):
             if until is not None and time.monotonic() > until:
                 return False
             time.sleep(0.02)
@@ -172,6 +189,7 @@ class Engine:
         self.closing = True
         self._queue.close()
         self._infilling.stop()
+        self._deciding.stop()
         self._wake(stop=True)
         if self._thread.ident is not None:
             self._thread.join()
@@ -211,6 +229,10 @@ class Engine:
         outcome = {"cancelled": "cancelled", "error": "failed"}.get(final.finish or "", "finished")
         self._counts.update({outcome: 1, "forwards": final.forwards, "tokens": len(final.tokens)})
         handle.publish(final)
+
+    def _count_decisions(self, count: int) -> None:
+        """Counts decisions that one pass has answered. Called in the thread of `DecisionWorker`."""
+        self._counts.update({"finished": count, "forwards": count, "device_passes": 1})
 
     def _wake(self, stop: bool = False) -> None:
         """Wakes the engine's thread from its wait in `_step`."""
