@@ -1,4 +1,4 @@
-// The three routes: the form's data, a stream of frames, the most probable tokens of a cell.
+// The routes: the form's data, a stream of frames, the most probable tokens of a cell, decisions.
 
 const BROKEN = "The connection broke before the answer was complete. Run asks again.";
 
@@ -64,6 +64,11 @@ export async function state() {
 /** The five most probable tokens of a cell: {top: [{id, text, kind, p}], exact}. */
 export async function top(body, signal) {
   return (await post("playground/top", body, signal)).json();
+}
+
+/** Answers to typed questions, as /v1/decisions has them. */
+export async function decide(body, signal) {
+  return (await post("v1/decisions", body, signal)).json();
 }
 
 /** Calls `take(event)` for each event, and `heard()` for whatever comes, the server's signs of life included. Ends after

@@ -1,11 +1,12 @@
 // The form: what the chosen model offers goes in, a request comes out.
 
 import { element } from "./canvas.js";
+import { parse } from "./decide.js";
 
 const $ = (id) => document.getElementById(id);
 const number = (id) => $(id).value.trim() === "" ? null : Number($(id).value);
 export const LEFT_TO_RIGHT = "autoregressive";
-const PROMPT = { chat: "Message", text: "Text to continue", edit: "Text with a hole" };
+const PROMPT = { chat: "Message", text: "Text to continue", edit: "Text with a hole", decide: "Text to decide about" };
 
 export class Controls {
   /** run(): Ctrl+Enter or the button; choose(name): another model. The other listeners stay in here. */
@@ -102,11 +103,14 @@ export class Controls {
 
   /** hole: where it is, if the cursor does not say it; a browser may move the cursor of a field that was in use. */
   kindChanged(hole) {
-    const gap = this.kind === "edit";
+    const gap = this.kind === "edit", decide = this.kind === "decide";
     $("prompt-label").textContent = PROMPT[this.kind];
     $("max-label").textContent = gap ? "Tokens in the hole" : "Maximum tokens";
     $("max_tokens").placeholder = gap ? "as many" : "64";
-    $("grammar").hidden = gap;
+    $("grammar").hidden = gap || decide;
+    $("asked").hidden = !decide;
+    for (const id of ["instructions", "decoding"]) $(id).hidden = decide;
+    $("compare").closest("label").hidden = decide;
     $("tools-box").hidden = this.kind !== "chat";
     $("hole").hidden = !gap;
     this.noteHole(hole);
@@ -150,6 +154,7 @@ export class Controls {
 
   /** The request that the form stands for. Throws an Error in words for no text, or a schema or tools that are not JSON. */
   request() {
+    if (this.kind === "decide") return this.decision();
     const text = $("prompt").value, [from, to] = this.hole, gap = this.kind === "edit";
     if (!text) throw new Error("There is no text yet: write one, or choose an example.");
     const selected = gap ? text.slice(from, to) : "";
@@ -184,6 +189,13 @@ export class Controls {
       throw new Error("The schema must be a JSON object.");
     }
     return value;
+  }
+
+  /** The body of a decision. Throws an Error in words. */
+  decision() {
+    const state = $("prompt").value;
+    if (!state.trim()) throw new Error("There is no text to decide about");
+    return { kind: "decide", model: this.info.model, state, questions: parse($("questions").value), reads: number("reads") ?? 1 };
   }
 
   /** Show that a run is under way: the button stops it. */

@@ -4,6 +4,7 @@ import * as api from "./api.js";
 import { element } from "./canvas.js";
 import { Controls, LEFT_TO_RIGHT, baseline } from "./controls.js";
 import { Conversation } from "./conversation.js";
+import { show as showDecision } from "./decide.js";
 import { Inspector } from "./inspector.js";
 import { legend } from "./legend.js";
 import { Player } from "./player.js";
@@ -126,6 +127,8 @@ async function start(request) {
   complain(null);
   note("");
   race.stop();
+  stage(request.kind === "decide");
+  if (request.kind === "decide") return decide(request);
   // Results of tools go to the model that called them, which need not be the chosen one.
   const one = infos.get(request.model) ?? info;
   const other = controls.compare ? baseline(request, one.baselines) : null;
@@ -148,6 +151,30 @@ async function start(request) {
   player.finish();
   if (main.trace.end && !main.failed && main.trace.end.finish !== "error") conversation.add(main.trace, controls.keep, infos.size > 1);
   tell();
+}
+
+/** What the stage shows: the bars of a decision, or the runs with their steps. */
+function stage(decision) {
+  for (const id of ["runs", "transport", "lower"]) $(id).hidden = decision;
+  $("decided").hidden = !decision;
+}
+
+async function decide({ kind, ...body }) {
+  running = new AbortController();
+  controls.busy(true);
+  await wait(running.signal);
+  const began = performance.now(), clock = setInterval(() => say("The questions are read", began), 500);
+  try {
+    const answer = await api.decide(body, running.signal);
+    showDecision($("decided"), answer, performance.now() - began);
+    $("said").textContent = [...$("decided").querySelectorAll(".decision")].map((one) => `${one.querySelector("h3").textContent} ${one.querySelector(".hidden").textContent}`).join(". ");
+  } catch (error) {
+    if (error.name !== "AbortError") complain(error);
+  }
+  clearInterval(clock);
+  hush();
+  running = null;
+  controls.busy(false);
 }
 
 function setUp(run, request, title) {
@@ -305,6 +332,7 @@ function download() {
 function replay(text) {
   if (running) return;
   race.stop();
+  stage(false);
   try {
     const traces = imported(text);
     complain(null);
