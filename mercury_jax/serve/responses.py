@@ -205,6 +205,7 @@ class _Completion(_Response):
 
 class _Chunk(_Response):
     usage: NotRequired[Usage | None]
+    obfuscation: NotRequired[str]
     diffusion_meta: NotRequired[DiffusionMeta]
 
 
