@@ -464,7 +464,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         )
     if request.predictions:
         verified = sampler.speculate is not None
-        config, drafting = add_predictions(config, request.predictions, verified)
+        slots = rows.tokens.shape[1]
+        config, drafting = add_predictions(config, request.predictions, slots, verified)
     slots = config.slots_after
     if model_config.pattern != "bidirectional":
         size = max(int(longest.max()), rows.tokens.shape[1])

@@ -118,6 +118,9 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         constraint = spec_constraint(lm, guided)
     if words := tuple(filter(None, body.bad_words or ())):
         constraint = OutputConstraint(compile_grammar(lm, grammars.Without(words, begun or ""), "bad_words"))
+    predicted = body.prediction.text if body.prediction is not None else ""
+    service.check_size(len(predicted), "prediction")
+    prediction = tuple(lm.tokenizer.encode(predicted)) if predicted else ()
     temperature, warning = body.temperature, None
     if options.strict_temperature:
         temperature, warning = engine_requests.vendor_temperature(body.temperature)
@@ -131,6 +134,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         temperature=temperature,
         logprobs=(top or 0) if body.logprobs else None,
         grammar=constraint.grammar,
+        prediction=prediction,
         frames=body.diffusing and body.stream,
     )
     thinks = conversation.opens_thinking(lm, prompt)
@@ -143,6 +147,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
             lm, chat=True, tools=bool(policy.tools), stop=stops, thinking=thinks, begun=begun is not None
         ),
         answers_per_prompt=body.n,
+        prediction_tokens=len(prediction),
         diffusing=body.diffusing and body.stream,
         reasoning_summary=body.reasoning_summary,
         thinks=thinks,

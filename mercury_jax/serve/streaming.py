@@ -27,7 +27,7 @@ from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Sna
 from mercury_jax.serve.engine_requests import Continuation
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
 from mercury_jax.serve.protocol import ApiRequest
-from mercury_jax.serve.responses import EchoedPrompt, ResponseKind, ResponseWriter, Usage
+from mercury_jax.serve.responses import CompletionDetails, EchoedPrompt, ResponseKind, ResponseWriter, Usage
 from mercury_jax.serve.service import AnswerHandle, Service, SubmittedJobs, shutting_down
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class ResponsePlan(NamedTuple):
         prompt_tokens: Number of tokens of all prompts.
         parser: Makes a new parser for one answer.
         answers_per_prompt: Number of jobs per prompt; the jobs of a prompt are adjacent.
+        prediction_tokens: Number of tokens of the prediction.
         diffusing: Whether each chunk of the stream has the whole current text instead of a delta.
         reasoning_summary: Whether to report the thinking.
         thinks: Whether the prompt starts a thinking section.
@@ -71,6 +72,7 @@ class ResponsePlan(NamedTuple):
     prompt_tokens: int
     parser: Callable[[], OutputParser]
     answers_per_prompt: int = 1
+    prediction_tokens: int = 0
     diffusing: bool = False
     reasoning_summary: bool = False
     thinks: bool = False
@@ -261,6 +263,11 @@ class Responder:
         reasoning, completion = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
         first = (i for i in self.read if i % self.plan.answers_per_prompt == 0)
         cached = sum(self.read[i][1].cached for i in first)
+        details: CompletionDetails = {"reasoning_tokens": reasoning}
+        if size := self.plan.prediction_tokens:
+            accepted = sum(snapshot.predicted for _, snapshot in self.read.values())
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = size * len(self.read) - accepted
         return {
             "prompt_tokens": self.plan.prompt_tokens,
             "completion_tokens": completion,
@@ -268,7 +275,7 @@ class Responder:
             "reasoning_tokens": reasoning,
             "cached_input_tokens": cached,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "completion_tokens_details": details,
         }
 
     def _extra(self, answer: FinishedAnswer) -> JsonDict:

@@ -144,7 +144,7 @@ def test_unknown_fields_are_ignored(name):
 FOREIGN = """\
 frequency_penalty_range repetition_penalty_range repetition_penalty_slope
 audio background conversation include input instructions max_output_tokens max_tool_calls metadata modalities
-moderation prediction previous_response_id prompt_cache_key prompt_cache_retention reasoning safety_identifier
+moderation previous_response_id prompt_cache_key prompt_cache_retention reasoning safety_identifier
 service_tier store text truncation user verbosity web_search_options add_special_tokens cache_salt chat_template
 chat_template_kwargs documents guided_decoding_backend ignore_eos include_stop_str_in_output kv_transfer_params
 length_penalty mm_processor_kwargs priority prompt_embeds prompt_logprobs repetition_detection request_id

@@ -100,7 +100,11 @@ def check_predictor(
             raise refuse(name, value, f"{None if value is not True else False} with draft_text=")
     verified = sampler is None or check_sampler(sampler).speculate is not None
     if lm.model.config.predicts_next and verified:
-        return check_verifier(lm, sampler, {"plan": None if plan == Plan() else plan})
+        if plan is not None and plan != Plan():
+            raise refuse(
+                "plan", plan, "None with draft_text=: the passes that verify a prediction have no blocks"
+            )
+        return check_verifier(lm, sampler, {})
     for name in ("refresh", "lookahead", "method"):
         if plan is not None and getattr(plan, name):
             raise refuse(f"plan.{name}", getattr(plan, name), "None or 0 with draft_text=")
@@ -115,17 +119,21 @@ def check_predictor(
 
 
 def add_predictions(
-    config: DecodeConfig, texts: Sequence[Sequence[int]], verified: bool
+    config: DecodeConfig, texts: Sequence[Sequence[int]], slots: int, verified: bool
 ) -> tuple[DecodeConfig, PredictedTexts]:
-    """Chooses the method and the static sizes of rows with these predictions, and lays the predictions out."""
+    """Chooses the method and the static sizes of rows with these predictions, and lays the predictions out.
+
+    Args:
+        slots: Tokens of the rows. What a prediction has beyond that is left out.
+    """
     eos = config.model.config.eos
     if not verified and eos >= 0:  # the answer is expected to end where the prediction does
         texts = [[*ids, eos] if ids else ids for ids in texts]
-    length = np.array([len(ids) for ids in texts], np.int32)
-    size = bucket(int(length.max()) + 1)
+    size = bucket(slots)
+    length = np.array([min(len(ids), size) for ids in texts], np.int32)
     tokens = np.zeros((len(texts), size), np.int32)
     for row, ids in zip(tokens, texts, strict=True):
-        row[: len(ids)] = ids
+        row[: len(ids)] = ids[:size]
     if not verified:
         method = Method("predicted_canvas", canvas_step, first_slot, report=report)
         return config._replace(method=method), PredictedTexts(tokens, length)
@@ -219,8 +227,10 @@ def canvas_step(config: DecodeConfig, params: Params, state: State) -> tuple[Sta
     place = jnp.arange(state.tokens.shape[1])
     new = (place >= state.committed[:, None]) & (place < moved.committed[:, None]) & state.draft
     slot = align(state, moved, jnp.zeros_like(state.done))
-    proposed, accepted = slot.proposed + new.sum(1), (new & (moved.tokens == state.tokens)).sum(1)
-    slot = slot._replace(proposed=proposed, accepted=slot.accepted + accepted)
+    counts = [
+        jnp.sum(which, axis=1, dtype=jnp.int32) for which in (new, new & (moved.tokens == state.tokens))
+    ]
+    slot = slot._replace(proposed=slot.proposed + counts[0], accepted=slot.accepted + counts[1])
     return moved._replace(method=slot), frame
 
 
@@ -234,6 +244,9 @@ def align(state: State, moved: State, near: Bool[Array, "B"]) -> Prediction:
     count = moved.committed - state.committed
     found = (slot.tokens, slot.length, slot.cursor + count, moved.tokens, moved.committed - 1, near)
     cursor, match = jax.vmap(align_row)(*found)
+    cursor = jnp.where(
+        (match == 0) & (slot.accepted == 0), 0, cursor
+    )  # it has not begun: a preamble, or thinking
     new = slot._replace(cursor=jnp.where(count > 0, cursor, slot.cursor))
     return new._replace(aligned=jnp.where(count > 0, match == MATCH, slot.aligned))
 
@@ -266,4 +279,4 @@ def align_row(
     # An answer rarely goes back in its prediction: of equal matches, one that lies ahead comes first.
     order = jnp.where(at + 1 >= expected - NEAR, far, far + len(prediction))
     best = jnp.argmax(match * 4 * len(prediction) - jnp.minimum(order, 4 * len(prediction) - 1))
-    return jnp.where(match[best] > 0, best + 1, expected), match[best]
+    return jnp.where(match[best] > 0, best + 1, expected).astype(jnp.int32), match[best]
