@@ -62,7 +62,7 @@ class PredictedTexts(NamedTuple):
     length: Int[ArrayLike, "B"]  # 0: the row has no prediction
 
 
-class Prediction(NamedTuple):
+class PredictionSlot(NamedTuple):
     """The slot of the method in `State.method`. Its last fields are those of `block_drafter.BlockDrafts`."""
 
     tokens: Int[Array, "B P"]
@@ -146,12 +146,12 @@ def report(state: State) -> dict[str, Any]:
     return {name: getattr(state.method, name) for name in ("forwards", "proposed", "accepted", "nan_step")}
 
 
-def first_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Prediction:
+def first_slot(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> PredictionSlot:
     """Makes the slot before the first pass: the answer is expected to begin as the prediction does."""
     texts: PredictedTexts = sampling.method
     zeros = jnp.zeros((len(rows.tokens),), jnp.int32)
     tokens, length = (jnp.asarray(x, jnp.int32) for x in texts)
-    return Prediction(tokens, length, zeros, zeros == 0, zeros, zeros, zeros, zeros - 1)
+    return PredictionSlot(tokens, length, zeros, zeros == 0, zeros, zeros, zeros, zeros - 1)
 
 
 def predicted_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
@@ -170,7 +170,7 @@ def repeat_predicted(
 
 def follows(config: DecodeConfig, state: State) -> Bool[Array, ""]:
     """Returns whether a row will verify more tokens of its prediction than a narrow pass holds."""
-    slot: Prediction = state.method
+    slot: PredictionSlot = state.method
     left = jnp.minimum(slot.length - slot.cursor, state.limits.end - state.committed)
     ready = (state.cache_length >= config.encodable(state.committed)) & ~state.done
     return jnp.any(ready & slot.aligned & (left >= NARROW))
@@ -202,7 +202,7 @@ def draft_prediction(
 ) -> tuple[State, tuple[()]]:
     """Drafts what follows in the prediction. Implements `block_drafter.Drafting`."""
     del params
-    slot: Prediction = state.method
+    slot: PredictionSlot = state.method
     at = slot.cursor[:, None] + jnp.arange(config.width - 1)
     draft = jnp.take_along_axis(slot.tokens, jnp.minimum(at, slot.tokens.shape[1] - 1), axis=1)
     left = jnp.maximum(slot.length - slot.cursor, 0)
@@ -215,7 +215,7 @@ def draft_prediction(
 def canvas_step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
     """Runs one pass of plain decoding, in which the blocks that begin start from the prediction."""
     # 1. Behind the text of a row that begins a block, put the prediction from its cursor on.
-    slot: Prediction = state.method
+    slot: PredictionSlot = state.method
     at = jnp.arange(state.tokens.shape[1]) - state.committed[:, None] + slot.cursor[:, None]  # [B, S]
     behind = (at >= slot.cursor[:, None]) & (at < slot.length[:, None])
     laid = jnp.take_along_axis(slot.tokens, jnp.clip(at, 0, slot.tokens.shape[1] - 1), axis=1)
@@ -234,13 +234,13 @@ def canvas_step(config: DecodeConfig, params: Params, state: State) -> tuple[Sta
     return moved._replace(method=slot), frame
 
 
-def align(state: State, moved: State, near: Bool[Array, "B"]) -> Prediction:
+def align(state: State, moved: State, near: Bool[Array, "B"]) -> PredictionSlot:
     """Finds the places at which the rows that a pass has moved go on in their predictions.
 
     Args:
         near: Rows that look no further than `NEAR` tokens from the expected place.
     """
-    slot: Prediction = moved.method
+    slot: PredictionSlot = moved.method
     count = moved.committed - state.committed
     found = (slot.tokens, slot.length, slot.cursor + count, moved.tokens, moved.committed - 1, near)
     cursor, match = jax.vmap(align_row)(*found)
