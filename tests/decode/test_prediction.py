@@ -138,9 +138,10 @@ def test_the_place_is_that_of_the_longest_match_and_the_nearest(ids):
         if rng.random() < 0.5:  # a text that ends as a part of the prediction
             at = rng.integers(0, 20)
             text[len(text) // 2 :] = prediction[at : at + len(text) - len(text) // 2]
-        if turn % 4 == 0:  # the same lines again and again: many places match as well
-            prediction, text = (prediction[:7] * 6)[:40], prediction[:7] * 2
         length, expected, near = rng.integers(1, 41), rng.integers(0, 40), bool(rng.random() < 0.3)
+        if turn % 4 == 0:  # a line again and again: a place behind and one ahead match as well
+            prediction, text = (prediction[:19] * 3)[:40], prediction[:19]
+            length, expected, near = 40, rng.integers(26, 31), False
         padded = np.asarray(text + rng.integers(0, ids, 24 - len(text)).tolist())
         place, match = found(np.asarray(prediction), length, expected, padded, len(text) - 1, near)
         assert (place, match) == expected_place(prediction[:length], expected, text, near)
