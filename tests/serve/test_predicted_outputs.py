@@ -6,8 +6,10 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import rules
-from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.engine.engine import Engine
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from tests.serve.api_client import CHAT, PAYLOAD, client_of, content_of, events, valid
+from tests.tiny import tiny
 
 # Long enough that the answer of the embedded model has both digits of its own and predicted ones.
 QUESTION = {**PAYLOAD, "max_tokens": 40}
@@ -87,6 +89,26 @@ def test_requests_in_slots_do_not_notice_one_with_a_prediction(engine, left_to_r
     assert handle.wait(240).finish in ("cancelled", "length")
     after = engine.stats()
     assert after.finished + after.cancelled == before.finished + before.cancelled + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pattern, kind", [("bidirectional", "absorbing"), ("causal_encoder", "uniform")])
+def test_a_model_that_cannot_verify_starts_from_the_prediction(pattern, kind):
+    """The row is that of `mj.sample(draft_text=)`, whose text it has."""
+    lm = tiny(pattern, 8, kind)
+    text = "print(value) for total in range"
+    out = mj.sample(lm, "def x", max_tokens=24, draft_text=text, seed=2)
+    engine = Engine(lm, EngineConfig(slots=1, queue=4, context=64, programs="one", prefix_bytes=0))
+    prompt, prediction = (tuple(ids) for ids in ([*lm.tokenizer.begin, *lm.tokenizer.encode("def x")],
+                                                 lm.tokenizer.encode(text)))  # fmt: skip
+    try:
+        engine.start()
+        request = EngineRequest(prompt=prompt, max_tokens=24, prediction=prediction, seed=2)
+        last = engine.submit(request).wait(240)
+    finally:
+        engine.stop()
+    assert last.message == "" and last.tokens.tolist() == out.tokens[0].tolist()
+    assert (last.forwards, last.predicted) == (out.forwards[0], min(out.draft.accepted[0], len(prediction)))
 
 
 @pytest.mark.parametrize(

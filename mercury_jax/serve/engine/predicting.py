@@ -43,13 +43,18 @@ def decode_predicted(
 
 
 def _request(lm: LM, rules: RuleSet, context: int, request: EngineRequest) -> Request:
-    """Makes the request of the decoder; its row has room for the whole context, whatever the prompt."""
+    """Makes the request of the decoder; its row has room for the whole context, whatever the prompt.
+
+    The canvas of a bidirectional model is its whole row, which is therefore only as long as it must be.
+    """
     rows = rows_of([Prompt(list(request.prompt), True)], request.max_tokens, request.seed, [request.thinking])
-    wide = lambda x: np.pad(np.asarray(x), ((0, 0), (0, context - x.shape[1])))
+    if lm.model.config.pattern != "bidirectional":
+        wide = lambda x: np.pad(np.asarray(x), ((0, 0), (0, context - x.shape[1])))
+        rows = rows._replace(tokens=wide(rows.tokens), given=wide(rows.given))
     marks = lm.tokenizer.thinking
     return Request(
-        sampler=_sampler(lm, build_sampler(rules, request, sampler_level(request))),
-        rows=rows._replace(tokens=wide(rows.tokens), given=wide(rows.given)),
+        sampler=_sampler(lm, rules, request),
+        rows=rows,
         predictions=[list(request.prediction)],
         prompts=[Prompt(list(request.prompt), True)],
         logprobs=request.logprobs,
@@ -57,11 +62,19 @@ def _request(lm: LM, rules: RuleSet, context: int, request: EngineRequest) -> Re
     )
 
 
-def _sampler(lm: LM, sampler: Sampler) -> Sampler:
-    """Replaces the rule as `mj.sample(draft_text=)` does: by verification, or by one that replaces tokens."""
+def _sampler(lm: LM, rules: RuleSet, request: EngineRequest) -> Sampler:
+    """Makes the sampler as `mj.sample(draft_text=)` does: of verification, or of a rule that replaces tokens.
+
+    The model's own processors and temperature belong to its own rule.
+    """
+    sampler = build_sampler(rules, request, sampler_level(request))
     if lm.model.config.predicts_next:
         return sampler._replace(speculate=0)
-    return complete_sampler(sampler._replace(rule=default_editor(lm), stopping=None), lm.corruption)
+    processors, temperature = sampler.processors[len(rules.own.processors) :], request.temperature
+    editor = sampler._replace(
+        rule=default_editor(lm), processors=processors, stopping=None, temperature=temperature
+    )
+    return complete_sampler(editor, lm.corruption)
 
 
 def _snapshot(lm: LM, session: Session, request: EngineRequest) -> Snapshot:
