@@ -85,6 +85,14 @@ def _tables(lm: LM) -> tuple[LogitsProcessor, ...]:
     return tuple(made)
 
 
+def default_editor(lm: LM) -> Rule:
+    """Chooses the rule that replaces tokens of a text which the model finds improbable."""
+    if lm.corruption.mask is None:
+        return rules.entropy_bound()
+    blind = lm.model.leave_one_out and lm.model.config.alignment != "shifted"
+    return rules.blind_editing() if blind else rules.editing()
+
+
 def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
     """Completes a plan without a block by the block and steps of the model's settings."""
     block, steps = lm.decoding.get("block"), lm.decoding.get("steps")

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import rules
-from mercury_jax.decode.defaults import default_sampler
+from mercury_jax.decode.defaults import default_editor, default_sampler
 from mercury_jax.decode.inputs import Ids, Prompts, Seeds, check_lm, encode_prompts, prompt_rows, row_seeds
 from mercury_jax.decode.request import Request, start
 from mercury_jax.decode.sampler import Param, SamplerLike, check_sampler
@@ -152,12 +151,9 @@ class EncodedText(NamedTuple):
 def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
     """Sets the default sampler if the request has none; refuses rules that change the number of tokens."""
     if request.sampler is None:
-        if lm.corruption.mask is None:
-            return request._replace(sampler=rules.entropy_bound())
-        if spans is not None:
+        if spans is not None and lm.corruption.mask is not None:
             return request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
-        blind = lm.model.leave_one_out and lm.model.config.alignment != "shifted"
-        return request._replace(sampler=rules.blind_editing() if blind else rules.editing())
+        return request._replace(sampler=default_editor(lm))
     rule = check_sampler(request.sampler).rule
     if rule.variable_length and rule.name != "levenshtein":  # levenshtein restores the length of each run
         raise refuse("sampler.rule", rule.name, "a rule that keeps the number of tokens")

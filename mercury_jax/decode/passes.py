@@ -202,6 +202,30 @@ def repeat(
     return jax.lax.while_loop(going, functools.partial(advance, config.method.step), carry)
 
 
+def alternate(
+    going: Callable[[Any], Array],
+    wide: Callable[[Any], Array],
+    advance: Callable[[Step, Any], Any],
+    steps: tuple[Step, Step],
+    carry: Any,
+) -> Any:
+    """Repeats passes of two steps on the device, for the loop of a method.
+
+    Loops inside the loop and no `cond`: XLA updates the KV cache of a loop in place, but copies that of a `cond`.
+
+    Args:
+        wide: wide(carry) -> whether the next pass is one of the first step.
+    """
+
+    def passes(carry: Any) -> Any:
+        first = lambda carry: going(carry) & wide(carry)
+        rest = lambda carry: going(carry) & ~wide(carry)
+        carry = jax.lax.while_loop(first, functools.partial(advance, steps[0]), carry)
+        return jax.lax.while_loop(rest, functools.partial(advance, steps[1]), carry)
+
+    return jax.lax.while_loop(going, passes, carry)
+
+
 def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
     """Returns whether a decoding loop continues: some row is not done, and no watched row has committed tokens."""
     going = ~jnp.all(state.done)

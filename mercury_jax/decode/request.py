@@ -29,6 +29,7 @@ from mercury_jax.decode.inputs import EffortLike
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
 from mercury_jax.decode.methods.drafting import Draft, draft_rule, drafting
+from mercury_jax.decode.methods.prediction import WIDEST, add_predictions
 from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
 from mercury_jax.decode.session import (
     Fork,
@@ -84,6 +85,7 @@ class Request(NamedTuple):
     draft: Draft | None = None
     bad_words: Stops | None = None
     passes: int | None = None
+    draft_text: str | Sequence[str | None] | None = None
 
     rows: Rows | None = None
     grammars: Grammars | None = None  # of each row; None: no row has one
@@ -93,6 +95,7 @@ class Request(NamedTuple):
     block: int | None = None  # width of the canvas where the rows fix it, instead of the plan's
     steps: np.ndarray | None = None  # of a block, one per prompt, where efforts differ; None: the plan's
     stops: Sequence[tuple[str, ...]] = ()  # of each row
+    predictions: Sequence[list[int]] = ()  # of each row, the ids of `draft_text`
     forked: bool = False  # the n rows of a prompt begin with the same tokens, which are encoded once
     trajectory: bool = False  # keep when each token was accepted (`rollout`)
 
@@ -155,6 +158,7 @@ def encode_request(lm: LM, request: Request) -> Request:
             for p, most, budget in zip(prompts, wanted, budgets, strict=True)
         ]
     # From here on everything but the parameters of the sampler is one value per row.
+    predictions = [ids for ids in _predictions(lm, request, count) for _ in range(n)]
     prompts = [p for p in prompts for _ in range(n)]
     max_tokens = np.repeat(max_tokens, n)
     return request._replace(
@@ -163,8 +167,22 @@ def encode_request(lm: LM, request: Request) -> Request:
         max_tokens=max_tokens,
         seed=seeds,
         stops=[texts for texts in stops for _ in range(n)],
+        predictions=predictions,
         end_thinking=None if marks is None else marks.close,
         forked=n > 1 and request.draft is None,  # the drafter of each row encodes the prompt itself
+    )
+
+
+def _predictions(lm: LM, request: Request, count: int) -> list[list[int]]:
+    """Encodes the predicted text of each prompt; a prompt may have none. []: no prompt has one."""
+
+    def ids(name: str, text: Any) -> list[int]:
+        if text is not None and not isinstance(text, str):
+            raise refuse(name, text, "the text that the answer is expected to be, or None")
+        return lm.tokenizer.encode(text) if text else []
+
+    return (
+        [] if request.draft_text is None else inputs.per_prompt("draft_text", request.draft_text, count, ids)
     )
 
 
@@ -430,12 +448,13 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
         model, sampler = guidance.guided(model), guidance.reads_conditional(sampler)
+    drafted = WIDEST - 1 if request.predictions else 0 if request.draft is None else request.draft.tokens
     config = build_config(
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
         block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
-        draft=0 if request.draft is None else request.draft.tokens,
+        draft=drafted,
     )  # fmt: skip
-    drafting = None
+    drafting: Any = None
     if request.draft is not None:
         if plan.method is not None:
             raise refuse("plan.method", plan.method.name, "None with draft=")
@@ -443,6 +462,10 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         config, drafting = add_drafter(
             request.draft, config, sampler, mesh, int(longest.max()), len(rows.committed), request.n
         )
+    if request.predictions:
+        verified = sampler.speculate is not None
+        slots = rows.tokens.shape[1]
+        config, drafting = add_predictions(config, request.predictions, slots, verified)
     slots = config.slots_after
     if model_config.pattern != "bidirectional":
         size = max(int(longest.max()), rows.tokens.shape[1])

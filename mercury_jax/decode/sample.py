@@ -40,6 +40,7 @@ from mercury_jax.decode.inputs import (
 from mercury_jax.decode.methods.acceptance import check_verifier
 from mercury_jax.decode.methods.block_drafter import with_block_drafter
 from mercury_jax.decode.methods.drafting import Draft, DraftOutput, with_drafter
+from mercury_jax.decode.methods.prediction import check_predictor
 from mercury_jax.decode.request import (
     Request,
     configure,
@@ -95,6 +96,7 @@ def sample(
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
     draft: Draft | LM | BlockDrafter | str | Path | None = None,
     bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
+    draft_text: str | Sequence[str | None] | None = None,
 ) -> Output:
     """Decodes answers to each prompt.
 
@@ -144,6 +146,12 @@ def sample(
             (or None). A text that the prompt begins is not completed either. Thinking may hold them. It is a grammar
             of the answer (`mj.grammar.Without`): the answer is not blank, and what `schema` says of other arguments
             holds. Not with schema.
+        draft_text: The text that the answer is expected to be, such as a file of which one line changes: one, or a list
+            with one (or None) per prompt. A model that predicts the next token verifies up to 511 of its tokens in one
+            pass, and the answers are those of `lm` alone with the same seed, decoded left to right. Other models start
+            their canvases from the prediction, and a rule that replaces tokens keeps those that the model does not
+            contradict; there the answers may differ. After an insertion or a deletion the rest of the prediction is
+            used from its new place on. Not with draft, state, guidance, schema, bad_words, keep or passes.
 
     Returns:
         The answers and their cost.
@@ -166,11 +174,16 @@ def sample(
     if prompt is None and state is None:
         allowed = "a prompt; or None with state=, which passes= and keep=True put into Output.state"
         raise refuse("prompt", None, allowed)
+    if draft is None and draft_text is not None:
+        sampler = check_predictor(lm, sampler, plan, dict(
+            state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words, keep=keep,
+            passes=passes,
+        ))  # fmt: skip
     if draft is not None:  # its own settings plan the drafts
         plan = None if plan == Plan() else plan
         others = dict(
-            plan=plan, state=state, guidance=guidance, negative=negative, schema=schema, bad_words=bad_words,
-            keep=keep, passes=passes,
+            draft_text=draft_text, plan=plan, state=state, guidance=guidance, negative=negative, schema=schema,
+            bad_words=bad_words, keep=keep, passes=passes,
         )  # fmt: skip
         sampler = check_verifier(lm, sampler, others)
         if isinstance(draft, BlockDrafter | str | Path):
@@ -182,6 +195,7 @@ def sample(
         plan=Plan() if plan is None else plan,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
         mesh=mesh, schema=schema, bad_words=bad_words, n=n, stop=stop, draft=draft, passes=passes,
+        draft_text=draft_text,
     ).checked()  # fmt: skip
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)

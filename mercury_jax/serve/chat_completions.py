@@ -33,6 +33,7 @@ from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.protocol import ChatCompletionsRequest
 from mercury_jax.serve.service import ServedModels, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
+from mercury_jax.serve.structured_outputs import OutputSpec, output_spec
 from mercury_jax.types import LM
 
 # A schema may refer only to itself: jsonschema's default registry would fetch references over the network.
@@ -68,7 +69,7 @@ class ToolPolicy(NamedTuple):
 async def chat_completions(models: ServedModels, request: Request) -> Response:
     """Answers a conversation."""
     service, body = await models.read(request, ChatCompletionsRequest)
-    fields = {"tools", "response_format", "bad_words"}
+    fields = {"tools", "response_format", "bad_words", *protocol.GUIDED_FIELDS}
     plain = body.model_dump(include=fields, exclude_unset=True, by_alias=True)
     size = len(dump_json(plain)) if any(getattr(body, name) for name in fields) else None
     return await respond(service, request, lambda: _prepare_chat(service, body), body.n, size)
@@ -111,9 +112,15 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         raise errors.invalid_request(
             "bad_words", "bad_words cannot be combined with tools or response_format"
         )
+    guided = output_spec(body)
     constraint = output_constraint(lm, body, policy) if constrained else OutputConstraint()
+    if guided is not None:
+        constraint = spec_constraint(lm, guided)
     if words := tuple(filter(None, body.bad_words or ())):
         constraint = OutputConstraint(compile_grammar(lm, grammars.Without(words, begun or ""), "bad_words"))
+    predicted = body.prediction.text if body.prediction is not None else ""
+    service.check_size(len(predicted), "prediction")
+    prediction = tuple(lm.tokenizer.encode(predicted)) if predicted else ()
     temperature, warning = body.temperature, None
     if options.strict_temperature:
         temperature, warning = engine_requests.vendor_temperature(body.temperature)
@@ -127,6 +134,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         temperature=temperature,
         logprobs=(top or 0) if body.logprobs else None,
         grammar=constraint.grammar,
+        prediction=prediction,
         frames=body.diffusing and body.stream,
     )
     thinks = conversation.opens_thinking(lm, prompt)
@@ -139,6 +147,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
             lm, chat=True, tools=bool(policy.tools), stop=stops, thinking=thinks, begun=begun is not None
         ),
         answers_per_prompt=body.n,
+        prediction_tokens=len(prediction),
         diffusing=body.diffusing and body.stream,
         reasoning_summary=body.reasoning_summary,
         thinks=thinks,
@@ -257,11 +266,23 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     return OutputConstraint(grammar, check, json=True, valid=_loose_check(loose) if loose else None)
 
 
+def spec_constraint(lm: LM, guided: OutputSpec) -> OutputConstraint:
+    """Compiles the constraint of `guided_json`, `guided_regex` and their like."""
+    spec, param = guided
+    grammar = compile_grammar(lm, spec, param)
+    if isinstance(spec, grammars.JSONSchema | grammars.JSONObject):
+        schema = spec.schema if isinstance(spec, grammars.JSONSchema) else {"type": "object"}
+        return OutputConstraint(grammar, _answer_check((), ToolPolicy(), schema, param), json=True)
+    return OutputConstraint(grammar, lambda message: grammar.matches(message.content), json=True)
+
+
 def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar:
     """Compiles a grammar."""
     try:
         return grammars.compile(lm.tokenizer, spec)
     except grammars.GrammarError as error:
+        if isinstance(spec, grammars.Regex | grammars.Choice | grammars.Lark):
+            raise errors.invalid_request(param, f"{param}: {str(error)[:1000]}") from None
         raise _refused_schema(error, param) from None
 
 

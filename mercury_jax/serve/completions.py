@@ -20,13 +20,14 @@ from mercury_jax.serve.chat import apply_edit, code_prompts
 from mercury_jax.serve.chat.code_prompts import CodePrompt
 from mercury_jax.serve.chat.messages import plain_messages
 from mercury_jax.serve.chat.output_parser import OutputParser
-from mercury_jax.serve.chat_completions import compile_grammar
+from mercury_jax.serve.chat_completions import OutputConstraint, compile_grammar, spec_constraint
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
 from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.responses import EchoedPrompt
 from mercury_jax.serve.service import SMALL_GRAMMAR_BYTES, ServedModels, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
+from mercury_jax.serve.structured_outputs import output_spec
 from mercury_jax.types import LM
 
 EditBody = protocol.EditCompletionsRequest | protocol.ApplyCompletionsRequest
@@ -48,7 +49,9 @@ async def completions(models: ServedModels, request: Request) -> Response:
     if body.echo and body.suffix:
         raise errors.invalid_value("echo", True, "false with a suffix")
     # Scoring a prompt takes as long as compiling a large grammar, so it takes a thread of that pool.
-    slow = len(dump_json(body.bad_words)) if body.bad_words else None
+    fields = {"bad_words", *protocol.GUIDED_FIELDS}
+    plain = body.model_dump(include=fields, exclude_unset=True, by_alias=True)
+    slow = len(dump_json(plain)) if any(plain.values()) else None
     slow = SMALL_GRAMMAR_BYTES + 1 if body.echo and body.logprobs is not None else slow
     return await respond(
         service, request, lambda: _prepare_texts(service, body, prompts, body.n), count, slow
@@ -95,12 +98,14 @@ def _prepare_texts(
     n: int,
 ) -> tuple[ResponsePlan, Sequence[EngineRequest | PrecomputedAnswer]]:
     """Makes the plan and n requests per prompt; the requests of a prompt are adjacent."""
-    lm, stops = service.engine.lm, body.stop_sequences
+    lm = service.engine.lm
     suffix = "" if body.suffix == END_OF_TEXT else body.suffix or ""
     logprobs = body.logprobs if isinstance(body, protocol.CompletionsRequest) else None
     codes: list[CodePrompt] = []
     jobs: list[EngineRequest | PrecomputedAnswer] = []
     words = tuple(filter(None, getattr(body, "bad_words", None) or ()))
+    guided = output_spec(body) if isinstance(body, protocol.CompletionsRequest) else None
+    constraint = OutputConstraint()
     for i, prompt in enumerate(prompts):
         service.check_size(len(prompt) + len(suffix), "prompt")
         if isinstance(prompt, str):
@@ -117,7 +122,10 @@ def _prepare_texts(
             used = len(code.prompt) + len(code.suffix or ())  # what does not fit is refused before compiling
             token_budget(service.engine.context, used, body.max_tokens, 0, "prompt")
             before = prompt if isinstance(prompt, str) else lm.tokenizer.decode(prompt)
-            grammar = compile_grammar(lm, Without(words, before), "bad_words") if words else None
+            constraint = OutputConstraint() if guided is None else spec_constraint(lm, guided)
+            grammar = (
+                compile_grammar(lm, Without(words, before), "bad_words") if words else constraint.grammar
+            )
             jobs += with_seeds(_code_request(service, body, code, "prompt", logprobs, grammar), n, i)
         else:
             token_budget(service.engine.context, len(code.prompt) - 1, 1, 0, "prompt")  # the prompt must fit
@@ -128,8 +136,9 @@ def _prepare_texts(
         kind=responses.TEXT,
         request=body,
         prompt_tokens=sum(len(one.prompt) + len(one.suffix or ()) for one in codes),
-        parser=lambda: OutputParser(lm, chat=False, stop=stops),
+        parser=lambda: OutputParser(lm, chat=False, stop=() if guided else body.stop_sequences),
         answers_per_prompt=n,
+        check=constraint.check,
         logprobs=lambda snapshot, message: responses.text_logprobs(lm, snapshot, message, logprobs or 0),
         echoes=_echoes(service, prompts, codes, logprobs) if getattr(body, "echo", False) else (),
     )

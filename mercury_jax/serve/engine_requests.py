@@ -196,7 +196,8 @@ def continuation_of(
         max_tokens = min(request.max_tokens, left - 1)
         budget = min(EFFORTS["low"].thinking, left - max_tokens)
         prompt = (*request.prompt, *answer)
-        return last, dataclasses.replace(request, prompt=prompt, thinking=budget, max_tokens=max_tokens)
+        more = {"prompt": prompt, "thinking": budget, "max_tokens": max_tokens, "prediction": ()}
+        return last, dataclasses.replace(request, **more)
     closed = answer_text.close_thinking_ids(tokenizer, answer, inside)
     behind, size = answer_text.continuation_prompt(
         tokenizer, request.prompt, closed, request.max_tokens, context

@@ -30,19 +30,17 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from mercury_jax.serve.errors import ApiError, invalid_value, validation_error
+from mercury_jax.serve.errors import ApiError, invalid_request, invalid_value, validation_error
 
 MAX_TOKENS = 1 << 20  # larger values are refused; values up to this are reduced to the context
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_TOP_LOGPROBS = 2048, 1024, 128, 16, 20
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 
-# Values by which clients say that they do not use a field.
+# Values by which clients say that they do not use a field; see `unused_values`.
 UNUSED = (None, False, 0, "", [], {})
 
 _FORMAT = "Use response_format of /v1/chat/completions, with type json_schema or json_object."
-_GRAMMAR = (
-    "Grammars of this kind are not supported; response_format of /v1/chat/completions takes a JSON Schema."
-)
+_GUIDED = "Use guided_regex, guided_choice or guided_grammar of /v1/chat/completions or /v1/completions."
 _TOKENS = "Use logit_bias and stop."
 _LENGTH = "Use max_tokens."
 # Fields of other servers (vLLM, SGLang, TGI, llama.cpp, older forms of OpenAI's API) that constrain the answer.
@@ -50,8 +48,8 @@ _LENGTH = "Use max_tokens."
 # A constraint that is ignored would go unnoticed, so these are refused by name.
 CONSTRAINT_FIELDS = {
     **dict.fromkeys(("guided_json", "json_schema", "structured_outputs", "structural_tag", "guided_decoding"), _FORMAT),
-    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), _GRAMMAR),
-    **dict.fromkeys(("regex", "ebnf", "grammar", "choice"), _GRAMMAR),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), _GUIDED),
+    **dict.fromkeys(("regex", "ebnf", "grammar", "choice"), _GUIDED),
     **dict.fromkeys(("allowed_token_ids", "stop_token_ids", "bad_words", "bad_words_ids"), _TOKENS),
     "logits_processors": _TOKENS,
     "max_new_tokens": _LENGTH,
@@ -70,7 +68,7 @@ MAX_UNKNOWN = 128  # different unknown fields of one request, of which the neare
 SIMILARITY = 0.85  # of `difflib`, from which on an unknown field is taken for a misspelt one
 
 # Efforts of OpenAI's API, mapped to the efforts of this server.
-EFFORT_ALIASES = {"none": "instant", "minimal": "instant", "xhigh": "high"}
+EFFORT_ALIASES = {"none": "instant", "minimal": "instant", "xhigh": "high", "max": "high"}
 
 JsonObject = dict[str, Any]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=NAME_PATTERN)]
@@ -78,9 +76,10 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 ShortText = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
+Choices = Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
 StopSequences = ShortText | Annotated[list[ShortText], Field(max_length=32, fail_fast=True)]
 ReasoningEffort = Annotated[
-    Literal["instant", "low", "medium", "high", "none", "minimal", "xhigh"],
+    Literal["instant", "low", "medium", "high", "none", "minimal", "xhigh", "max"],
     AfterValidator(lambda name: EFFORT_ALIASES.get(name, name)),
 ]
 
@@ -88,7 +87,7 @@ ReasoningEffort = Annotated[
 ABOUT_MAX_TOKENS = "Most tokens of the answer. More than the context leaves is cut to that."
 ABOUT_TEMPERATURE = "Sampling temperature; 0: always the likeliest token."
 ABOUT_STOP = (
-    "Texts that end the answer and are not part of it; not applied where `response_format` is enforced."
+    "Texts that end the answer and are not part of it; not applied where a format or a grammar is enforced."
 )
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, description=ABOUT_MAX_TOKENS)]
 PresencePenalty = Annotated[
@@ -138,6 +137,16 @@ class TextPart(RequestModel):
     type: Literal["text"]
     text: str
     """The text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_image(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") in ("image_url", "image", "input_image"):
+            reason = (
+                "images need a model with a vision tower, which this one lacks; allowed: parts of type text"
+            )
+            raise invalid_request("messages", f"messages has a part of type {data['type']}: {reason}")
+        return data
 
 
 class RefusalPart(RequestModel):
@@ -345,16 +354,60 @@ AnswerFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field
 # Endpoints
 
 
+class Prediction(RequestModel):
+    """What the answer is expected to be."""
+
+    type: Literal["content"]
+    """Always content."""
+    content: Content
+    """A string, or a list of parts of type text, which are put together."""
+
+    @property
+    def text(self) -> str:
+        """The predicted text."""
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class StreamOptions(RequestModel):
     """How to stream."""
 
     include_usage: bool = False
     """Send one more chunk, with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`: the usage so far in every chunk, as vLLM sends it."""
+    include_obfuscation: bool = False
+    """Fill each chunk up with random characters in `obfuscation`, so that its size tells little about its text."""
+
+
+class StructuredOutputs(RequestModel):
+    """A constraint on the answer, as vLLM's clients send it. Exactly one field is used."""
+
+    refused_fields = {
+        **dict.fromkeys(("structural_tag", "disable_additional_properties"), "Use json."),
+        "whitespace_pattern": _GUIDED,
+    }
+
+    json_: JsonObject | str | None = Field(None, alias="json")
+    """A JSON Schema, or its text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """As `guided_regex`."""
+    choice: Choices | None = None
+    """As `guided_choice`."""
+    grammar: str | None = None
+    """As `guided_grammar`."""
 
 
 OF_CHAT = {"response_format": _FORMAT, "max_completion_tokens": _LENGTH}  # refused by the other endpoints
-# The endpoints for chat and plain text have the field `bad_words`.
-SAMPLED_CONSTRAINTS = {name: why for name, why in CONSTRAINT_FIELDS.items() if name != "bad_words"}
+# Fields of the endpoints for chat and plain text.
+GUIDED_FIELDS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf",
+)  # fmt: skip
+SAMPLED_CONSTRAINTS = {
+    name: why for name, why in CONSTRAINT_FIELDS.items() if name not in ("bad_words", *GUIDED_FIELDS)
+}
 
 
 class ApiRequest(RequestModel):
@@ -401,6 +454,21 @@ class SampledRequest(ApiRequest):
     stop: StopSequences | None = Field(None, description=ABOUT_STOP)
     bad_words: Annotated[list[ShortText], Field(max_length=32, fail_fast=True)] | None = None
     """Texts that no answer holds, in whatever tokens. Not with tools, `response_format` or `suffix`."""
+    guided_json: JsonObject | str | None = None
+    """A JSON Schema that the answer obeys, or its text. At most one such constraint, and no tools, `response_format`,
+    `bad_words` or `suffix`; so with the fields below."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer matches, in the syntax of Rust's regex crate."""
+    guided_choice: Choices | None = None
+    """Texts of which the answer is one."""
+    guided_grammar: str | None = None
+    """A context-free grammar of the answer, in Lark or GBNF."""
+    structured_outputs: StructuredOutputs | None = None
+    """The same in one object, as vLLM's clients send it."""
+    regex: str | None = None
+    """SGLang's name of `guided_regex`."""
+    ebnf: str | None = None
+    """SGLang's name of `guided_grammar`."""
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     """Sample among this many of the likeliest tokens; -1 and 0: all."""
     min_p: float = Field(0.0, ge=0, le=1)
@@ -415,7 +483,11 @@ class SampledRequest(ApiRequest):
 class ChatCompletionsRequest(SampledRequest):
     """Body of POST /v1/chat/completions."""
 
-    refused_fields = SAMPLED_CONSTRAINTS
+    refused_fields = {
+        **SAMPLED_CONSTRAINTS,
+        "audio": "Answers are texts.",
+        "web_search_options": "Use tools: this server searches nothing itself.",
+    }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The conversation so far."""
@@ -436,6 +508,11 @@ class ChatCompletionsRequest(SampledRequest):
     """Whether one answer may hold several tool calls."""
     response_format: AnswerFormat | None = None
     """What the answer obeys: nothing, any JSON object, or a schema."""
+    prediction: Prediction | None = None
+    """The text that the answer is expected to be, such as a file of which one line changes. It makes the answer faster
+    where it is right; see docs/serving.md. Without effect with `response_format`, tools and other constraints."""
+    modalities: list[Literal["text"]] | None = Field(None, max_length=4)
+    """What the answer is: a text."""
     reasoning_effort: ReasoningEffort | None = None
     """How long to think and how strictly to accept tokens; `max_tokens` is kept for the answer."""
     reasoning_summary: bool = False
@@ -559,7 +636,7 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str, u
     for name, instead in model.refused_fields.items():
         # a client that sends both spellings
         other = instead == _LENGTH and data.get("max_tokens") is not None
-        if data.get(name) not in UNUSED and not other:
+        if data.get(name) not in unused_values(name) and not other:
             allowed = f"no value, since this endpoint has no such field. {instead}"
             raise invalid_value(f"{path}{name}", data[name], allowed)
     known = model.field_names()
@@ -570,6 +647,13 @@ def check_names(model: type[RequestModel], data: Mapping[str, Any], path: str, u
         if near is not None and near not in data:  # the AI SDK sends `logitBias` beside `logit_bias`
             message = f"{path}{name[:64]} is not a field; did you mean {near}?"
             raise ApiError(400, message, param=f"{path}{name[:64]}", code="unknown_parameter")
+
+
+def unused_values(name: str) -> tuple[Any, ...]:
+    """Returns the values by which clients say that they do not use a field."""
+    return (
+        (None, False, 0) if name == "web_search_options" else UNUSED
+    )  # {} asks for a search with all defaults
 
 
 @functools.lru_cache(4096)
@@ -628,6 +712,6 @@ def request_schema(model: type[RequestModel]) -> JsonSchemaValue:
 def refused_properties(model: type[RequestModel]) -> JsonSchemaValue:
     """Returns the schemas of the fields that a model refuses: only values that mean "not used" are valid."""
     return {
-        name: {"enum": list(UNUSED), "description": f"Refused. {instead}"}
+        name: {"enum": list(unused_values(name)), "description": f"Refused. {instead}"}
         for name, instead in model.refused_fields.items()
     }

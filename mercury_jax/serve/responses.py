@@ -160,10 +160,12 @@ class CachedTokens(TypedDict):
     cached_tokens: Count
 
 
-class ReasoningTokens(TypedDict):
-    """Tokens of thinking."""
+class CompletionDetails(TypedDict):
+    """Tokens of thinking; of a request with a prediction, also its tokens that the answer has, and its others."""
 
     reasoning_tokens: Count
+    accepted_prediction_tokens: NotRequired[Count]
+    rejected_prediction_tokens: NotRequired[Count]
 
 
 class Usage(TypedDict):
@@ -175,7 +177,7 @@ class Usage(TypedDict):
     reasoning_tokens: Count
     cached_input_tokens: Count
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionDetails
 
 
 class ReasoningSummary(TypedDict):
@@ -205,6 +207,7 @@ class _Completion(_Response):
 
 class _Chunk(_Response):
     usage: NotRequired[Usage | None]
+    obfuscation: NotRequired[str]
     diffusion_meta: NotRequired[DiffusionMeta]
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -26,7 +27,7 @@ from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Sna
 from mercury_jax.serve.engine_requests import Continuation
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
 from mercury_jax.serve.protocol import ApiRequest
-from mercury_jax.serve.responses import EchoedPrompt, ResponseKind, ResponseWriter, Usage
+from mercury_jax.serve.responses import CompletionDetails, EchoedPrompt, ResponseKind, ResponseWriter, Usage
 from mercury_jax.serve.service import AnswerHandle, Service, SubmittedJobs, shutting_down
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ JsonDict = dict[str, Any]
 
 DONE_EVENT = b"data: [DONE]\n\n"
 RETRY_TEMPERATURE, RETRY_SEED = 0.7, 1 << 30  # of the second decoding of an answer that is not valid
+OBFUSCATED_BYTES = 128  # the sizes of the chunks of a stream with `include_obfuscation`
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # SSE clients ignore comments
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
@@ -51,6 +53,7 @@ class ResponsePlan(NamedTuple):
         prompt_tokens: Number of tokens of all prompts.
         parser: Makes a new parser for one answer.
         answers_per_prompt: Number of jobs per prompt; the jobs of a prompt are adjacent.
+        prediction_tokens: Number of tokens of the prediction.
         diffusing: Whether each chunk of the stream has the whole current text instead of a delta.
         reasoning_summary: Whether to report the thinking.
         thinks: Whether the prompt starts a thinking section.
@@ -69,6 +72,7 @@ class ResponsePlan(NamedTuple):
     prompt_tokens: int
     parser: Callable[[], OutputParser]
     answers_per_prompt: int = 1
+    prediction_tokens: int = 0
     diffusing: bool = False
     reasoning_summary: bool = False
     thinks: bool = False
@@ -133,6 +137,7 @@ class Responder:
     def __init__(self, service: Service, plan: ResponsePlan, arrival: float, request_id: str):
         self.service, self.plan, self.arrival, self.request_id = service, plan, arrival, request_id
         self.writer = ResponseWriter(plan.kind, plan.request.model)
+        self.read: dict[int, tuple[OutputParser, Snapshot]] = {}  # by answer, what has been read of it so far
 
     async def completion(self, jobs: SubmittedJobs) -> JsonDict:
         """Waits for all answers and returns the response. The first error ends all of them."""
@@ -146,7 +151,7 @@ class Responder:
             self.writer.choice(i, a.text, a.message.tool_calls, a.finish_reason, a.logprobs)
             for i, a in enumerate(answers)
         ]
-        return self.writer.completion(choices, self._usage(answers), self._extra(answers[0]))
+        return self.writer.completion(choices, self._usage(), self._extra(answers[0]))
 
     async def events(self, jobs: SubmittedJobs) -> AsyncGenerator[bytes, None]:
         """Streams the response as server-sent events.
@@ -159,18 +164,24 @@ class Responder:
         """
         writer, options = self.writer, self.plan.request.stream_options
         with_usage = options is not None and options.include_usage
-        unknown: JsonDict = {"usage": None} if with_usage else {}  # in all chunks but the last
+        continuous = options is not None and with_usage and options.continuous_usage_stats
+        padded = options is not None and options.include_obfuscation
+
+        def event(chunk: JsonDict) -> bytes:
+            """Makes the event of a chunk that is not the last one, whose usage is not known."""
+            usage: JsonDict = {"usage": self._usage() if continuous else None} if with_usage else {}
+            return sse_event(obfuscated(chunk | usage) if padded else chunk | usage)
+
         answers: dict[int, FinishedAnswer] = {}
         try:
             for i in range(len(jobs.handles) if self.plan.kind.message else 0):
-                yield sse_event(writer.chunk([writer.chunk_choice(i, first=True)], unknown))
+                yield event(writer.chunk([writer.chunk_choice(i, first=True)]))
             streams = [self._choice_chunks(i, handle, answers) for i, handle in enumerate(jobs.handles)]
             async with contextlib.aclosing(interleave(streams)) as chunks:
                 async for chunk in chunks:
-                    yield sse_event(chunk | unknown)
+                    yield event(chunk)
             if with_usage:
-                usage = self._usage([answers[i] for i in sorted(answers)])
-                yield sse_event(writer.chunk([], {"usage": usage}))
+                yield sse_event(writer.chunk([], {"usage": self._usage()}))
         except Exception as error:
             yield sse_event(to_reported_error(error, self.request_id).envelope())
         yield DONE_EVENT
@@ -188,7 +199,7 @@ class Responder:
             yield writer.chunk([writer.chunk_choice(i, echo.text)])
         async with contextlib.aclosing(parsed_snapshots(handle, parser)) as steps:
             async for snapshot, delta in steps:
-                first = first or time.perf_counter()
+                first, self.read[i] = first or time.perf_counter(), (parser, snapshot)
                 if (
                     plan.diffusing
                     and snapshot.finish is None
@@ -246,11 +257,17 @@ class Responder:
         logprobs = plan.logprobs(snapshot, message) if plan.logprobs is not None and wanted else None
         return FinishedAnswer(text, message, finish, snapshot, logprobs)
 
-    def _usage(self, answers: Sequence[FinishedAnswer]) -> Usage:
-        """Sums the usage of all answers. Each prompt is counted once, whatever its number of answers."""
-        completion = sum(a.message.completion_tokens for a in answers)
-        reasoning = sum(a.message.reasoning_tokens for a in answers)
-        cached = sum(a.snapshot.cached for a in answers[:: self.plan.answers_per_prompt])
+    def _usage(self) -> Usage:
+        """Sums the usage of all answers so far. Each prompt is counted once, whatever its number of answers."""
+        counts = [parser.counts for parser, _ in self.read.values()]
+        reasoning, completion = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+        first = (i for i in self.read if i % self.plan.answers_per_prompt == 0)
+        cached = sum(self.read[i][1].cached for i in first)
+        details: CompletionDetails = {"reasoning_tokens": reasoning}
+        if size := self.plan.prediction_tokens:
+            accepted = sum(snapshot.predicted for _, snapshot in self.read.values())
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = size * len(self.read) - accepted
         return {
             "prompt_tokens": self.plan.prompt_tokens,
             "completion_tokens": completion,
@@ -258,7 +275,7 @@ class Responder:
             "reasoning_tokens": reasoning,
             "cached_input_tokens": cached,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "completion_tokens_details": details,
         }
 
     def _extra(self, answer: FinishedAnswer) -> JsonDict:
@@ -439,6 +456,12 @@ def sse_event(value: Any) -> bytes:
         value: A JSON value. `dump_json` escapes all line ends, so the event cannot be split.
     """
     return b"data: " + dump_json(value).encode("ascii") + b"\n\n"
+
+
+def obfuscated(chunk: JsonDict) -> JsonDict:
+    """Adds random characters to a chunk, so that the size of its JSON is a multiple of OBFUSCATED_BYTES."""
+    size = len(dump_json(chunk | {"obfuscation": ""}))
+    return chunk | {"obfuscation": secrets.token_hex(OBFUSCATED_BYTES)[: -size % OBFUSCATED_BYTES]}
 
 
 class EventStreamResponse(Response):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.grammar import Choice, FreeOr, Regex, ToolCalls
+from mercury_jax.decode.grammar import Choice, FreeOr, Lark, Regex, ToolCalls
 from mercury_jax.decode.rules import self_speculation
 from mercury_jax.tokenizer import SPECIAL
 from tests.decode.grammar_many import fault
@@ -68,6 +68,18 @@ def test_a_row_does_not_notice_the_grammar_of_its_neighbour():
     assert compiled() == before  # another grammar is data
     [forced] = mj.stream(tiny(), PROMPTS[0], max_tokens=MOST, schema=Choice(["yes"]))  # without a pass
     assert (forced.text, forced.done, forced.step) == ("yes", True, 0)
+
+
+def test_a_context_free_grammar_is_obeyed_in_both_of_its_syntaxes():
+    def nested(text):
+        inner = text.removeprefix("(").removesuffix(")")
+        return text.isdigit() or (text == f"({inner})" and nested(inner))
+
+    lark = Lark('start: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,3}/ // "<" is no special token here')
+    gbnf = Lark('root ::= [0-9] [0-9]? [0-9]? | "(" root ")"')
+    for seed in (1, 2, 3):
+        out = run([lark, gbnf], seed=seed)
+        assert all(map(nested, out.texts)), out.texts
 
 
 def test_a_seed_repeats_and_another_differs():

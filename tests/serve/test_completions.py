@@ -150,6 +150,8 @@ def test_bad_words_count_as_a_grammar(scripted_app, monkeypatch):
 
     monkeypatch.setattr(Service, "submit", recorded)
     body = {"model": "nano", "prompt": "a", "bad_words": ["upon"]}
-    assert scripted_app.post(body, "/v1/completions").status_code == 200 and sizes == [len('["upon"]')]
+    assert scripted_app.post(body, "/v1/completions").status_code == 200 and sizes == [
+        len('{"bad_words":["upon"]}')
+    ]
     error = scripted_app.refuses({**body, "prompt": "a b" * 2_000, "bad_words": ["new"]}, "/v1/completions")
     assert error["code"] == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""Grammars: answers that obey a JSON Schema, a regular expression, a choice, or the form of tool calls.
+"""Grammars: answers that obey a JSON Schema, a regular expression, a choice, a grammar, or the form of tool calls.
 
     grammar = compile(lm.tokenizer, JSONSchema({"type": "object", ...}))
     walker = grammar.walk(budget=200)
@@ -29,6 +29,7 @@ from mercury_jax.decode.grammar.spec import (
     GrammarError,
     JSONObject,
     JSONSchema,
+    Lark,
     Place,
     Regex,
     Spec,
@@ -38,6 +39,6 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 __all__ = [
-    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Place",
-    "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
+    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Lark",
+    "Place", "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
 ]  # fmt: skip

@@ -97,6 +97,11 @@ class Grammar:
         matcher = self.tokens.deep_copy()
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
+    def matches(self, text: str) -> bool:
+        """Returns whether a text is a complete answer, in whatever tokens."""
+        matcher, units = self.units.deep_copy(), list(text.encode(errors="replace"))
+        return matcher.try_consume_tokens(units) == len(units) and matcher.is_accepting()
+
     def walk(self, budget: int) -> Walker:
         """Starts an answer of at most `budget` tokens.
 
@@ -176,7 +181,8 @@ _REASONS = (
     ("is greater than", _EMPTY + ": {}"),
 )
 _KEPT = (
-    "does not exist|supported|unclosed|repetition|nvalid|must be|expected|nknown (special )?token|regex parse"
+    "does not exist|supported|unclosed|repetition|nvalid|must be|xpected|nknown (special )?token|regex parse|"
+    "unknown name|lexer error|circular|Unknown common"
 )
 _LARGE = "fuel|limit|too (big|large|many|complex|deep)|exceed|stack"
 

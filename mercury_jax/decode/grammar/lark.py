@@ -24,6 +24,7 @@ from mercury_jax.decode.grammar.spec import (
     GrammarError,
     JSONObject,
     JSONSchema,
+    Lark,
     Mark,
     Place,
     Regex,
@@ -36,6 +37,7 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 MOST_OPTIONS = 10_000
+MOST_GRAMMAR = 32 << 10  # characters of a grammar of the user
 MOST_TOOLS = 256
 _MOST_CACHED = 16 << 10  # characters of a schema whose rule is kept
 MOST_CALLS = 256  # of one answer, where `at_most` is not given
@@ -111,11 +113,32 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
         if len(lark) > MOST_BYTES:
             raise grammar_error("options", f"{len(lark)} bytes", f"at most {MOST_BYTES}")
         return LarkGrammar(lark, "options")
+    if isinstance(spec, Lark):
+        return LarkGrammar(_of_user(spec.grammar), "grammar")
     if isinstance(spec, ToolCalls | FreeOr | CallsOr):
         return _calls(spec)
     if isinstance(spec, Without):
         return LarkGrammar(_without(spec), "bad_words")
     raise grammar_error("schema", spec, "a JSON Schema or a spec of mercury_jax.grammar")
+
+
+def _of_user(text: Any) -> str:
+    """The text of a user's grammar in Lark's syntax, without what would reach beyond texts."""
+    if not isinstance(text, str) or not 0 < len(text) <= MOST_GRAMMAR:
+        raise grammar_error("grammar", text, f"a grammar in Lark or GBNF of 1..{MOST_GRAMMAR} characters")
+    if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
+        convert = importlib.import_module(f"{llguidance().__name__}.gbnf_to_lark").gbnf_to_lark
+        try:
+            text = convert(text).replace("%llguidance {}", "")
+        except Exception as error:  # the converter has no class of its own for some errors
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise GrammarError(f"grammar is no GBNF: {reason}") from None
+    # Outside of texts, patterns and comments, `<` begins a special token, which no text of an answer shows.
+    outside = re.sub(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])*/', "", text)
+    for mark, name in (("<", "a special token"), ("%llguidance", "options of llguidance")):
+        if mark in outside:
+            raise grammar_error("grammar", name, "rules over texts")
+    return text
 
 
 def _without(spec: Without) -> str:

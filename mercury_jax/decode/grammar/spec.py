@@ -1,7 +1,8 @@
 """What an answer may be asked to obey, and the checks of JSON Schemas as users send them.
 
-Specs are values: `JSONSchema`, `JSONObject`, `Regex`, `Choice`, `ToolCalls`, `FreeOr`, `CallsOr`. A JSON Schema is
-bounded before anything is compiled, and rewritten where an answer that a generator makes could fail a validator.
+Specs are values: `JSONSchema`, `JSONObject`, `Regex`, `Choice`, `Lark`, `ToolCalls`, `FreeOr`, `CallsOr`, `Without`. A
+JSON Schema is bounded before anything is compiled, and rewritten where an answer that a generator makes could fail a
+validator.
 """
 
 from __future__ import annotations
@@ -106,6 +107,18 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Lark:
+    """A text of a context-free grammar.
+
+    Attributes:
+        grammar: In Lark's syntax as llguidance reads it, with the rule `start`; or in llama.cpp's GBNF, with the rule
+            `root ::= ...`. Special tokens are no part of it.
+    """
+
+    grammar: str
+
+
+@dataclass(frozen=True)
 class ToolCalls:
     """Tool calls: open {"name": ..., "arguments": {...}} close.
 
@@ -159,7 +172,7 @@ class Without:
     after: str = ""
 
 
-Spec: TypeAlias = JSONSchema | JSONObject | Regex | Choice | ToolCalls | FreeOr | CallsOr | Without
+Spec: TypeAlias = JSONSchema | JSONObject | Regex | Choice | Lark | ToolCalls | FreeOr | CallsOr | Without
 
 MOST_BYTES = 256 << 10  # of a schema as JSON
 MOST_DEPTH = 64  # of its nesting

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool
 
 from mercury_jax.decode.denoise import denoise, open_canvases, plain_step
 from mercury_jax.decode.methods.causal import first_tokens
-from mercury_jax.decode.passes import forward, next_feed, slice_rows, times, unpack_state
+from mercury_jax.decode.passes import alternate, forward, next_feed, slice_rows, times, unpack_state
 from mercury_jax.decode.state import DecodeConfig, Frame, Method, State, Step
 from mercury_jax.decode.view import window_offset
 from mercury_jax.types import Params, Pass
@@ -48,16 +48,8 @@ def repeat_fused(
     """Repeats passes on the device; see `passes.repeat`."""
     if carry[1].counters.shape[1] > config.method.settings:
         return jax.lax.while_loop(going, functools.partial(advance, plain_step), carry)
-    # Loops inside the loop and no `cond`: XLA updates the KV cache of a loop in place, but copies that of a `cond`.
     wide = lambda carry: begins(config, unpack_state(carry[1]))
-
-    def passes(carry: Any) -> Any:
-        first = lambda carry: going(carry) & wide(carry)
-        rest = lambda carry: going(carry) & ~wide(carry)
-        carry = jax.lax.while_loop(first, functools.partial(advance, wide_step), carry)
-        return jax.lax.while_loop(rest, functools.partial(advance, plain_step), carry)
-
-    return jax.lax.while_loop(going, passes, carry)
+    return alternate(going, wide, advance, (wide_step, plain_step), carry)
 
 
 def begins(config: DecodeConfig, state: State) -> Bool[Array, ""]:

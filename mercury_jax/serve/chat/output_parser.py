@@ -234,11 +234,16 @@ class OutputParser:
                 draft._take(i)
         return "".join(draft._content)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens of the thinking, and all tokens, read so far."""
+        return self._reasoning_tokens, self._tokens
+
     def message(self) -> ParsedMessage:
         """Returns the complete answer, after the last snapshot."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        counts, offsets = (self._reasoning_tokens, self._tokens), tuple(self._content_offsets.items())
-        return ParsedMessage(content, reasoning, tuple(self._calls), *counts, offsets)
+        offsets = tuple(self._content_offsets.items())
+        return ParsedMessage(content, reasoning, tuple(self._calls), *self.counts, offsets)
 
     def _advance(self, snapshot: Snapshot) -> None:
         """Reads the token ids that became final since the previous snapshot."""

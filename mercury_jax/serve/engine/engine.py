@@ -6,13 +6,14 @@ host. The exception is a batch with a grammar-constrained row that does not writ
 pass of that row before the next one.
 
     submit -> RequestQueue -> prefix cache, prefill -> Slots -> Snapshots -> RequestHandle
-                \\-> InfillWorker (requests with a suffix) ----------------------/
+                \\-> SideWorker (requests with a suffix or a prediction) --------/
     decide -> DecisionWorker (typed questions) -> Future
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -28,10 +29,10 @@ from mercury_jax.decode.constrained import ConstrainedRow
 from mercury_jax.decode.decide import Asked, DecideOutput, Settings
 from mercury_jax.decode.state import State
 from mercury_jax.models import cache
-from mercury_jax.serve.engine import programs, sampling_params as sampling
+from mercury_jax.serve.engine import predicting, programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, CompiledPrograms, make_buckets
 from mercury_jax.serve.engine.deciding import DecisionWorker
-from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, InfillWorker, fim_order
+from mercury_jax.serve.engine.infilling import EXAMPLE_HOLE, SUFFIX_TOKENS, fill_hole, fim_order, sees_suffix
 from mercury_jax.serve.engine.memory import check_memory
 from mercury_jax.serve.engine.prefix_cache import PrefixCache
 from mercury_jax.serve.engine.request import (
@@ -44,6 +45,7 @@ from mercury_jax.serve.engine.request import (
     Snapshot,
 )
 from mercury_jax.serve.engine.scheduler import ReadDispatch, RequestQueue, Slots, may_run
+from mercury_jax.serve.engine.side_worker import SideWorker
 from mercury_jax.serve.engine.snapshots import RunningRequest, early_end, final_snapshot, pass_snapshots
 from mercury_jax.types import LM
 
@@ -120,7 +122,14 @@ class Engine:
         self._queue = RequestQueue(config.queue, config.slots, self._wake)
         self._compiled = CompiledPrograms(self.buckets)
         self._prefix_cache = PrefixCache(lm.model.config, config.prefix_bytes)
-        self._infilling = InfillWorker(lm, self.rules, config.queue, self._publish_infilled)
+        fill = functools.partial(fill_hole, lm, self.rules)
+        hole = EXAMPLE_HOLE if sees_suffix(lm) else None
+        self._infilling = SideWorker("mercury-infill", fill, config.queue, self._publish_beside, hole)
+        predict = functools.partial(predicting.decode_predicted, lm, self.rules, self.context)
+        self._predicting = SideWorker(
+            "mercury-predict", predict, config.queue, self._publish_beside, predicting.EXAMPLE
+        )
+        self._beside = (self._infilling, self._predicting)
         self._deciding = DecisionWorker(lm, config.queue + config.slots, self._count_decisions)
         self._slots: Slots | None = None
         self._prefill: ChunkedPrefill | None = None
@@ -129,13 +138,18 @@ class Engine:
 
     def start(self) -> None:
         """Compiles the largest bucket, then serves; the other buckets compile in the background."""
-        self._slots = Slots(self.buckets, self._compiled, self._compiled.start(self._infilling.warm_up))
+        self._slots = Slots(self.buckets, self._compiled, self._compiled.start(self._warm_up))
         if self._stopping:  # `stop` was called during the compilation
             return
         self._thread.start()
-        self._infilling.start()
+        for worker in self._beside:
+            worker.start()
         self._deciding.start()
         self.ready = True
+
+    def _warm_up(self) -> None:
+        for worker in self._beside:
+            worker.warm_up()
 
     def submit(self, request: EngineRequest) -> RequestHandle:
         """Validates and queues a request."""
@@ -155,7 +169,7 @@ class Engine:
         sampling.build_sampler(self.rules, request, sampling.TRUNCATION)
         handle = RequestHandle(request, self._wake)
         try:
-            (self._queue if request.suffix is None else self._infilling.queue).add(handle)
+            self._queue_of(request).add(handle)
         except Exception:
             self._counts["rejected"] += 1
             raise
@@ -172,9 +186,16 @@ class Engine:
         self._counts["submitted"] += 1
         return found
 
+    def _queue_of(self, request: EngineRequest) -> RequestQueue:
+        """Returns the queue of a request: that of the slots, or of a worker beside them."""
+        if request.suffix is not None:
+            return self._infilling.queue
+        verified = request.prediction and request.grammar is None and not request.visible
+        return self._predicting.queue if verified else self._queue
+
     def drain(self, timeout: float | None = None) -> bool:
         """Rejects new requests and waits until all accepted ones have finished."""
-        self.closing, queues = True, (self._queue, self._infilling.queue)
+        self.closing, queues = True, (self._queue, *(worker.queue for worker in self._beside))
         for queue in (*queues, self._deciding):
             queue.close()
         until = None if timeout is None else time.monotonic() + timeout
@@ -188,7 +209,8 @@ class Engine:
         """Cancels all requests and ends the threads. May be called while the engine still compiles."""
         self.closing = True
         self._queue.close()
-        self._infilling.stop()
+        for worker in self._beside:
+            worker.stop()
         self._deciding.stop()
         self._wake(stop=True)
         if self._thread.ident is not None:
@@ -224,8 +246,8 @@ class Engine:
             **{name: self._counts[name] for name in _COUNTERS},
         )
 
-    def _publish_infilled(self, handle: RequestHandle, final: Snapshot) -> None:
-        """Counts and publishes the end of a request with a suffix. Called in the thread of `InfillWorker`."""
+    def _publish_beside(self, handle: RequestHandle, final: Snapshot) -> None:
+        """Counts and publishes the end of a request beside the slots. Called in the thread of a `SideWorker`."""
         outcome = {"cancelled": "cancelled", "error": "failed"}.get(final.finish or "", "finished")
         self._counts.update({outcome: 1, "forwards": final.forwards, "tokens": len(final.tokens)})
         handle.publish(final)

@@ -108,6 +108,7 @@ class EngineRequest:
         logprobs: Number of alternatives to return with each token's log-probability. None: no log-probabilities.
         grammar: Grammar that the answer must match; the thinking is not constrained.
         suffix: Token ids after the answer; the answer fills the hole between prompt and suffix. None: no suffix.
+        prediction: Token ids that the answer is expected to be; without effect with `grammar`, `suffix` or `visible`.
         visible: Restrict the first token to ids that show text: no end of text, control token or space. Cannot be
             combined with `thinking`.
         cache_salt: Only requests with the same salt share the prefix cache.
@@ -133,6 +134,7 @@ class EngineRequest:
     logprobs: int | None = None
     grammar: Grammar | None = None
     suffix: tuple[int, ...] | None = None
+    prediction: tuple[int, ...] = ()
     visible: bool = False
     cache_salt: str = ""
     frames: bool = False
@@ -164,6 +166,7 @@ class Snapshot(NamedTuple):
             or "error". All tokens of a finished request are final.
         message: The error message, with finish "error".
         logprobs: Log-probabilities of all tokens, in the last snapshot of a request that asks for them.
+        predicted: Number of tokens that come from the prediction of the request.
     """
 
     tokens: np.ndarray
@@ -177,6 +180,7 @@ class Snapshot(NamedTuple):
     finish: str | None = None
     message: str = ""
     logprobs: LogProbs | None = None
+    predicted: int = 0
 
     def truncated(self, n: int) -> Snapshot:
         """Returns a snapshot of the first `n` tokens, all of them final."""
@@ -205,6 +209,7 @@ class Snapshot(NamedTuple):
             start=n + later.start,
             cached=self.cached,
             forwards=self.forwards + later.forwards,
+            predicted=self.predicted + later.predicted,
             logprobs=_map_logprobs(concatenated, self.logprobs, later.logprobs),
         )
 
