@@ -26,8 +26,8 @@ from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Int, option
 from mercury_jax.decode.decide import Settings, ask
 from mercury_jax.decode.questions import MultipleChoice, Question
-from mercury_jax.evaluate import decisions, wilson
-from mercury_jax.evaluate.decisions import LabelledState
+from mercury_jax.evaluate import calibration, wilson
+from mercury_jax.evaluate.calibration import LabelledState
 
 # The first half of each list belongs to the questions of the calibration, the second to those that are reported.
 THINGS = {
@@ -128,7 +128,7 @@ def yes_no(text: str) -> Question:
 def measure(lm: mj.LM, asked: Sequence[Labelled], reads: int) -> tuple[list[Any], np.ndarray, float]:
     """The answers, the indices of the right labels, and the seconds that the questions took, one state a call."""
     began = time.perf_counter()
-    answers, right = decisions.decide_all(lm, [one.one for one in asked], reads=reads, temperature=1.0)
+    answers, right = calibration.decide_all(lm, [one.one for one in asked], reads=reads, temperature=1.0)
     return answers, right, time.perf_counter() - began
 
 
@@ -142,18 +142,18 @@ def flips(found: Sequence[Any], reversed_: Sequence[Any]) -> dict[str, Any]:
 def quality_rows(lm: mj.LM, count: int, seed: int) -> list[dict[str, Any]]:
     """A row for each number of reads, before and after calibration, and for each kind of question."""
     tuning, asked = (questions(n, half, seed) for half, n in ((0, count // 2), (1, count)))
-    decisions.decide_all(lm, [one.one for one in asked[:6]], reads=READS)  # compiles
+    calibration.decide_all(lm, [one.one for one in asked[:6]], reads=READS)  # compiles
     rows = []
     for reads in (1, READS):
         fitted_on, labels, _ = measure(lm, tuning, reads)
-        temperature = decisions.fit_temperature(fitted_on, labels.tolist())
+        temperature = calibration.fit_temperature(fitted_on, labels.tolist())
         answers, right, seconds = measure(lm, asked, reads)
         backwards, _, _ = measure(lm, [one.reversed() for one in asked], reads)
         for kind in ("all", "things", "sums", "tones"):
             at = [i for i, one in enumerate(asked) if kind in ("all", one.kind)]
             chosen = [answers[i] for i in at]
             for name, t in (("before", 1.0), ("after", temperature)):
-                figures = decisions.quality(decisions.probabilities(chosen, t), right[at].tolist(), seed)
+                figures = calibration.quality(calibration.probabilities(chosen, t), right[at].tolist(), seed)
                 rows.append({
                     "model": lm.name, "questions": kind, "reads": reads, "calibration": name, "temperature": t,
                     **figures, **flips(chosen, [backwards[i] for i in at]),
@@ -173,7 +173,7 @@ def approximation_row(lm: mj.LM, count: int, seed: int) -> dict[str, Any]:
         found = mj.decide(lm, one.state, {"q": one.question})["q"]  # type: ignore[index]
         [prompt] = ask(lm, one.state, {"q": one.question}, Settings())[0].prompts
         scores = mj.score(lm, [prompt.ids] * len(prompt.labels), [list(x) for x in prompt.labels], samples=64)
-        bound = decisions.calibrated(np.asarray(scores.log_p), 1.0)
+        bound = calibration.calibrated(np.asarray(scores.log_p), 1.0)
         differences.append(0.5 * np.abs(bound - found.probabilities).sum())
     return {
         "model": lm.name, "figure": "total variation from the bound over all orders", "n": len(asked),

@@ -19,6 +19,7 @@ SAME_NAME = {
     "app.py": {"cli", "serve", "serve/playground"},
     "cases.py": {"ops/attention", "ops/experts", "ops/norms"},
     "chat.py": {"", "cli"},
+    "decide.py": {"cli", "decode"},
     "dit.py": {"hub/families", "models"},
     "export.py": {"checkpoint", "hub"},
     "gemma.py": {"hub/families", "models"},

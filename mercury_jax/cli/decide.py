@@ -160,16 +160,16 @@ class Calibrate:
 def run_calibrate(argv: Sequence[str]) -> int:
     """Runs `mercury calibrate`; returns its exit code."""
     args = arguments.read(Calibrate, argv, "mercury calibrate")
-    from mercury_jax.evaluate import decisions
+    from mercury_jax.evaluate import calibration
     from mercury_jax.hub.load import decisions_file
 
-    states = decisions.read(args.file)
+    states = calibration.read(args.file)
     out = Path(args.out) if args.out is not None else decisions_file(args.loading.model)
     show.check_writable("--out", str(out))
     show.check_writable("--plot", args.plot)
     lm = args.loading.load()
     with show.progress("count", "deciding", total=sum(len(one.right) for one in states)) as update:
-        answers, right = decisions.decide_all(
+        answers, right = calibration.decide_all(
             lm,
             states,
             reads=args.reads,
@@ -177,15 +177,15 @@ def run_calibrate(argv: Sequence[str]) -> int:
             temperature=1.0,
             progress=lambda done: update(advance=done),
         )
-    temperature = decisions.fit_temperature(answers, right.tolist())
+    temperature = calibration.fit_temperature(answers, right.tolist())
     series = {
-        name: decisions.probabilities(answers, t) for name, t in (("before", 1.0), ("after", temperature))
+        name: calibration.probabilities(answers, t) for name, t in (("before", 1.0), ("after", temperature))
     }
-    figures = {name: decisions.quality(found, right.tolist()) for name, found in series.items()}
+    figures = {name: calibration.quality(found, right.tolist()) for name, found in series.items()}
     record = {"temperature": temperature, "reads": args.reads, "questions": len(answers), **figures}
     out.write_text(show.as_json(record) + "\n", encoding="utf-8")
     if args.plot is not None:
-        decisions.plot_reliability(series, right.tolist()).savefig(args.plot)
+        calibration.plot_reliability(series, right.tolist()).savefig(args.plot)
     if args.json:
         show.emit(record | {"out": str(out)})
         return 0

@@ -7,7 +7,7 @@
 runner   tasks by name; `run` evaluates one, `compare` with several decoding rules; summaries, tables, plots
 code     the code tasks: a bound on the bits per byte, and infilling
 exact    the task `exact`: questions of one's own from a file
-decisions   the quality of the probabilities of `mj.decide`, and their calibration
+calibration   the quality of the probabilities of `mj.decide`, and their calibration
 harness  our models in lm-evaluation-harness, `python -m mercury_jax.evaluate.harness`
 """
 

@@ -8,7 +8,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.cli.app import main
 from mercury_jax.decode.decide import Answer
-from mercury_jax.evaluate import decisions
+from mercury_jax.evaluate import calibration
 
 QUESTION = mj.questions.MultipleChoice(["a", "b", "c"])
 
@@ -17,17 +17,17 @@ def drawn(n, temperature, seed=0):
     """Answers whose right labels are drawn at a temperature of their own log-likelihoods."""
     rng = np.random.default_rng(seed)
     log_p = rng.normal(size=(n, 1, 3)) * 3
-    answers = [Answer(QUESTION, decisions.calibrated(x, 1.0)[0], x[0] * np.nan, x) for x in log_p]
-    right = [rng.choice(3, p=decisions.calibrated(x, temperature)[0]) for x in log_p]
+    answers = [Answer(QUESTION, calibration.calibrated(x, 1.0)[0], x[0] * np.nan, x) for x in log_p]
+    right = [rng.choice(3, p=calibration.calibrated(x, temperature)[0]) for x in log_p]
     return answers, right
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_temperature_at_which_labels_were_drawn_is_found(temperature):
     answers, right = drawn(4000, temperature)
-    found = decisions.fit_temperature(answers, right)
+    found = calibration.fit_temperature(answers, right)
     assert found == pytest.approx(temperature, rel=0.08)
-    before, after = (decisions.quality(decisions.probabilities(answers, t), right) for t in (None, found))
+    before, after = (calibration.quality(calibration.probabilities(answers, t), right) for t in (None, found))
     assert after["nats"] <= before["nats"] and after["accuracy"] == before["accuracy"]
     assert after["ece"] < 0.03 and after["ece_interval"][0] <= after["ece"] * 1.5
     if temperature != 1.0:
@@ -36,7 +36,7 @@ def test_the_temperature_at_which_labels_were_drawn_is_found(temperature):
 
 def test_figures_of_answers_that_are_known():
     p = [np.array(x) for x in ([1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6])]
-    found = decisions.quality(p, [0, 1, 2])
+    found = calibration.quality(p, [0, 1, 2])
     assert found["n"] == 3 and found["accuracy"] == pytest.approx(2 / 3)
     assert found["brier"] == pytest.approx((0 + 0.5 + 0.24) / 3)
     assert found["ece"] == pytest.approx((0 + 0.5 + 0.4) / 3)
