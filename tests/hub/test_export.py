@@ -50,7 +50,7 @@ def test_a_conversion_keeps_tensors_that_our_model_does_not_read(name, tmp_path)
 
 
 def test_a_conversion_to_another_dtype_keeps_the_dtype_of_unread_tensors(tmp_path):
-    out = hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf", dtype="bfloat16")
+    out = hub.convert(GOLDENS / "gemma4_moe", tmp_path / "out", to="hf", dtype="bfloat16")
     written = folders.scan(out)
     kinds = {name: entry.dtype.name for name, entry in written.tensors.items()}
     assert {kinds[n] for n in kinds if "vision" in n} == {"float32"}
