@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -9,7 +9,6 @@ weights encode the prompt and denoise the canvas; self-conditioning is added to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
