@@ -35,7 +35,7 @@ FORMATS = {
     "WEBP": b"RIFF",
 }  # and first bytes
 MAX_BYTES = 10 << 20  # of a file
-MAX_PIXELS = 32_000_000  # of a decoded image; 4 bytes each
+MAX_PIXELS = 25_000_000  # of a decoded image; with transparency, 18 bytes each while it is blended
 MAX_SIDE = 16_384
 KINDS = "a path, the bytes of a PNG, JPEG, WebP or GIF file, a PIL image, or an array [H, W, 3] of uint8"
 
@@ -122,6 +122,11 @@ class Image:
         height, width = self.pixels.shape[:2]
         return height * width // (self.patch * self.pool) ** 2
 
+    @property
+    def end(self) -> int:
+        """Position after its last soft token in the prompt."""
+        return self.at + self.tokens
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the resized pixels, in hex: images with equal digests have equal soft tokens."""
@@ -201,7 +206,7 @@ def prepare(pixels: np.ndarray, config: VisionConfig, detail: str = "auto") -> I
     if detail not in get_args(Detail):
         raise refuse("detail", detail, ", ".join(get_args(Detail)))
     budget = config.budget(detail)
-    height, width = target_size(*pixels.shape[:2], config, budget)
+    height, width = target_size(pixels.shape[0], pixels.shape[1], config, budget)
     if max(height, width) > config.positions * config.patch:
         allowed = f"sides of at most {config.positions} patches: the vision tower has no further positions"
         raise refuse("image", f"{max(height, width) // config.patch} patches long after resizing", allowed)

@@ -61,7 +61,10 @@ def image_lm(tokens: int = 12, vision: bool = True, window: int = 6) -> LM:
     )  # fmt: skip
     model = models.build(config)
     params = jax.jit(model.init)(jax.random.key(0))
-    corruption = noise.uniform(config.vocab, forbidden=tuple(sorted({*ids.values(), 0, 4})))
+    # No bytes, which are not text one by one, and no control tokens.
+    vocab = json.loads(tokenizer.files["tokenizer.json"])["model"]["vocab"]
+    hidden = {i for text, i in vocab.items() if text.startswith("<") and i != 1}
+    corruption = noise.uniform(config.vocab, forbidden=tuple(sorted({*ids.values(), *hidden})))
     return LM(model, params, tokenizer, corruption, "tiny image model")
 
 

@@ -60,7 +60,8 @@ def build_config(
     """Chooses the static sizes for rows of given lengths.
 
     Args:
-        longest_pass: Tokens of a prefill pass that holds an image whole; 0: there are no images.
+        longest_pass: Tokens of a prefill pass that holds an image whole; 0: there are no images. No row goes back
+            behind such a pass, so that rings need half the room of another pass (`models.cache.ring_size`).
     """
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, lm.model.config.vocab)
@@ -78,7 +79,7 @@ def build_config(
     if isinstance(plan.refresh, CachePolicy):  # reads the keys of every position
         return built
     fused = 2 * width if method.loop is repeat_fused else 0
-    return with_rings(built, max(draft + 1, fused, longest_pass))
+    return with_rings(built, max(draft + 1, fused, longest_pass // 2))
 
 
 def choose_method(lm: LM, plan: Plan, sampler: Sampler) -> Method:

@@ -76,10 +76,7 @@ def _read_part(tower: Vision, part: Any, name: str) -> str | Image:
         return chat.text_part(part, name, "text or image")
     if unknown := next((key for key in part if key not in PART_KEYS), None):
         raise refuse(f"key of {name}", unknown, ", ".join(PART_KEYS))
-    image = part.get("image")
-    pixels = image if isinstance(image, Image) else read(image, f"{name}.image")
-    if isinstance(pixels, Image):  # read before, by the server
-        return pixels
+    pixels = read(part.get("image"), f"{name}.image")
     return prepare(pixels, tower.config, part.get("detail", "auto"))
 
 
@@ -124,8 +121,8 @@ def encode_program(tower: Vision, params: Any, patches: Any, positions: Any) -> 
 
 def longest_image(rows: Sequence[Sequence[Image]]) -> int:
     """Returns the tokens of a prefill pass that holds any image of some rows whole, rounded up; 0 without images."""
-    tokens = [image.tokens for images in rows for image in images]
-    return bucket(max(tokens)) if tokens else 0
+    budgets = [image.budget for images in rows for image in images]
+    return bucket(max(budgets)) if budgets else 0
 
 
 def soft_tokens(lm: LM, rows: Sequence[Sequence[Image]], slots: int) -> ImageTokens:
@@ -147,7 +144,7 @@ def soft_tokens(lm: LM, rows: Sequence[Sequence[Image]], slots: int) -> ImageTok
             encoded = encode_program(tower, lm.params, *image.patches())
             found[image.digest] = np.asarray(encoded)[: image.tokens]
     first = next(iter(found.values()))
-    most = bucket(max(sum(image.tokens for image in images) for images in rows))
+    most = bucket(max(sum(image.budget for image in images) for images in rows))
     embeddings = np.zeros((len(rows), most, first.shape[1]), first.dtype)
     start, end = np.zeros((2, len(rows), slots), np.int32)
     for row, images in enumerate(rows):

@@ -21,6 +21,7 @@ from starlette.requests import Request
 
 from mercury_jax.config import refuse
 from mercury_jax.serve import errors
+from mercury_jax.serve.chat.image_urls import MAX_REQUEST
 from mercury_jax.serve.engine.request import (
     ContextLengthExceeded,
     EngineRequest,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 WORKERS = 2  # threads of each pool; more threads would only compete for the GIL
 SMALL_GRAMMAR_BYTES = 8 << 10  # larger grammars are compiled in a separate pool
+MAX_BODY = 4 << 20  # bytes of a request to models that read text only
 T = TypeVar("T")
 R = TypeVar("R", bound=ApiRequest)
 
@@ -83,6 +85,9 @@ class ServedModels:
     def __init__(self, engines: Sequence[Engine], options: ServerOptions, paths: Sequence[str] = ()):
         check_devices(engines)
         names = model_names([engine.lm.name for engine in engines], options)
+        if options.max_body is None:
+            reads_images = any(engine.lm.model.vision is not None for engine in engines)
+            options = dataclasses.replace(options, max_body=MAX_REQUEST if reads_images else MAX_BODY)
         self.options, self.created = options, int(time.time())
         self.metrics = Metrics(
             lambda: {engine.lm.name: engine.stats() for engine in engines}, lambda: self.ready, paths

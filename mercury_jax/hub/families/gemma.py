@@ -81,8 +81,8 @@ VISION_KEYS = family.COMMON | allow({
 })  # fmt: skip
 DIFFUSION_KEYS = MULTIMODAL | {
     "canvas_length": int, "model_type": ("diffusion_gemma",), "text_config": DIFFUSION_INNER_KEYS,
-    "vision_config": VISION_KEYS, "boi_token_id": int, "eoi_token_id": int, "image_token_id": int,
-    "vision_soft_tokens_per_image": int,
+    "vision_config": VISION_KEYS,
+    **allow({"boi_token_id eoi_token_id image_token_id vision_soft_tokens_per_image": int | None}),
 }  # fmt: skip
 GEMMA4_KEYS = MULTIMODAL | {"model_type": ("gemma4",), "text_config": GEMMA4_INNER_KEYS}
 GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS | {"model_type": ("gemma4_text",)}
@@ -176,13 +176,14 @@ def _vision(config: Json) -> VisionConfig | None:
     value = lambda key, default: default if found.get(key) is None else found[key]
     ids = {"placeholder": "image_token_id", "begin": "boi_token_id", "end": "eoi_token_id"}
     named = {ours: config[key] for ours, key in ids.items() if config.get(key) is not None}
+    activation: Any = ACTIVATIONS[value("hidden_activation", "gelu_pytorch_tanh")]
     return VisionConfig(
         width=value("hidden_size", 768), layers=value("num_hidden_layers", 16), heads=value("num_attention_heads", 12),
         kv_heads=value("num_key_value_heads", 12), head_dim=value("head_dim", 64), ffn=value("intermediate_size", 3072),
         patch=value("patch_size", 16), pool=value("pooling_kernel_size", 3),
         positions=value("position_embedding_size", 10_240),
         rope_theta=float(value("rope_parameters", {}).get("rope_theta", 100.0)),
-        norm_eps=value("rms_norm_eps", 1e-6), activation=ACTIVATIONS[value("hidden_activation", "gelu_pytorch_tanh")],
+        norm_eps=value("rms_norm_eps", 1e-6), activation=activation,
         standardise=value("standardize", False), tokens=config.get("vision_soft_tokens_per_image") or 280,
         bidirectional=_text_of(config).get("use_bidirectional_attention") == "vision", **named,
     )  # fmt: skip
