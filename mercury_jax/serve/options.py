@@ -21,6 +21,7 @@ VENDOR_MODELS = (
 )  # fmt: skip
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 ANY_HOST = "*"
+MAX_BODY = 4 << 20  # bytes of a request to models that read text only
 ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 WORKERS = 2  # threads of each pool; more threads would only compete for the GIL
 SMALL_GRAMMAR_BYTES = 8 << 10  # larger grammars are compiled in a separate pool
-MAX_BODY = 4 << 20  # bytes of a request to models that read text only
 T = TypeVar("T")
 R = TypeVar("R", bound=ApiRequest)
 
@@ -85,9 +84,8 @@ class ServedModels:
     def __init__(self, engines: Sequence[Engine], options: ServerOptions, paths: Sequence[str] = ()):
         check_devices(engines)
         names = model_names([engine.lm.name for engine in engines], options)
-        if options.max_body is None:
-            reads_images = any(engine.lm.model.vision is not None for engine in engines)
-            options = dataclasses.replace(options, max_body=MAX_REQUEST if reads_images else MAX_BODY)
+        if options.max_body is None and any(engine.lm.model.vision is not None for engine in engines):
+            options = dataclasses.replace(options, max_body=MAX_REQUEST)
         self.options, self.created = options, int(time.time())
         self.metrics = Metrics(
             lambda: {engine.lm.name: engine.stats() for engine in engines}, lambda: self.ready, paths
