@@ -1,9 +1,9 @@
 """Images through DiffusionGemma as transformers has it: `python qa/parity/images.py`.
 
-Writes three checkpoints of drawn sizes, `goldens/diffusion_gemma_images_1` to `_3`: two rows with one and two images,
-their soft tokens, and the logits of encoder and decoder behind them. `goldens/images.json` holds what the image
-processor makes of 12 images: the size, and SHA-256 of patches and positions. The images come from seeds. Needs
-Pillow beside torch and transformers.
+Writes three checkpoints of drawn sizes, `goldens/images/1` to `3`: two rows with one and two images, their soft tokens,
+and the logits of encoder and decoder behind them. `goldens/images/processed.json` holds what the image processor makes
+of 12 images: the number of soft tokens, and SHA-256 of patches and positions. The images come from seeds. Needs Pillow
+beside torch and transformers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def passes(tokens: Any, kinds: Any, canvas: Any, images: Images) -> Any:
 
 
 def golden(seed: int) -> None:
-    name = f"diffusion_gemma_images_{seed}"
+    name = f"images/{seed}"
     config = config_of(seed)
     torch.manual_seed(seed)
     model = DiffusionGemmaForBlockDiffusion(config)
@@ -159,4 +159,4 @@ def processed() -> dict[str, Any]:
 if __name__ == "__main__":
     for seed in (1, 2, 3):
         golden(seed)
-    (checkpoints.GOLDENS / "images.json").write_text(json.dumps(processed(), indent=1) + "\n")
+    (checkpoints.GOLDENS / "images/processed.json").write_text(json.dumps(processed(), indent=1) + "\n")

@@ -15,7 +15,7 @@ from mercury_jax.types import ImageTokens, Pass
 from tests.hub.drawn_images import CASES, draw_image
 from tests.hub.goldens_of import GOLDENS, golden
 
-CHECKPOINTS = [f"diffusion_gemma_images_{i}" for i in (1, 2, 3)]
+CHECKPOINTS = [f"images/{i}" for i in (1, 2, 3)]
 
 
 def limit(own):
@@ -88,7 +88,7 @@ def test_the_drawn_checkpoints_have_both_kinds_of_attention_and_of_pooling():
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_patches_and_positions_equal_those_of_transformers(number):
-    case, want = CASES[number], json.loads((GOLDENS / "images.json").read_text())[str(number)]
+    case, want = CASES[number], json.loads((GOLDENS / "images" / "processed.json").read_text())[str(number)]
     tower = images.VisionConfig(width=8, layers=1, heads=1, kv_heads=1, head_dim=4, ffn=8, tokens=case.tokens)
     image = images.prepare(images.read(draw_image(case), "image"), tower)
     digest = lambda x: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
