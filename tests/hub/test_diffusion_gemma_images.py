@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mercury_jax import images
+from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.types import ImageTokens, Pass
 from tests.hub.drawn_images import CASES, draw_image
@@ -95,3 +96,26 @@ def test_patches_and_positions_equal_those_of_transformers(number):
     found = image.patches()
     assert image.tokens == want["tokens"]
     assert digest(found.positions) == want["positions"] and digest(found.values) == want["patches"]
+
+
+def test_a_checkpoint_without_the_tensors_of_its_tower_reads_text(tmp_path):
+    """Part of them is an error that names what is missing."""
+    folder = GOLDENS / "images/1"
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    entries = tensors.header(folder / "model.safetensors")
+
+    def write(keep):
+        kept = {name: entry for name, entry in entries.items() if keep(name)}
+        lazy = [
+            tensors.LazyTensor(n, e.shape, e.dtype, lambda e=e: tensors.read(folder / "model.safetensors", e))
+            for n, e in kept.items()
+        ]
+        tensors.write(tmp_path / "model.safetensors", lazy)
+
+    write(lambda name: "vision" not in name)
+    opened = open_checkpoint(tmp_path)
+    assert opened.config.vision is None and opened.model.vision is None
+    assert any("no vision tower" in note for note in opened.card["notes"])
+    write(lambda name: "embed_vision" not in name)
+    with pytest.raises(CheckpointError, match=r"embed_vision\.embedding_projection\.weight' is missing"):
+        open_checkpoint(tmp_path)

@@ -15,10 +15,11 @@ from typing import Any
 
 from mercury_jax import images
 from mercury_jax.serve.errors import invalid_request, invalid_value
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Vision
 
 MAX_TOTAL = 15 << 20  # bytes of all images of a request
 MAX_IMAGES = 32
+MAX_PIXELS = 100_000_000  # of all images of a request, as decoded; some seconds of work
 MAX_REQUEST = MAX_TOTAL // 3 * 4 + (1 << 20)  # bytes of a body with that many, in Base64
 PREFIX = re.compile(r"data:(image/[a-z]+);base64,")
 MEDIA_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
@@ -41,7 +42,7 @@ def read_images(lm: LM, messages: Sequence[Mapping[str, Any]]) -> tuple[Messages
     Raises:
         ApiError: An address is no data URL, or a picture is damaged or too large.
     """
-    tower, found, total = lm.model.vision, [], 0
+    tower, found, total, decoded = lm.model.vision, [], 0, 0
     plain: Messages = []
     for i, message in enumerate(messages):
         content = message["content"]
@@ -55,24 +56,30 @@ def read_images(lm: LM, messages: Sequence[Mapping[str, Any]]) -> tuple[Messages
                 continue
             name = f"messages[{i}].content[{j}].image_url.url"
             if len(found) == MAX_IMAGES:
-                raise invalid_request("messages", f"more than {MAX_IMAGES} images; allowed: {MAX_IMAGES}")
+                raise invalid_value("messages", f"a list of over {MAX_IMAGES} images", f"{MAX_IMAGES}")
             kind, data = _decode_url(part["url"], name)
             total += len(data)
             if total > MAX_TOTAL:
-                allowed = f"at most {MAX_TOTAL} bytes"
-                raise invalid_request(
-                    "messages", f"the images have more than {MAX_TOTAL} bytes; allowed: {allowed}"
-                )
+                raise invalid_value("messages", f"images of over {MAX_TOTAL} bytes", f"{MAX_TOTAL}")
             if not data.startswith(images.FORMATS[kind]):
                 raise invalid_value(name, part["url"][:60], f"a picture in the format that it names, {kind}")
-            pixels = images.decode_file(data, name, invalid_value)
-            try:
-                found.append(images.prepare(pixels, tower.config, part["detail"]))
-            except ValueError as error:
-                raise invalid_request(name, str(error)) from None
+            image, pixels = _decode_image(tower, data, name, part["detail"])
+            decoded += pixels
+            if decoded > MAX_PIXELS:
+                raise invalid_value("messages", f"images of over {MAX_PIXELS} pixels", f"{MAX_PIXELS}")
+            found.append(image)
             parts.append({"type": "image"})
         plain.append({**message, "content": parts})
     return plain, found
+
+
+def _decode_image(tower: Vision, data: bytes, name: str, detail: str) -> tuple[images.Image, int]:
+    """Decodes and resizes a picture; returns the number of its pixels, too."""
+    pixels = images.decode_file(data, name, invalid_value)
+    try:
+        return images.prepare(pixels, tower.config, detail), pixels.shape[0] * pixels.shape[1]
+    except ValueError as error:
+        raise invalid_request(name, str(error)) from None
 
 
 def _decode_url(url: str, name: str) -> tuple[str, bytes]:

@@ -326,7 +326,9 @@ class Engine:
         """Puts a request into a slot, or starts the chunked prefill of its prompt."""
         request = handle.request
         prefix = self._prefix_cache.find(request.prompt, self._salt(request))
-        for image in reversed(request.images):  # the soft tokens of an image are encoded together
+        # In a layer with a sliding window, the rest of an image attends to the whole image, also to what lies further
+        # back than the window and is not in the chunks. An image is therefore cached whole or not at all.
+        for image in reversed(request.images):
             if image.at < prefix.tokens < image.end:
                 prefix = self._prefix_cache.find(request.prompt[: image.at + 1], self._salt(request))
         slots.fit(request)
