@@ -8,6 +8,7 @@ decodes a pixel. Decoding needs Pillow, which is imported when the first image i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
@@ -35,7 +36,7 @@ FORMATS = {
     "WEBP": b"RIFF",
 }  # and first bytes
 MAX_BYTES = 10 << 20  # of a file
-MAX_PIXELS = 25_000_000  # of a decoded image; with transparency, 18 bytes each while it is blended
+MAX_PIXELS = 25_000_000  # of a decoded image; with transparency, 16 bytes each while it is blended
 MAX_SIDE = 16_384
 KINDS = "a path, the bytes of a PNG, JPEG, WebP or GIF file, a PIL image, or an array [H, W, 3] of uint8"
 
@@ -187,11 +188,11 @@ def target_size(height: int, width: int, config: VisionConfig, budget: int) -> t
     return rows * side, columns * side
 
 
-def prepare(pixels: np.ndarray, config: VisionConfig, detail: str = "auto") -> Image:
+def prepare(image: PILImage, config: VisionConfig, detail: str = "auto") -> Image:
     """Resizes an image for a vision tower (bicubic, with antialiasing).
 
     Args:
-        pixels: uint8 [H, W, 3].
+        image: An RGB image, of `read`.
         config: Config of the tower.
         detail: "auto", "low" or "high": the budget of soft tokens.
 
@@ -206,20 +207,19 @@ def prepare(pixels: np.ndarray, config: VisionConfig, detail: str = "auto") -> I
     if detail not in get_args(Detail):
         raise refuse("detail", detail, ", ".join(get_args(Detail)))
     budget = config.budget(detail)
-    height, width = target_size(pixels.shape[0], pixels.shape[1], config, budget)
+    height, width = target_size(image.height, image.width, config, budget)
     if max(height, width) > config.positions * config.patch:
         allowed = f"sides of at most {config.positions} patches: the vision tower has no further positions"
         raise refuse("image", f"{max(height, width) // config.patch} patches long after resizing", allowed)
-    if (height, width) != pixels.shape[:2]:
-        resized = pil.fromarray(pixels).resize((width, height), pil.Resampling.BICUBIC)
-        pixels = np.asarray(resized)
-    return Image(pixels, config.patch, config.pool, budget)
+    if (width, height) != image.size:
+        image = image.resize((width, height), pil.Resampling.BICUBIC)
+    return Image(np.asarray(image), config.patch, config.pool, budget)
 
 
 # --- reading
 
 
-def read(value: Any, name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> np.ndarray:
+def read(value: Any, name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> PILImage:
     """Reads an image of a user.
 
     Args:
@@ -228,7 +228,7 @@ def read(value: Any, name: str, refuse: Callable[[str, Any, str], Exception] = r
         refuse: Makes the error of (name, value, what is allowed).
 
     Returns:
-        uint8 [H, W, 3].
+        An RGB image.
 
     Raises:
         ValueError: By `refuse`: it is something else, the file is damaged, or it is larger than is allowed.
@@ -250,12 +250,12 @@ def read(value: Any, name: str, refuse: Callable[[str, Any, str], Exception] = r
         return _rgb(value)
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
     if len(shape) == 3 and shape[2] == 3 and dtype == np.uint8 and min(shape) > 0:
-        return np.asarray(value)
+        return pil.fromarray(np.asarray(value))
     found = type(value).__name__ if dtype is None else f"{dtype}{list(shape)}"
     raise refuse(name, found, KINDS)
 
 
-def decode_file(data: bytes, name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> np.ndarray:
+def decode_file(data: bytes, name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> PILImage:
     """Decodes the bytes of a PNG, JPEG, WebP or GIF file; of an animation only the first frame.
 
     Args:
@@ -264,7 +264,7 @@ def decode_file(data: bytes, name: str, refuse: Callable[[str, Any, str], Except
         refuse: Makes the error of (name, value, what is allowed).
 
     Returns:
-        uint8 [H, W, 3]; transparent pixels are blended with white, and the orientation of EXIF is applied.
+        An RGB image; transparent pixels are blended with white, and the orientation of EXIF is applied.
 
     Raises:
         ValueError: By `refuse`: the format is another one, the file is damaged, or it declares too many pixels.
@@ -282,7 +282,8 @@ def decode_file(data: bytes, name: str, refuse: Callable[[str, Any, str], Except
         with pil.open(io.BytesIO(data), formats=[kind]) as image:
             _check_size(image, name, refuse)
             image.load()
-            return _rgb(_oriented(image))
+            _orient(image)
+            return _rgb(image)
     except (OSError, SyntaxError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError,
             EOFError, RuntimeError, MemoryError, pil.DecompressionBombError) as error:  # fmt: skip
         if isinstance(error, ValueError) and str(error).startswith(name):
@@ -298,21 +299,19 @@ def _check_size(image: PILImage, name: str, refuse: Callable[[str, Any, str], Ex
         raise refuse(name, f"an image of {width} x {height} pixels", allowed)
 
 
-def _oriented(image: PILImage) -> PILImage:
-    """Applies the orientation of the EXIF data, if they can be read."""
+def _orient(image: PILImage) -> None:
+    """Applies the orientation of the EXIF data in place; damaged ones are no reason to refuse the picture."""
     from PIL import ImageOps
 
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF data are no reason to refuse the picture
-        return image
+    with contextlib.suppress(Exception):
+        ImageOps.exif_transpose(image, in_place=True)
 
 
-def _rgb(image: PILImage) -> np.ndarray:
-    """Converts to RGB [H, W, 3]; transparent pixels are blended with white."""
+def _rgb(image: PILImage) -> PILImage:
+    """Converts to RGB; transparent pixels are blended with white."""
     from PIL import Image as pil
 
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = pil.alpha_composite(pil.new("RGBA", image.size, (255, 255, 255, 255)), image)
-    return np.asarray(image.convert("RGB"))
+    return image.convert("RGB")

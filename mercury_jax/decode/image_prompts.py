@@ -76,8 +76,7 @@ def _read_part(tower: Vision, part: Any, name: str) -> str | Image:
         return chat.text_part(part, name, "text or image")
     if unknown := next((key for key in part if key not in PART_KEYS), None):
         raise refuse(f"key of {name}", unknown, ", ".join(PART_KEYS))
-    pixels = read(part.get("image"), f"{name}.image")
-    return prepare(pixels, tower.config, part.get("detail", "auto"))
+    return prepare(read(part.get("image"), f"{name}.image"), tower.config, part.get("detail", "auto"))
 
 
 def place(lm: LM, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[Image, ...]]:

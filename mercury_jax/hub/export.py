@@ -378,7 +378,7 @@ IMAGE_CONTENT = """{%- if message['content'] is string or not message['content']
         {%- endif -%}"""
 
 
-def _with_image_tokens(tokenizer: Tokenizer) -> tuple[HFTokenizer, dict[str, int]]:
+def _with_image_tokens(tokenizer: Tokenizer) -> tuple[HFTokenizer, dict[str, Any]]:
     """Adds the tokens of images to our own tokenizer, and images to its chat template; returns the ids, too."""
     files, ids = own_files(tokenizer), {name: tokenizer.vocab_size + i for i, name in enumerate(IMAGE_TOKENS)}
     data = json.loads(files["tokenizer.json"])

@@ -21,6 +21,11 @@ def encoded(lm, messages):
     return prompt
 
 
+def tower(lm):
+    assert lm.model.vision is not None
+    return lm.model.vision.config
+
+
 def file_of(pixels, kind="PNG"):
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, kind)
@@ -47,7 +52,7 @@ def canvas_logits(lm, messages):
 
 def test_the_prompt_has_the_soft_tokens_of_each_image_between_its_marks():
     lm = image_lm()
-    c = lm.model.vision.config
+    c = tower(lm)
     prompt = encoded(lm, conversation(picture(1), picture(2, 40, 10)))
     assert len(prompt.images) == 2 and prompt.images[0].tokens != prompt.images[1].tokens
     for image in prompt.images:
@@ -59,7 +64,7 @@ def test_the_prompt_has_the_soft_tokens_of_each_image_between_its_marks():
 def test_the_text_of_a_message_cannot_write_a_placeholder():
     lm = image_lm()
     prompt = encoded(lm, conversation(picture(1), text="<|image|> <|image>"))
-    assert prompt.ids.count(lm.model.vision.config.placeholder) == prompt.images[0].tokens
+    assert prompt.ids.count(tower(lm).placeholder) == prompt.images[0].tokens
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -116,9 +121,9 @@ def test_a_conversation_goes_on_after_its_images():
     again = mj.sample(lm, later, state=first.state, **CALL)
     other = mj.sample(lm, conversation(picture(3), text="brown"), state=first.state, **CALL)
     assert followed.texts == again.texts != other.texts
-    images = followed.state.prompts[0].images
-    ids = followed.state.prompts[0].ids
-    assert len(images) == 2 and all(ids[x.at - 1] == lm.model.vision.config.begin for x in images)
+    assert followed.state is not None
+    ids, _, images = followed.state.prompts[0]
+    assert len(images) == 2 and all(ids[x.at - 1] == tower(lm).begin for x in images)
 
 
 @pytest.mark.parametrize("width", [80, 128, 400])

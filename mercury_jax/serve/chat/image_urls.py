@@ -75,9 +75,9 @@ def read_images(lm: LM, messages: Sequence[Mapping[str, Any]]) -> tuple[Messages
 
 def _decode_image(tower: Vision, data: bytes, name: str, detail: str) -> tuple[images.Image, int]:
     """Decodes and resizes a picture; returns the number of its pixels, too."""
-    pixels = images.decode_file(data, name, invalid_value)
+    image = images.decode_file(data, name, invalid_value)
     try:
-        return images.prepare(pixels, tower.config, detail), pixels.shape[0] * pixels.shape[1]
+        return images.prepare(image, tower.config, detail), image.width * image.height
     except ValueError as error:
         raise invalid_request(name, str(error)) from None
 
