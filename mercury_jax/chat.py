@@ -35,30 +35,34 @@ from mercury_jax.config import refuse
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def check_message(message: object, name: str) -> str:
-    """Checks one message of a conversation."""
+def check_message(message: object, name: str, parts: bool = False) -> str:
+    """Checks one message of a conversation; `parts`: its content may be a list, which has images."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{name}: {message!r}; must be a mapping with role and content")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ValueError(f"{name}.role: {role!r}; must be one of {', '.join(ROLES)}")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    allowed = str | list if parts else str
+    if not isinstance(content, allowed) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{name}.content: {content!r}; must be a str")
     return role
 
 
 def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
     """Joins the text parts of a message content with line breaks."""
-    texts = []
-    for i, part in enumerate(parts):
-        if not isinstance(part, Mapping):
-            raise refuse(f"{name}[{i}]", part, "an object with type and text")
-        if part.get("type") != "text":
-            raise refuse(f"{name}[{i}].type", part.get("type"), "text (this model reads text only)")
-        if not isinstance(part.get("text"), str):
-            raise refuse(f"{name}[{i}].text", part.get("text"), "a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    kinds = "text (this model reads text only)"
+    return "\n".join(text_part(part, f"{name}[{i}]", kinds, refuse) for i, part in enumerate(parts))
+
+
+def text_part(part: Any, name: str, kinds: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
+    """Returns the text of a text part; `kinds` are the types of parts that are allowed, for errors."""
+    if not isinstance(part, Mapping):
+        raise refuse(name, part, "an object with type and text")
+    if part.get("type") != "text":
+        raise refuse(f"{name}.type", part.get("type"), kinds)
+    if not isinstance(part.get("text"), str):
+        raise refuse(f"{name}.text", part.get("text"), "a string")
+    return part["text"]
 
 
 def call_text(name: str, arguments: Mapping[str, Any] | str) -> str:

@@ -144,10 +144,11 @@ def matrix_axes(name: str) -> MatrixAxes | None:
         name: `path_name` of a parameter.
 
     Returns:
-        The axes. None for embeddings, output heads and vectors, and for routers, which are sensitive to rounding.
+        The axes. None for embeddings, output heads and vectors, for routers, which are sensitive to rounding, and for
+        a vision tower.
     """
     *stems, last = name.split("/")
-    if last not in MATRICES or "router" in stems:
+    if last not in MATRICES or "router" in stems or "vision" in stems:
         return None
     return MatrixAxes(1, 1) if last != "w" else MatrixAxes(2 if stems[-1:] == ["o"] else 1, 0)
 
@@ -188,10 +189,10 @@ def partition_spec(
 
     Args:
         rules: The first rule whose pattern is found in `name` applies. Scalars, and arrays that no rule matches, are
-            replicated.
+            replicated, as are those whose rule names no axes.
     """
     rule = next((rule for rule in rules if re.search(rule[0], name)), None)
-    if not shape or rule is None:
+    if not shape or rule is None or not rule[1]:
         return PartitionSpec()
     pattern, axes = rule
     if len(axes) != len(shape):

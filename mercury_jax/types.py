@@ -42,6 +42,7 @@ from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
     from mercury_jax.config import DrafterConfig, ModelConfig
+    from mercury_jax.images import VisionConfig
     from mercury_jax.noise import Corruption
     from mercury_jax.tokenizer import AnyTokenizer
 
@@ -336,6 +337,7 @@ class Pass(NamedTuple):
             from which positions are left out; all slots in [0, end) are attended to. None: the positions.
         length: Largest number of positions that the row may get, prompt and answer [B], on which RoPE of the kinds
             dynamic and longrope depends. None: `end`.
+        images: For models with `Model.vision`, the soft tokens among the tokens; None: there are none.
     """
 
     tokens: Int[Array, "B T"]
@@ -350,6 +352,21 @@ class Pass(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     slots: Int[Array, "B T"] | None = None
     length: Int[Array, "B"] | None = None
+    images: ImageTokens | None = None
+
+
+class ImageTokens(NamedTuple):
+    """The soft tokens of images in a pass. A pass that has a soft token of an image has all those after it, too.
+
+    Attributes:
+        embeddings: What replaces the embedding of a token [B, T, D]; only read where `end` > 0.
+        start: Position of the first soft token of the same image [B, T].
+        end: Position after its last one [B, T]; 0: the token is not a soft token.
+    """
+
+    embeddings: Float[Array, "B T D"]
+    start: Int[Array, "B T"]
+    end: Int[Array, "B T"]
 
 
 class PackedPass(NamedTuple):
@@ -634,6 +651,21 @@ class SoftMasking(NamedTuple):
     top_k: int
 
 
+class Vision(NamedTuple):
+    """The vision tower of a model, as pure functions. Its parameters are the subtree "vision" of the model's.
+
+    Attributes:
+        config: Sizes, and how images become patches and placeholders.
+        init: init(key) -> the subtree.
+        encode: encode(params of the model, patches [B, T, C], positions [B, T, 2]) -> soft tokens [B, P, D], of which
+            each image has as many as `images.Image.tokens`, the first ones.
+    """
+
+    config: VisionConfig
+    init: Callable[[Key], Params]
+    encode: Callable[[Params, Array, Array], Array]
+
+
 class Model(NamedTuple):
     """A denoiser as a record of pure functions. `decode` and `training` use a model only through this record.
 
@@ -664,6 +696,7 @@ class Model(NamedTuple):
             states between blocks cannot be read.
         drafter: How drafts are made that the model verifies: the passes of a block drafter that was joined to it
             (`models.drafter.join`), or a `LookupDrafter`. None: there are no drafts.
+        vision: Computes the soft tokens of images; None: the model reads text only.
     """
 
     config: ModelConfig
@@ -686,6 +719,7 @@ class Model(NamedTuple):
     leave_one_out: bool = True
     features: Callable[..., Model] | None = None
     drafter: DrafterPasses | LookupDrafter | None = None
+    vision: Vision | None = None
 
     def __repr__(self) -> str:
         c = self.config

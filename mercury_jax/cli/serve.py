@@ -87,8 +87,8 @@ class Serve:
     """A web page that may use the server, such as http://localhost:3000; repeatable, * for any. Default: none."""
     rate: OptionalFloat = None
     """Requests per minute and key. Default: no limit."""
-    max_body: Int = 4 << 20
-    """Most bytes of a request."""
+    max_body: OptionalInt = None
+    """Most bytes of a request. Default: 4 MiB, or 21 MiB for a model that reads images."""
     drain: Float = 30.0
     """Seconds that running requests have when the server ends."""
     slots: OptionalInt = None

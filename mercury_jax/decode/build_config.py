@@ -55,8 +55,14 @@ def build_config(
     logprobs: int | None = None,
     trajectory: bool = False,
     draft: int = 0,
+    longest_pass: int = 0,
 ) -> DecodeConfig:
-    """Chooses the static sizes for rows of given lengths."""
+    """Chooses the static sizes for rows of given lengths.
+
+    Args:
+        longest_pass: Tokens of a prefill pass that holds an image whole; 0: there are no images. No row goes back
+            behind such a pass, so that rings need half the room of another pass (`models.cache.ring_size`).
+    """
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, lm.model.config.vocab)
     check_token_ids(sampler.rule, lm.model.config.vocab)
@@ -72,7 +78,8 @@ def build_config(
     )  # fmt: skip
     if isinstance(plan.refresh, CachePolicy):  # reads the keys of every position
         return built
-    return with_rings(built, max(draft + 1, 2 * width if method.loop is repeat_fused else 0))
+    fused = 2 * width if method.loop is repeat_fused else 0
+    return with_rings(built, max(draft + 1, fused, longest_pass // 2))
 
 
 def choose_method(lm: LM, plan: Plan, sampler: Sampler) -> Method:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mercury_jax import chat, compilation
+from mercury_jax import compilation
 from mercury_jax.config import AtLeast, refuse
+from mercury_jax.decode import image_prompts
 from mercury_jax.decode.registration import check_number
+from mercury_jax.images import Image
 from mercury_jax.types import LM, Key, Model, PackedPass, Params
 
 MAX_TOKENS = 1_000_000  # beyond this, `max_tokens` is a mistake
@@ -34,10 +36,11 @@ T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
-    """One prompt as ids, and whether it was a conversation."""
+    """One prompt as ids, whether it was a conversation, and its images."""
 
     ids: list[int]
     chat: bool
+    images: tuple[Image, ...] = ()
 
 
 def encode_prompts(
@@ -48,6 +51,7 @@ def encode_prompts(
     previous: Sequence[Prompt] = (),
     begin: bool = True,
     name: str = "prompt",
+    images: bool = False,
 ) -> tuple[list[Prompt], bool]:
     """Checks prompts and encodes them.
 
@@ -55,6 +59,7 @@ def encode_prompts(
         prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of
             {"type": "text", "text": ...}), ids (a list or a 1-D integer array, numpy or JAX), or a list of any of
             these; a 2-D integer array is a list of rows of ids.
+        images: Whether the contents of messages may have image parts.
     """
     # A list is one prompt if it holds messages or numbers, and several prompts otherwise.
     prompt = _as_numpy(prompt, name)
@@ -64,10 +69,11 @@ def encode_prompts(
     first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) > 0 and not binary else None
     ids_or_chat = isinstance(first, Mapping | int | float | np.integer | np.floating)
     if isinstance(prompt, str) or ids_or_chat or (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
-        return [_encode_one(lm, prompt, name, thinks(0), before(0))], True
+        return [_encode_one(lm, prompt, name, thinks(0), before(0), images)], True
     if binary or not isinstance(prompt, Sequence | np.ndarray) or len(prompt) == 0:
         raise refuse(name, prompt, f"{ALLOWED_PROMPTS}, or a non-empty list of these")
-    return [_encode_one(lm, p, f"{name}[{i}]", thinks(i), before(i)) for i, p in enumerate(prompt)], False
+    each = enumerate(prompt)
+    return [_encode_one(lm, p, f"{name}[{i}]", thinks(i), before(i), images) for i, p in each], False
 
 
 def prompt_rows(lm: LM, prompt: Any, rows: int, name: str = "prompt", row: str = "prompt") -> list[list[int]]:
@@ -96,7 +102,9 @@ def _as_numpy(prompt: Any, name: str) -> Any:
     return prompt
 
 
-def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt | None) -> Prompt:
+def _encode_one(
+    lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt | None, images: bool
+) -> Prompt:
     """Encodes one prompt. If it continues a conversation, the end of the last turn comes first."""
     end_turn = [lm.tokenizer.end_turn] if previous is not None and previous.chat else []
     if isinstance(prompt, str):
@@ -106,12 +114,10 @@ def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt
         return Prompt([*(lm.tokenizer.begin if previous is None else end_turn), *ids], False)
     if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
         render = lm.tokenizer.follow if end_turn else lm.tokenizer.render
-        messages: list[Any] = list(prompt)
-        for i, message in enumerate(messages):  # a content of text parts is joined as the server joins it
-            content = message.get("content") if isinstance(message, Mapping) else None
-            if isinstance(content, list | tuple):
-                messages[i] = {**message, "content": chat.join_parts(content, f"messages[{i}].content")}
-        return Prompt(render(messages, thinking=thinking), True)
+        # A content of text parts is joined as the server joins it.
+        messages, found = image_prompts.split_conversation(lm, prompt, images)
+        ids, placed = image_prompts.place(lm, render(messages, thinking=thinking), found)
+        return Prompt(ids, True, placed)
     ids = check_ids(lm, prompt, name, ALLOWED_PROMPTS)
     if not ids:
         raise refuse(name, prompt, "at least one token")

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import grammar, inputs, processors, rules
+from mercury_jax.decode import grammar, image_prompts, inputs, processors, rules
 from mercury_jax.decode.answer_text import check_stops, continuation_prompt, visible_ids
 from mercury_jax.decode.build_config import build_config, check_functions
 from mercury_jax.decode.constrained import ALL_IDS, ConstrainedRow, Grammars
@@ -36,6 +36,7 @@ from mercury_jax.decode.session import (
     Session,
     first_state_program,
     forked_prefill_program,
+    image_prefill_program,
     prefill_program,
 )
 from mercury_jax.decode.state import (
@@ -87,6 +88,7 @@ class Request(NamedTuple):
     passes: int | None = None
     draft_text: str | Sequence[str | None] | None = None
 
+    reads_images: bool = False  # whether the messages of the prompt may have images
     rows: Rows | None = None
     grammars: Grammars | None = None  # of each row; None: no row has one
     prompts: Sequence[inputs.Prompt] = ()
@@ -132,6 +134,10 @@ def encode_request(lm: LM, request: Request) -> Request:
     grammars = None if request.schema is None else _grammars(lm, request)
     efforts = find_effort(request.effort)
     prompts = _prompts(lm, request, _thinks(efforts))
+    if any(prompt.images for prompt in prompts):  # what these read beside the prompt has no images
+        for name in ("draft", "guidance", "negative"):
+            if getattr(request, name) is not None:
+                raise refuse(name, getattr(request, name), "None with images")
     count, n = len(prompts), request.n
     request = resolve_sampler(lm, request, count)
     if grammars is not None:
@@ -251,7 +257,9 @@ def _prompts(lm: LM, request: Request, thinking: bool | list[bool]) -> list[inpu
     """The prompts of a request, after the session that they continue."""
     session = request.state
     previous = () if session is None else session.prompts
-    prompts, _ = inputs.encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
+    prompts, _ = inputs.encode_prompts(
+        lm, request.prompt, thinking=thinking, previous=previous, images=request.reads_images
+    )
     if session is None:
         return prompts
     check_session(lm, session)
@@ -259,8 +267,15 @@ def _prompts(lm: LM, request: Request, thinking: bool | list[bool]) -> list[inpu
         raise refuse("prompt", request.prompt, "None, to finish the answer in state first")
     if len(prompts) != session.rows:
         raise refuse("prompt", f"{len(prompts)} prompts", f"{session.rows}, one for each row of state")
-    pairs = zip(session.tokens, prompts, strict=True)
-    return [inputs.Prompt([*map(int, before), *new.ids], new.chat) for before, new in pairs]
+    pairs = zip(session.tokens, prompts, session.prompts, strict=True)
+    return [
+        inputs.Prompt(
+            [*map(int, before), *new.ids],
+            new.chat,
+            old.images + image_prompts.moved(new.images, len(before)),
+        )
+        for before, new, old in pairs
+    ]
 
 
 def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
@@ -342,8 +357,16 @@ def start(lm: LM, request: Request) -> Session:
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
             state = _with_earlier_keys(lm, config, state, request.state.state, fork, weights)
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
-        width = prefill_width(config, state.tokens.shape[1], always=fork is not None)
-        if width is not None and fork is not None:
+        batch, slots = state.tokens.shape
+        pictures = [prompt.images for prompt in request.prompts]
+        longest = image_prompts.longest_image(pictures)
+        width = prefill_width(config, slots, always=fork is not None or longest > 0)
+        if width is not None and longest:
+            chosen = [pictures[i] for i in fork.first] if fork is not None else pictures
+            chosen += [()] * (0 if fork is not None else batch - len(pictures))
+            images, width = image_prompts.soft_tokens(lm, chosen, slots), max(width, longest)
+            state = image_prefill_program(config, lm.params, state, fork, width, images)
+        elif width is not None and fork is not None:
             state = forked_prefill_program(config, lm.params, state, fork, width)
         elif width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
@@ -453,6 +476,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
         block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
         draft=drafted,
+        longest_pass=image_prompts.longest_image([prompt.images for prompt in request.prompts]),
     )  # fmt: skip
     drafting: Any = None
     if request.draft is not None:
@@ -577,7 +601,7 @@ def continue_request(
     """Makes the request that continues answers in which nothing shows, after their closed thinking."""
     context, prompts, budgets = lm.model.config.context, [], []
     for i, (prompt, reply) in enumerate(zip(request.prompts, replies, strict=True)):
-        begun, budget = inputs.Prompt([*prompt.ids, *reply], True), 0
+        begun, budget = prompt._replace(ids=[*prompt.ids, *reply], chat=True), 0
         if i in which:
             begun, budget = continuation_prompt(
                 lm.tokenizer, prompt.ids, reply, int(request.max_tokens[i]), context
@@ -659,7 +683,7 @@ def _grammars(lm: LM, request: Request) -> list[ConstrainedRow | None]:
     if sampler is not None and sampler.speculate:
         allowed = "None or 0 with schema= or bad_words=: the grammar judges what is drafted"
         raise refuse("sampler.speculate", sampler.speculate, allowed)
-    prompts, _ = inputs.encode_prompts(lm, request.prompt)
+    prompts, _ = inputs.encode_prompts(lm, request.prompt, images=request.reads_images)
     budgets, count = inputs.check_max_tokens(lm, prompts, request.max_tokens).tolist(), len(prompts)
     several = isinstance(request.schema, Sequence) and not isinstance(request.schema, str)
     schemas: list[Any] = list(request.schema) if several else [request.schema] * count  # type: ignore[arg-type]
@@ -686,7 +710,7 @@ def _bad_words(lm: LM, request: Request) -> list[Without | None] | None:
     """Makes the texts that no answer may hold the grammar of each prompt; None if there are none."""
     if request.schema is not None:
         raise refuse("bad_words", request.bad_words, "None with schema=")
-    prompts, _ = inputs.encode_prompts(lm, request.prompt)
+    prompts, _ = inputs.encode_prompts(lm, request.prompt, images=request.reads_images)
     words = check_stops(request.bad_words, len(prompts), "bad_words")
     before = ["" if p.chat else lm.tokenizer.decode(p.ids) for p in prompts]
     specs = [Without(texts, text) if texts else None for texts, text in zip(words, before, strict=False)]

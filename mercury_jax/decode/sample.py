@@ -107,7 +107,10 @@ def sample(
         lm: The model, from `mj.load()`.
         prompt: One prompt or a list of prompts. A prompt is a text; a conversation, which is a list of
             {"role", "content"} whose content is a text or a list of parts {"type": "text", "text": ...}; or token ids
-            as a list, a numpy array or a JAX array. A 2-D array is a list of id prompts.
+            as a list, a numpy array or a JAX array. A 2-D array is a list of id prompts. A model with a vision tower
+            also reads parts {"type": "image", "image": ..., "detail": "auto"} in messages of the user: a path, the
+            bytes of a PNG, JPEG, WebP or GIF file, a PIL image, or an array [H, W, 3] of uint8. The detail is "low",
+            "high", or "auto" for what the checkpoint's processor does.
         n: Answers per prompt. The prompt is encoded once and its KV cache is shared.
         max_tokens: Maximum number of tokens of an answer, not counting its thinking; one number or a list.
         seed: Answer j of prompt i uses the seed `seed + i * n + j`; with a list, `seed[i] + j`. A key of
@@ -195,14 +198,15 @@ def sample(
         plan=Plan() if plan is None else plan,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
         mesh=mesh, schema=schema, bad_words=bad_words, n=n, stop=stop, draft=draft, passes=passes,
-        draft_text=draft_text,
+        draft_text=draft_text, reads_images=True,
     ).checked()  # fmt: skip
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)
     else:
         request = encode_request(lm, request)
         # The fast path: when no state, frame or text is needed before the end, prefill and all passes are one program.
-        watched = (keep, history, passes, state, mesh, effort, stop, request.grammars)
+        pictured = any(prompt.images for prompt in request.prompts)
+        watched = (keep, history, passes, state, mesh, effort, stop, request.grammars, pictured)
         if not any(watched) and guidance is negative is None:
             answers, made, cached = _decode_at_once(lm, request)
             out = collect(lm, answers, request.prompts, began, cached=cached)

@@ -149,7 +149,7 @@ def stream(
         prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, temperature=temperature,
         plan=Plan() if plan is None else plan,
         effort=effort, stop=stop, logit_bias=logit_bias, guidance=guidance, negative=negative, state=state, mesh=mesh,
-        schema=schema, bad_words=bad_words,
+        schema=schema, bad_words=bad_words, reads_images=True,
     ).checked()  # fmt: skip
     request = encode_request(lm, request)
     return _outputs(lm, request, start(lm, request), every)

@@ -510,7 +510,7 @@ class ChatTemplate:
         if isinstance(messages, str | Mapping) or not messages:
             raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
         for i, message in enumerate(messages):
-            check_message(message, f"messages[{i}]")
+            check_message(message, f"messages[{i}]", parts=True)
         copied: dict[str, Any] = _plain({"messages": list(messages), **variables}, self.limits.data)
         for message in copied["messages"]:
             message["role"] = own(message["role"])

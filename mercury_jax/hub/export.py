@@ -33,7 +33,9 @@ from mercury_jax.hub.family import Family, Opened, named_family, plain_build, wr
 from mercury_jax.hub.folder import CONFIG, INDEX, SINGLE, Folder, find, read_json
 from mercury_jax.hub.load import HEAD, NANO, check_mask, load, load_opened, open_checkpoint
 from mercury_jax.hub.params import TensorSource, to_theirs
+from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.hub.tokenizer_files import own_files
+from mercury_jax.images import VisionConfig
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import Tokenizer
@@ -362,13 +364,40 @@ BUILDS: Mapping[str, Mapping[str, Any]] = {
         self_conditioning=True, encoder_scalars=True, experts=EXPERTS, mask=None,
     ),
 }  # fmt: skip
+# The vision tower of DiffusionGemma, without its ids; an image has at most 64 soft tokens.
+TOWER: Mapping[str, Any] = dict(
+    width=32, layers=2, heads=2, kv_heads=2, head_dim=16, ffn=64, patch=8, positions=1024, tokens=64
+)
+IMAGE_TOKENS = {"placeholder": "<|image|>", "begin": "<|image>", "end": "<image|>"}
+IMAGE_CONTENT = """{%- if message['content'] is string or not message['content'] -%}
+            {{- message['content'] or '' -}}
+        {%- else -%}
+            {%- for part in message['content'] -%}
+                {{- '<|image|>' if part['type'] == 'image' else part['text'] -}}
+            {%- endfor -%}
+        {%- endif -%}"""
+
+
+def _with_image_tokens(tokenizer: Tokenizer) -> tuple[HFTokenizer, dict[str, Any]]:
+    """Adds the tokens of images to our own tokenizer, and images to its chat template; returns the ids, too."""
+    files, ids = own_files(tokenizer), {name: tokenizer.vocab_size + i for i, name in enumerate(IMAGE_TOKENS)}
+    data = json.loads(files["tokenizer.json"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    data["added_tokens"] += [{"id": i, "content": IMAGE_TOKENS[name], **flags} for name, i in ids.items()]
+    template = files["chat_template.jinja"].decode()
+    template = template.replace("{{- message['content'] or '' -}}", IMAGE_CONTENT)
+    files |= {"tokenizer.json": json.dumps(data).encode(), "chat_template.jinja": template.encode()}
+    # Without our own file, which has no tokens for images.
+    kept = {name: file for name, file in files.items() if name not in tokenizer.files}
+    return HFTokenizer.of(kept, eos=tokenizer.eos, pad=tokenizer.pad), ids
 
 
 def tiny_random(family: str, folder: str | Path, *, seed: int = 0, head_scale: float = 1.0) -> Path:
     """Writes a small checkpoint with random weights, in the format in which a family's authors publish theirs.
 
     It has two layers of width 64 (some 200,000 parameters), a context of 512 tokens, and the tokenizer and the chat
-    template of the embedded model. Every command takes it in place of a published checkpoint.
+    template of the embedded model. DiffusionGemma also has a vision tower, and tokens for images. Every command takes
+    it in place of a published checkpoint.
 
     Args:
         family: One of `BUILDS`; case, spaces and punctuation are ignored.
@@ -391,7 +420,7 @@ def tiny_random(family: str, folder: str | Path, *, seed: int = 0, head_scale: f
     name = next((known for known in BUILDS if plain(known) == plain(family)), None)
     if name is None:
         raise refuse("family", family, "; ".join(BUILDS))
-    tokenizer = load(NANO).tokenizer
+    tokenizer: Any = load(NANO).tokenizer
     ids = dict(
         vocab=tokenizer.vocab_size + 8,  # more ids than the tokenizer, as published models have
         mask=tokenizer.mask,
@@ -401,7 +430,9 @@ def tiny_random(family: str, folder: str | Path, *, seed: int = 0, head_scale: f
     )
     if name == "DiffusionGemma":
         sizes = {key: x for key, x in PLAIN.items() if key not in ("zero_centred", "scale_embed", "tied")}
-        config: ModelConfig = GemmaConfig(**{**sizes, **ids, **BUILDS[name]})
+        tokenizer, image_ids = _with_image_tokens(tokenizer)
+        vision = VisionConfig(**TOWER, **image_ids)
+        config: ModelConfig = GemmaConfig(**{**sizes, **ids, **BUILDS[name], "vision": vision})
     else:
         config = ModelConfig(**{**PLAIN, **ids, **BUILDS[name]})
     model = models.build(config)

@@ -100,7 +100,9 @@ def check_keys(keys: Keys, config: Json, file: str, path: str = "") -> list[str]
                 ignored += check_keys(_table(kind, value), value, file, f"{path}{key}.")
             elif value is not None:
                 raise refuse(where, shown, "an object, or null")
-        elif path in ("", "text_config.") and (WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS):
+        elif path in ("", "text_config.", "vision_config.") and (
+            WITHOUT_EFFECT.fullmatch(key) or key in generation.KEYS
+        ):
             ignored.append(path + key)
         elif kind is not UNUSED:
             unknown = f"{where}={shown!r} is unknown here and could change logits"

@@ -314,6 +314,14 @@ def open_checkpoint(
         embed = family.names(config)["embed"].name
         if not (isinstance(embed, str) and embed in folder.tensors and _equal(folder, embed, HEAD)):
             config = dataclasses.replace(config, tied=False)
+    if getattr(config, "vision", None) is not None and not alone:
+        tower = (source.names for path, source in family.names(config).items() if path.startswith("vision/"))
+        if not any(name in folder.tensors for names in tower for name in names):
+            config = dataclasses.replace(config, vision=None)
+            notes = [
+                *notes,
+                "the files have no vision tower, which config.json describes: images are refused",
+            ]
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     config = _with_context(config, context)
     model = models.build(config)

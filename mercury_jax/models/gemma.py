@@ -9,7 +9,6 @@ weights encode the prompt and denoise the canvas; self-conditioning is added to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,8 +31,10 @@ from mercury_jax.config import (
     Share,
     refuse_if,
 )
-from mercury_jax.models import cache as kv_cache, masks
+from mercury_jax.images import VisionConfig
+from mercury_jax.models import cache as kv_cache, masks, vision
 from mercury_jax.models.layers import (
+    ACTIVATIONS,
     GatedMLP,
     Linear,
     OutputProjection,
@@ -48,17 +49,23 @@ from mercury_jax.models.ops import Ops, ResidualStream, Term, Weight
 from mercury_jax.models.rope import rope_table, rotate
 from mercury_jax.ops.norms.op import HeadFactors, Residual
 from mercury_jax.ops.quantised_rows import Rows, dense
-from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, Routing, SelfCond, accumulation_dtype
+from mercury_jax.types import (
+    Cache,
+    ImageTokens,
+    Model,
+    PackedPass,
+    Params,
+    Pass,
+    Routing,
+    SelfCond,
+    accumulation_dtype,
+)
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu_tanh": jax.nn.gelu,  # approximate by default
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "silu": jax.nn.silu,
-}
 
 # Mesh axes of each parameter, by path; see `mercury_jax.sharding`.
 SHARDINGS = (
+    (r"(^|/)vision/", ()),  # small, and read once per image
     (r"per_layer/embed$", ("tensor", None, "fsdp")),
     (r"embed$", ("tensor", "fsdp")),
     (r"(q|k|v)/w$", ("fsdp", "tensor", None)),
@@ -111,6 +118,7 @@ class GemmaConfig(ModelConfig):
         shared_kv: Number of last layers without keys and values of their own. Such a layer reads those of the last
             earlier layer of the same kind (sliding or global) that has them.
         shared_ffn: Width of the dense branch in these last layers; None: `ffn`.
+        vision: Sizes of the vision tower; None: text only.
     """
 
     pattern: Pattern = "causal_encoder"
@@ -132,6 +140,7 @@ class GemmaConfig(ModelConfig):
     per_layer_vocab: int = 0
     shared_kv: NonNegativeInt = 0
     shared_ffn: int | None = None
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -478,11 +487,13 @@ class Gemma(nn.Module):
         lowest: Int[Array, "B T"],
         self_cond: SelfCond = (),
         cache: tuple[kv_cache.KV, ...] | None = None,
+        images: ImageTokens | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV, ...]]:
         """Computes hidden states, and updates the cache.
 
         Args:
             cache: One `KV` per layer that has keys; None: a pass without a cache.
+            images: Soft tokens of images; they replace the embeddings of their positions. None: no images.
 
         Returns:
             Hidden states after the final norm, and one `KV` per layer that has keys.
@@ -493,6 +504,9 @@ class Gemma(nn.Module):
             shape = (tokens.shape[0], tokens.shape[1])
             terms.append([self.conditioned.term(self_cond, shape, dtype)])
         embedded, *signal = self.ops.sum_terms(*terms)
+        if images is not None:
+            soft = images.embeddings.astype(dtype)
+            embedded = jnp.where((images.end > 0)[..., None], soft, embedded)
         x = embedded
         if signal:  # self-conditioning changes canvas tokens only
             conditioned = rms_normalise(embedded + signal[0], c.norm_eps).astype(dtype)
@@ -519,7 +533,7 @@ def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
     """Builds the Gemma model of a config as pure functions."""
     shapes = [config.kv_shape(i) for i in range(config.layers - config.shared_kv)]
     head = functools.partial(lm_head, softcap=config.softcap)
-    return model_of(
+    model = model_of(
         config,
         Gemma(config, remat=remat),
         init=lambda net, key, inputs: net.init(key, inputs, jnp.zeros((1, 1), bool), inputs.tokens),
@@ -536,6 +550,11 @@ def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
             else None
         ),
     )
+    if config.vision is None:
+        return model
+    tower = vision.build(config.vision, config.width, config.dtype)
+    init = lambda key: {**model.init(key), "vision": tower.init(jax.random.fold_in(key, 1))}
+    return model._replace(init=init, vision=tower)
 
 
 def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> SelfCond:
@@ -573,4 +592,7 @@ def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:
     # Here slots are positions. The window of a clean token ends with the token; the tail of a canvas token ends where
     # the canvas starts.
     lowest = jnp.where(clean, inputs.positions + 1 - c.window, (given.start + before)[:, None] - c.tail)
-    return net.apply({"params": params}, inputs, clean, lowest, self_cond, given.cache)
+    if given.images is not None and c.vision is not None and c.vision.bidirectional:
+        inputs = masks.with_images(inputs, given.images)
+        lowest = jnp.where(given.images.end > 0, jnp.minimum(lowest, given.images.start), lowest)
+    return net.apply({"params": params}, inputs, clean, lowest, self_cond, given.cache, given.images)

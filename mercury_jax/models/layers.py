@@ -21,6 +21,11 @@ from mercury_jax.ops.quantised_rows import Rows
 from mercury_jax.types import LoraWeight
 
 Init = nn.initializers.Initializer
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_tanh": jax.nn.gelu,  # approximate by default
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+}
 
 
 def fan_in(axes: int = 1, scale: float = 1.0) -> Init:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.types import LaidOutDocument, Pass
+from mercury_jax.types import ImageTokens, LaidOutDocument, Pass
 
 
 def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -96,6 +96,12 @@ def cache_pass_inputs(config: ModelConfig, given: Pass) -> NetworkInputs:
         concat(slots, jnp.where(predicted, own, OUT_OF_CACHE)),
         length,
     )
+
+
+def with_images(inputs: NetworkInputs, images: ImageTokens) -> NetworkInputs:
+    """Extends the key range of each soft token of an image to the end of the image."""
+    stop = jnp.where(inputs.ranges[:, :, 0, 1] > 0, jnp.maximum(inputs.ranges[:, :, 0, 1], images.end), 0)
+    return inputs._replace(ranges=inputs.ranges.at[:, :, 0, 1].set(stop))
 
 
 # --- sliding windows

@@ -23,8 +23,10 @@ from starlette.responses import Response
 
 from mercury_jax.decode import grammar as grammars
 from mercury_jax.decode.grammar.lark import llguidance
+from mercury_jax.decode.image_prompts import NO_TOWER
 from mercury_jax.serve import engine_requests, errors, protocol, responses
 from mercury_jax.serve.chat import messages as conversation
+from mercury_jax.serve.chat.image_urls import content_length, read_images
 from mercury_jax.serve.chat.messages import ToolFormat, tool_format
 from mercury_jax.serve.chat.output_parser import OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import EngineRequest
@@ -84,14 +86,15 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     if top and not body.logprobs:
         raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
     tools = conversation.plain_tools(body.tools)
-    messages = conversation.plain_messages(body.messages)
+    messages = conversation.plain_messages(body.messages, None if lm.model.vision else NO_TOWER)
     # Lower bound of the prompt's size, before rendering: every template writes the content of messages and the
     # arguments of their calls.
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-    texts = [message["content"] or "" for message in messages]
+    texts = []
     written = lambda value: json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     texts += [c["arguments"] if isinstance(c["arguments"], str) else written(c["arguments"]) for c in calls]
-    service.check_size(sum(map(len, texts)))
+    service.check_size(sum(map(len, texts)) + sum(content_length(message["content"]) for message in messages))
+    messages, pictures = read_images(lm, messages)
     policy = tool_policy(body, tools) if tools or body.tool_choice else ToolPolicy()
     effort = body.reasoning_effort or ("instant" if body.realtime else None)
     decoding = engine_requests.decoding_params(service, effort)
@@ -100,11 +103,12 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         decoding = decoding._replace(thinking=0)
     context, max_tokens = service.engine.context, body.max_completion_tokens or body.max_tokens
     called = policy.tools or None
-    prompt = conversation.render_prompt(lm, messages, called, decoding.thinking > 0, begun is not None)
+    render = functools.partial(conversation.render_prompt, lm, messages, called)
+    prompt, images = conversation.place_images(lm, render(decoding.thinking > 0, begun is not None), pictures)
     budget = engine_requests.token_budget(context, len(prompt), max_tokens, decoding.thinking)
     # If there is no room for thinking, render again: the prompt must not start a thinking section.
     if decoding.thinking and not budget.thinking:
-        prompt = conversation.render_prompt(lm, messages, called)
+        prompt, images = conversation.place_images(lm, render(), pictures)
         budget = engine_requests.token_budget(context, len(prompt), max_tokens, 0)
     # Compile last, because it may take seconds: a prompt that is too long has been refused by now.
     constrained = bool(policy.tools or body.response_format)
@@ -129,6 +133,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         body,
         decoding,
         prompt=prompt,
+        images=images,
         max_tokens=budget.answer,
         thinking=budget.thinking,
         temperature=temperature,

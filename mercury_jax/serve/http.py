@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mercury_jax.serve import errors
 from mercury_jax.serve.errors import ApiError, invalid_request
 from mercury_jax.serve.metrics import Metrics
-from mercury_jax.serve.options import ServerOptions
+from mercury_jax.serve.options import MAX_BODY, ServerOptions
 
 log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
@@ -156,17 +156,18 @@ async def read_json(request: Request, options: ServerOptions, convert: Callable[
         raise ApiError(415, "Content-Type must be application/json, in UTF-8")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "Content-Encoding must be identity")
-    message = f"The request is larger than {options.max_body} bytes"
+    limit = MAX_BODY if options.max_body is None else options.max_body
+    message = f"The request is larger than {limit} bytes"
     too_large = ApiError(413, message, headers={"connection": "close"})
     length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length[:20]) > options.max_body:
+    if not length.isdecimal() or int(length[:20]) > limit:
         raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(options.read_timeout):
             async for part in request.stream():
                 size += len(part)
-                if size > options.max_body:
+                if size > limit:
                     raise too_large
                 parts.append(part)
     except ClientDisconnect:

@@ -21,6 +21,7 @@ VENDOR_MODELS = (
 )  # fmt: skip
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 ANY_HOST = "*"
+MAX_BODY = 4 << 20  # bytes of a request to models that read text only
 ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -37,6 +38,7 @@ class ServerOptions:
             mean the first model.
         effort: Default effort of requests that set none. None: the model's own rule, with the thinking budget of
             "medium" if that is at most a quarter of the context.
+        max_body: Most bytes of a request; None: 4 MiB, or 21 MiB if a model reads images.
         playground: Whether `/` serves the playground.
     """
 
@@ -47,7 +49,7 @@ class ServerOptions:
     rate: float | None = None
     effort: str | None = None
     strict_temperature: bool = False
-    max_body: int = 4 << 20
+    max_body: int | None = None
     max_depth: int = 100
     read_timeout: float = 30.0
     keep_alive: float = 15.0
@@ -59,7 +61,7 @@ class ServerOptions:
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise refuse("rate", self.rate, "a number of requests per minute above 0")
         for name in ("max_body", "read_timeout", "keep_alive"):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise refuse(name, getattr(self, name), "a number above 0")
         for origin in self.origins:
             if origin != ANY_HOST and not ORIGIN_PATTERN.fullmatch(origin):

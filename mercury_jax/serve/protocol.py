@@ -132,7 +132,7 @@ class RequestModel(BaseModel):
 
 
 class TextPart(RequestModel):
-    """A part of a message. Text is the only kind."""
+    """A text in a message."""
 
     type: Literal["text"]
     text: str
@@ -149,6 +149,23 @@ class TextPart(RequestModel):
         return data
 
 
+class ImageUrl(RequestModel):
+    """The address of a picture."""
+
+    url: str
+    """A data URL: `data:image/png;base64,...`, or jpeg, webp, gif. Other addresses are refused."""
+    detail: Literal["auto", "low", "high"] = "auto"
+    """Most tokens of the picture: as the model's processor does, 70, or 1120."""
+
+
+class ImagePart(RequestModel):
+    """A picture in a message of the user, for models with a vision tower."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    """The picture."""
+
+
 class RefusalPart(RequestModel):
     """A part of a message of the assistant, as OpenAI's models write it."""
 
@@ -158,6 +175,8 @@ class RefusalPart(RequestModel):
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+UserPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+UserContent = str | Annotated[list[UserPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 AnswerContent = str | Annotated[list[AnswerPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -187,10 +206,20 @@ class _Message(RequestModel):
     """A string, or a list of parts of type text."""
 
 
-class PlainMessage(_Message):
-    """A message of the system or the user; developer counts as system."""
+class SystemMessage(_Message):
+    """A message of the system; developer counts as system."""
 
-    role: Literal["system", "developer", "user"]
+    role: Literal["system", "developer"]
+    name: ShortText | None = None
+    """Name of the speaker."""
+
+
+class PlainMessage(_Message):
+    """A message of the user."""
+
+    role: Literal["user"]
+    content: UserContent | None = None  # type: ignore[assignment]
+    """A string, or a list of parts of type text or image_url."""
     name: ShortText | None = None
     """Name of the speaker."""
 
@@ -230,7 +259,8 @@ class FunctionMessage(_Message):
 
 
 ChatMessage = Annotated[
-    PlainMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")
+    SystemMessage | PlainMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
 ]
 
 

@@ -21,6 +21,7 @@ from starlette.requests import Request
 
 from mercury_jax.config import refuse
 from mercury_jax.serve import errors
+from mercury_jax.serve.chat.image_urls import MAX_REQUEST
 from mercury_jax.serve.engine.request import (
     ContextLengthExceeded,
     EngineRequest,
@@ -83,6 +84,8 @@ class ServedModels:
     def __init__(self, engines: Sequence[Engine], options: ServerOptions, paths: Sequence[str] = ()):
         check_devices(engines)
         names = model_names([engine.lm.name for engine in engines], options)
+        if options.max_body is None and any(engine.lm.model.vision is not None for engine in engines):
+            options = dataclasses.replace(options, max_body=MAX_REQUEST)
         self.options, self.created = options, int(time.time())
         self.metrics = Metrics(
             lambda: {engine.lm.name: engine.stats() for engine in engines}, lambda: self.ready, paths

@@ -87,7 +87,7 @@ def partition(config: LoraConfig, freeze: str, model: Model) -> Partition | None
         config: Adapters; rank 0 means no adapters.
         freeze: Regular expression, searched in the paths of parameters. Matching parameters are not trained and get no
             adapter. "" matches nothing.
-        model: The model.
+        model: The model. A vision tower is frozen: rows have no images, so that weight decay alone would change it.
 
     Returns:
         The partition; None if all parameters are trained.
@@ -95,6 +95,8 @@ def partition(config: LoraConfig, freeze: str, model: Model) -> Partition | None
     Raises:
         ValueError: Nothing would be trained, or an expression matches no parameter.
     """
+    if model.vision is not None:
+        freeze = f"(?:{freeze})|^vision/" if freeze else "^vision/"
     if config.rank:
         return _adapters(config, freeze, model)
     return _unfrozen(freeze, model) if freeze else None

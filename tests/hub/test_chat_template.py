@@ -277,7 +277,7 @@ def test_an_error_that_a_template_raises_is_passed_on():
     [([], "messages: "), ("hello", "messages: 'hello'"), (["hello"], r"messages\[0\]: 'hello'"),
      ([*CHAT, {"role": "<|im_start|>", "content": ""}], r"messages\[4\].role: '<\|im_start\|>'"),
      ([{"role": "user"}], r"messages\[0\].content: None"),
-     ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content"),
+     ([{"role": "user", "content": {"type": "image"}}], r"messages\[0\].content"),
      ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content: lone surrogate U\+D800"),
      ([{"role": "user", "content": "", "more": object()}], r"messages\[0\].more is 'object'"),
      ([{"role": "user", "content": "x" * 9_000_000}], "more than 8000000 characters")],

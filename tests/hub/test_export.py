@@ -50,11 +50,11 @@ def test_a_conversion_keeps_tensors_that_our_model_does_not_read(name, tmp_path)
 
 
 def test_a_conversion_to_another_dtype_keeps_the_dtype_of_unread_tensors(tmp_path):
-    out = hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf", dtype="bfloat16")
+    out = hub.convert(GOLDENS / "gemma4_moe", tmp_path / "out", to="hf", dtype="bfloat16")
     written = folders.scan(out)
     kinds = {name: entry.dtype.name for name, entry in written.tensors.items()}
     assert {kinds[n] for n in kinds if "vision" in n} == {"float32"}
-    assert {kinds[n] for n in kinds if n.startswith("model.decoder.")} == {"bfloat16"}
+    assert {kinds[n] for n in kinds if n.startswith("model.language_model.")} == {"bfloat16"}
     assert written.config["dtype"] == "bfloat16"
     assert open_checkpoint(out).config.dtype == "bfloat16"
 
@@ -64,7 +64,7 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     read, put = tensors.read, tensors._write_tensor
     monkeypatch.setattr(tensors, "read", lambda *a: (order.append("read"), read(*a))[1])
     monkeypatch.setattr(tensors, "_write_tensor", lambda *a: (put(*a), order.append("written"))[0])
-    hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf")
+    hub.convert(GOLDENS / "gemma4_moe", tmp_path / "out", to="hf")
     writing_them = order[order.index("written") :]
     assert "read" in writing_them
     assert all(writing_them[i + 1] == "written" for i, what in enumerate(writing_them) if what == "read")

@@ -39,6 +39,7 @@ SDAR_MOE = SDAR | dict(
 LLADA2 = json.loads((GOLDENS / "llada2" / "config.json").read_text())
 LLADA2 |= dict(num_hidden_layers=2, mask_token_id=78, dtype="float32")
 GEMMA = json.loads((GOLDENS / "diffusion_gemma" / "config.json").read_text())
+del GEMMA["vision_config"]
 GEMMA["text_config"] |= dict(
     hidden_size=32, intermediate_size=48, moe_intermediate_size=32, num_hidden_layers=2,
     layer_types=["sliding_attention", "full_attention"], per_layer_config={"1": {"head_dim": 16}},

@@ -6,6 +6,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.hub.export import BUILDS
+from tests.image_models import picture
 from tests.marks import slow_except
 
 
@@ -18,6 +19,17 @@ def test_a_checkpoint_is_of_its_family_and_answers_a_chat(family, tmp_path):
     out = mj.sample(lm, [{"role": "user", "content": "389+784="}], max_tokens=4)
     assert out.lengths[0] <= 4 and out.forwards[0] >= 1
     assert lm.tokenizer.encode("389+784=") == mj.load().tokenizer.encode("389+784=")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", [None, "ours", "hf"])
+def test_diffusion_gemma_reads_images_also_after_a_conversion(to, tmp_path):
+    folder = mj.hub.tiny_random("DiffusionGemma", tmp_path / "model")
+    converted = folder if to is None else mj.hub.convert(folder, tmp_path / to, to=to)
+    lm, text = mj.load(converted), {"type": "text", "text": "389+784="}
+    ask = lambda seed: [{"role": "user", "content": [{"type": "image", "image": picture(seed)}, text]}]
+    one, other = (mj.sample(lm, ask(seed), max_tokens=16, seed=1).texts for seed in (1, 2))
+    assert one != other and one == mj.sample(mj.load(folder), ask(1), max_tokens=16, seed=1).texts
 
 
 @pytest.mark.long

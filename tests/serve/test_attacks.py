@@ -39,7 +39,7 @@
                                         test_an_index_may_only_name_files_of_its_folder,
                                         test_a_snapshot_may_only_link_to_its_own_blobs;
                                         test_manifest: test_files_outside_of_a_checkpoints_folder_are_refused
-18 an image's address is fetched        here
+18 an image's address is fetched        here; test_images: test_a_hostile_image_is_refused_in_bounded_memory
 19 a request chooses the model          here
 20 a remote $ref                        test_attacks_schemas;
                                         test_grammar_refusals: test_a_schema_that_cannot_be_guaranteed_is_refused
@@ -63,6 +63,7 @@ from pathlib import Path
 
 import pytest
 
+from mercury_jax.serve.chat.messages import plain_messages
 from mercury_jax.serve.engine.prefix_cache import chunk_hashes
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.protocol import ChatCompletionsRequest, parse_request
@@ -186,7 +187,7 @@ def test_18_parts_other_than_text_are_refused_and_nothing_is_fetched(scripted_ap
         assert error["param"].startswith("messages[1].content")
         payload = {**PAYLOAD, "messages": [{"role": role, "content": [part]}]}
         with pytest.raises(ApiError):
-            parse_request(ChatCompletionsRequest, payload)
+            plain_messages(parse_request(ChatCompletionsRequest, payload).messages)
     scripted_app.serves()
 
 

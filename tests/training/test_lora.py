@@ -21,6 +21,7 @@ from mercury_jax.training import lora, optim, step as steps
 from mercury_jax.training.lora import LoraConfig
 from mercury_jax.training.recipe import MeshConfig
 from mercury_jax.types import LoraWeight
+from tests.image_models import image_lm
 from tests.marks import slow_except
 from tests.tiny import tiny
 from tests.training import tiny_training
@@ -33,6 +34,20 @@ KEY = jax.random.key(0)
 def flat(tree) -> dict[str, Any]:
     """Leaves by path."""
     return traverse_util.flatten_dict(tree, sep="/")
+
+
+def test_a_vision_tower_is_frozen_and_gets_no_adapter():
+    """Rows have no images: of the tower, weight decay alone would change anything."""
+    lm = image_lm()
+    part = lora.partition(LoraConfig(), "", lm.model)
+    assert part is not None
+    trained, frozen = part.split(lm.params)
+    assert set(frozen) == {"vision"} and "vision" not in trained
+    both = lora.partition(LoraConfig(), "router|norm", lm.model)
+    assert both is not None and set(flat(both.split(lm.params)[1])) > set(flat(frozen))
+    assert not [
+        path for path in lora.target_shapes(LoraConfig(rank=2), "", lm.model) if path.startswith("vision")
+    ]
 
 
 EXPERTS = ModelConfig(

@@ -1,7 +1,7 @@
 """DiffusionGemma, and the text models of Gemma 4 from which it is initialised, in the layout of transformers 5.
 
-Only text is supported: images and audio are refused, and the tensors of their towers are not read. `hub.convert` to the
-same family copies these tensors unchanged.
+DiffusionGemma reads text and images. Of Gemma 4 only text is supported: images and audio are refused, and the tensors
+of their towers are not read. `hub.convert` to the same family copies these tensors unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse
 from mercury_jax.hub import family, generation
 from mercury_jax.hub.family import UNUSED, Family, Json, Keys, allow, need, register
 from mercury_jax.hub.params import TensorSource
+from mercury_jax.images import VisionConfig
 from mercury_jax.models.gemma import GemmaConfig
 
 PATTERN = 6  # without `layer_types`, every sixth layer has global attention
@@ -58,14 +59,30 @@ GEMMA4_INNER_KEYS = TEXT_KEYS | allow({
     "final_logit_softcapping": float | None, "attention_k_eq_v enable_moe_block use_double_wide_mlp": bool,
     "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": int,
 })  # fmt: skip
+# The reference implementation always builds a vision tower, so the config.json of a text-only model describes a
+# minimal one.
+VISION = dict(
+    model_type="gemma4_vision", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=4, patch_size=2, position_embedding_size=4,
+)  # fmt: skip
 # The keys beside `text_config`. Images and audio are refused, so no logit depends on the unused ones.
 MULTIMODAL = family.COMMON | allow({
     "tie_word_embeddings": (True,),
     "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id": UNUSED,
     "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": UNUSED,
 })  # fmt: skip
+VISION_KEYS = family.COMMON | allow({
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim": int,
+    "patch_size pooling_kernel_size position_embedding_size": int, "rms_norm_eps": float, "standardize": bool,
+    "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False, None), "use_clipped_linears": (False,),
+    "model_type": ("gemma4_vision",), "rope_parameters": {"rope_type": ("axial", "default"), "rope_theta": float},
+    # `head_dim` is the size of all heads; the processor says how many soft tokens an image has.
+    "global_head_dim default_output_length max_position_embeddings": UNUSED,
+})  # fmt: skip
 DIFFUSION_KEYS = MULTIMODAL | {
-    "canvas_length": int, "model_type": ("diffusion_gemma",), "text_config": DIFFUSION_INNER_KEYS
+    "canvas_length": int, "model_type": ("diffusion_gemma",), "text_config": DIFFUSION_INNER_KEYS,
+    "vision_config": VISION_KEYS,
+    **allow({"boi_token_id eoi_token_id image_token_id vision_soft_tokens_per_image": int | None}),
 }  # fmt: skip
 GEMMA4_KEYS = MULTIMODAL | {"model_type": ("gemma4",), "text_config": GEMMA4_INNER_KEYS}
 GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS | {"model_type": ("gemma4_text",)}
@@ -151,6 +168,27 @@ def _rope_fields(text: Json) -> dict[str, float]:
     )  # fmt: skip
 
 
+def _vision(config: Json) -> VisionConfig | None:
+    """Converts the vision tower; None without one. A missing key has the default of the reference."""
+    found = config.get("vision_config")
+    if found is None or found == VISION:
+        return None
+    value = lambda key, default: default if found.get(key) is None else found[key]
+    ids = {"placeholder": "image_token_id", "begin": "boi_token_id", "end": "eoi_token_id"}
+    named = {ours: config[key] for ours, key in ids.items() if config.get(key) is not None}
+    activation: Any = ACTIVATIONS[value("hidden_activation", "gelu_pytorch_tanh")]
+    return VisionConfig(
+        width=value("hidden_size", 768), layers=value("num_hidden_layers", 16), heads=value("num_attention_heads", 12),
+        kv_heads=value("num_key_value_heads", 12), head_dim=value("head_dim", 64), ffn=value("intermediate_size", 3072),
+        patch=value("patch_size", 16), pool=value("pooling_kernel_size", 3),
+        positions=value("position_embedding_size", 10_240),
+        rope_theta=float(value("rope_parameters", {}).get("rope_theta", 100.0)),
+        norm_eps=value("rms_norm_eps", 1e-6), activation=activation,
+        standardise=value("standardize", False), tokens=config.get("vision_soft_tokens_per_image") or 280,
+        bidirectional=_text_of(config).get("use_bidirectional_attention") == "vision", **named,
+    )  # fmt: skip
+
+
 def _experts(text: Json) -> Experts:
     """Converts the mixture of experts, which is added to the dense MLP of each layer."""
     count, active = need(text, "num_experts"), need(text, "top_k_experts")
@@ -169,7 +207,7 @@ def _diffusion_config(config: Json) -> GemmaConfig:
             config, experts=mixed, pattern="causal_encoder", block=config.get("canvas_length", 256),
             **_global_sizes(text, own_heads=True),
             softcap=text.get("final_logit_softcapping", 30.0), keys_as_values=True, self_conditioning=True,
-            encoder_scalars=True,
+            encoder_scalars=True, vision=_vision(config),
         )
     )  # fmt: skip
 
@@ -247,6 +285,32 @@ def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
     for i in range(c.layers):
         encoder = f"model.encoder.language_model.layers.{i}.layer_scalar"
         sources[f"block_{i}/encoder_scalar"] = TensorSource(encoder)
+    assert isinstance(c, GemmaConfig)
+    return sources if c.vision is None else sources | _vision_names(c.vision)
+
+
+def _vision_names(c: VisionConfig) -> dict[str, TensorSource]:
+    """Maps the parameters of the vision tower and of the projection behind it."""
+    stem = "model.encoder.vision_tower."
+    sources = {
+        "vision/patch/w": TensorSource(f"{stem}patch_embedder.input_proj.weight", 1),
+        "vision/positions": TensorSource(f"{stem}patch_embedder.position_embedding_table"),
+        "vision/projection/w": TensorSource("model.encoder.embed_vision.embedding_projection.weight", 1),
+    }
+    if c.standardise:
+        sources |= {f"vision/{name}": TensorSource(f"{stem}{name}") for name in ("std_bias", "std_scale")}
+    for i in range(c.layers):
+        ours, theirs = f"vision/block_{i}/", f"{stem}encoder.layers.{i}."
+        sources |= {
+            f"{ours}{mine}/scale": TensorSource(f"{theirs}{name}.weight") for mine, name in _NORMS.items()
+        }
+        for p in "qkvo":
+            matrix = TensorSource(f"{theirs}self_attn.{p}_proj.linear.weight", 2 if p == "o" else 1)
+            sources[f"{ours}attention/{p}/w"] = matrix
+        for p in "qk":
+            sources[f"{ours}attention/{p}_norm/scale"] = TensorSource(f"{theirs}self_attn.{p}_norm.weight")
+        for p in ("gate", "up", "down"):
+            sources[f"{ours}mlp/{p}/w"] = TensorSource(f"{theirs}mlp.{p}_proj.linear.weight", 1)
     return sources
 
 
@@ -286,11 +350,16 @@ def _decoding(config: Json, generation: Json) -> Mapping[str, Any]:
 
 # --- our config -> config.json
 
-# The reference implementation always builds a vision tower, so a written config.json describes a minimal one.
-VISION = dict(
-    model_type="gemma4_vision", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=4, patch_size=2, position_embedding_size=4,
-)  # fmt: skip
+
+def _vision_config(v: VisionConfig) -> dict[str, Any]:
+    """Converts the vision tower to the keys of `vision_config`."""
+    return dict(
+        model_type="gemma4_vision", hidden_size=v.width, intermediate_size=v.ffn, num_hidden_layers=v.layers,
+        num_attention_heads=v.heads, num_key_value_heads=v.kv_heads, head_dim=v.head_dim, patch_size=v.patch,
+        pooling_kernel_size=v.pool, position_embedding_size=v.positions, rms_norm_eps=v.norm_eps,
+        rope_parameters=dict(rope_type="axial", rope_theta=v.rope_theta), standardize=v.standardise,
+        hidden_activation=next(theirs for theirs, ours in ACTIVATIONS.items() if ours == v.activation),
+    )  # fmt: skip
 
 
 def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
@@ -323,11 +392,23 @@ def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
 def export_diffusion(c: ModelConfig) -> dict[str, Any]:
     """Converts our config to DiffusionGemma's config.json."""
     assert isinstance(c, GemmaConfig)
+    text, v = _text_config(c, "diffusion_gemma_text") | {"final_logit_softcapping": c.softcap}, c.vision
+    images: dict[str, Any] = {"vision_config": VISION}
+    if v is not None:
+        images = dict(
+            vision_config=_vision_config(v), image_token_id=v.placeholder, boi_token_id=v.begin, eoi_token_id=v.end,
+            vision_soft_tokens_per_image=v.tokens,
+        )  # fmt: skip
+        text["use_bidirectional_attention"] = "vision" if v.bidirectional else None
     return dict(
-        architectures=["DiffusionGemmaForBlockDiffusion"], model_type="diffusion_gemma", canvas_length=c.block,
-        text_config=_text_config(c, "diffusion_gemma_text") | {"final_logit_softcapping": c.softcap},
-        vision_config=VISION, tie_word_embeddings=True, dtype=c.dtype,
-    )  # fmt: skip
+        architectures=["DiffusionGemmaForBlockDiffusion"],
+        model_type="diffusion_gemma",
+        canvas_length=c.block,
+        text_config=text,
+        tie_word_embeddings=True,
+        dtype=c.dtype,
+        **images,
+    )
 
 
 def _export_text(c: ModelConfig) -> dict[str, Any]:
@@ -350,7 +431,7 @@ DIFFUSION_GEMMA = Family(
     names=_diffusion_names,
     noise=NoiseConfig(kind="uniform"),
     block="256",
-    about="uniform noise, causal encoder, self-conditioning; text only, images are refused",
+    about="uniform noise, causal encoder, self-conditioning; reads text and images",
     ignored=_ignored,
     export=export_diffusion,
     licence="Apache-2.0",

@@ -22,7 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mercury_jax import chat
+from mercury_jax.decode import image_prompts
 from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.images import Image
 from mercury_jax.serve import protocol
 from mercury_jax.serve.errors import ApiError, invalid_request, invalid_value
 from mercury_jax.serve.http import check_json, refuse_constant
@@ -45,16 +47,21 @@ Several calls stand one behind the other. Their results come back between <tool_
 
 def plain_messages(
     messages: Sequence[protocol.ChatMessage | protocol.UserMessage],
+    no_images: str | None = "text: only /v1/chat/completions reads images",
 ) -> list[dict[str, Any]]:
     """Converts a conversation to the form of chat templates.
 
     Roles may appear in any order. Consecutive tool results are sorted into the order of their calls, because some
     templates render a result without its call id.
 
+    Args:
+        no_images: What is allowed instead of images, for the error; None: images are allowed.
+
     Returns:
         One mapping per message: `role` is system, user, assistant or tool; `content` is a text (None for a message that
-        only calls tools); `tool_calls` have mappings as arguments, or the text of malformed ones; tool results have
-        `tool_call_id` and `name`.
+        only calls tools), or with images a list of {"type": "text", "text"} and {"type": "image", "url", "detail"};
+        `tool_calls` have mappings as arguments, or the text of malformed ones; tool results have `tool_call_id` and
+        `name`.
     """
     known: dict[str, tuple[int, str]] = {}  # by call id: the number and the function of its latest call
     older: dict[
@@ -71,9 +78,12 @@ def plain_messages(
             or (message.refusal if isinstance(message, protocol.AssistantMessage) else "")
             or ""
         )
-        if not isinstance(text, str):
+        if not isinstance(text, str) and any(isinstance(part, protocol.ImagePart) for part in text):
+            text = _with_images(text, f"messages[{i}].content", no_images)
+        elif not isinstance(text, str):
+            texts = [part for part in text if not isinstance(part, protocol.ImagePart)]
             text = "\n".join(
-                part.refusal if isinstance(part, protocol.RefusalPart) else part.text for part in text
+                part.refusal if isinstance(part, protocol.RefusalPart) else part.text for part in texts
             )
         entry: dict[str, Any] = {"role": role, "content": text}
         if isinstance(message, protocol.ToolMessage):
@@ -105,6 +115,19 @@ def plain_messages(
         plain += [*sorted(results, key=order), entry]
         results = []
     return plain + sorted(results, key=order)
+
+
+def _with_images(parts: Sequence[Any], name: str, no_images: str | None) -> list[dict[str, Any]]:
+    """Converts a content with images; `read_images` reads them later, once the size of the texts is checked."""
+    converted: list[dict[str, Any]] = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, protocol.ImagePart):
+            converted.append({"type": "text", "text": part.text})
+            continue
+        if no_images is not None:
+            raise invalid_value(f"{name}[{i}].type", "image_url", no_images)
+        converted.append({"type": "image", "url": part.image_url.url, "detail": part.image_url.detail})
+    return converted
 
 
 def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str, Any]]:
@@ -195,6 +218,8 @@ def render_prompt(
             that can disable thinking does so (`enable_thinking`), since the answer has no budget for it.
     """
     if not tool_format(lm.tokenizer).native:
+        if tools and any(isinstance(message.get("content"), list) for message in messages):
+            raise invalid_request("tools", "The chat template of this model takes no tools beside images")
         messages, tools = described_tools(messages, tools), None
     how = {"at_once": not thinking, "continue_final_message": continued}
     render = lambda turns: lm.tokenizer.render(turns, thinking, tools=tools or None, **how)
@@ -215,6 +240,17 @@ def render_prompt(
             )
             raise invalid_request("messages", message) from error
         raise invalid_request("messages", str(error)) from error
+
+
+def place_images(
+    lm: LM, ids: tuple[int, ...], images: Sequence[Image]
+) -> tuple[tuple[int, ...], tuple[Image, ...]]:
+    """Expands the placeholders of images in a rendered prompt; returns the ids, and the images with their positions."""
+    try:
+        placed, found = image_prompts.place(lm, ids, images)
+    except ValueError as error:
+        raise invalid_request("messages", str(error)) from error
+    return tuple(placed), found
 
 
 def _named_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -240,17 +276,21 @@ def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
 
 def described_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Rewrites a conversation with tools as plain text messages, for templates that do not support tools.
 
     The tools are described in the system message. Without a system message they are described in the first user
     message, since some templates refuse the role system. Calls become text of the assistant. Results become text of the
     user; consecutive results become one message, since some templates require alternating roles.
     """
-    plain: list[dict[str, str]] = []
+    plain: list[dict[str, Any]] = []
     after_result = False
     for message in messages:
         content, is_result = message.get("content") or "", message["role"] == "tool"
+        if isinstance(content, list):  # of the user, with images
+            plain.append(dict(message))
+            after_result = False
+            continue
         if is_result:
             content = f"<tool_response>\n{content}\n</tool_response>"
         functions = [call["function"] for call in message.get("tool_calls") or ()]

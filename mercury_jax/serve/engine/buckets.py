@@ -15,18 +15,20 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.config import Plan
+from mercury_jax.decode import image_prompts
 from mercury_jax.decode.build_config import choose_method, draft_width, with_rings
 from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.constrained import no_free_text, no_tokens
 from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import QUANTUM, DecodeConfig, State, bucket as padded_size, slots_for
+from mercury_jax.images import Detail, Image
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet
@@ -117,7 +119,7 @@ class Buckets(NamedTuple):
             leave_one_out=self.leave_one_out,
             predict=ChunkedVocab(),
             logprobs=self.config.max_logprobs if level > sampling.PLAIN else None,
-        ))  # fmt: skip
+        ), longest_image_pass(self.lm.model) // 2)  # fmt: skip
 
     def sizes(self, capacity: int) -> programs.RowSizes:
         """Returns the sizes of the axes of a state whose rows have `capacity` positions."""
@@ -167,6 +169,12 @@ class Buckets(NamedTuple):
         """Places a state on the model's mesh; returns it unchanged on a single device."""
         shardings = self.shardings(state)
         return state if shardings is None else jax.device_put(state, shardings)
+
+
+def longest_image_pass(model: Model) -> int:
+    """Returns the tokens of the widest prefill pass, which holds a whole image; 0 for a model that reads text only."""
+    tower = model.vision
+    return 0 if tower is None else padded_size(max(map(tower.config.budget, get_args(Detail))))
 
 
 @functools.lru_cache(64)  # rows move between dispatches, which must not wait for a trace
@@ -335,8 +343,16 @@ class CompiledPrograms:
         row = self.buckets.row(capacity, NO_REQUEST)
         if self.buckets.bidirectional:
             return row
-        program = self.buckets.program(capacity, sampling.TRUNCATION)
-        return programs.encode_prompt(program, self.buckets.lm.params, row, PREFILL_WIDTH, np.int32(0))
+        lm, program = self.buckets.lm, self.buckets.program(capacity, sampling.TRUNCATION)
+        row = programs.encode_prompt(program, lm.params, row, PREFILL_WIDTH, np.int32(0))
+        if lm.model.vision is None:
+            return row
+        # Images of the default detail; the first image of another one compiles its programs.
+        c = lm.model.vision.config
+        image = Image(np.zeros((c.patch * c.pool, c.patch * c.pool, 3), np.uint8), c.patch, c.pool, c.tokens)
+        soft = image_prompts.soft_tokens(lm, [[image]], capacity)
+        width = max(PREFILL_WIDTH, image_prompts.longest_image([[image]]))
+        return programs.encode_prompt(program, lm.params, row, width, np.int32(0), images=soft)
 
 
 def _yield_to_requests() -> None:

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import jax
@@ -25,9 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.config import refuse
+from mercury_jax.decode import image_prompts
 from mercury_jax.decode.constrained import ConstrainedRow
 from mercury_jax.decode.decide import Asked, DecideOutput, Settings
 from mercury_jax.decode.state import State
+from mercury_jax.images import Image
 from mercury_jax.models import cache
 from mercury_jax.serve.engine import predicting, programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, CompiledPrograms, make_buckets
@@ -160,6 +163,8 @@ class Engine:
             raise refuse("prompt", request.prompt, "at least one token")
         if tokens > self.context:
             raise ContextLengthExceeded(tokens, self.context)
+        if request.images and self.lm.model.vision is None:
+            raise refuse("images", f"{len(request.images)} images", "none: the model has no vision tower")
         if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
             raise refuse("logprobs", request.logprobs, f"0..{self.config.max_logprobs}")
         if request.grammar is not None:
@@ -317,10 +322,8 @@ class Engine:
             # The host must not send a whole prompt ahead: requests that arrive now, and other models on this device,
             # would wait for all of it.
             jax.block_until_ready(prefill.row.cache_length)
-            request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
-            program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
-            upto = np.int32(prefill.upto)
-            prefill.row = programs.encode_prompt(program, self.lm.params, prefill.row, PREFILL_WIDTH, upto)
+            request = prefill.run.handle.request
+            self._encode_chunk(prefill)
             if prefill.upto >= len(request.prompt):  # the prompt is encoded: the request moves into a slot
                 self._prefill = None
                 slots.fit(request)
@@ -328,7 +331,8 @@ class Engine:
 
         def may_start(handle: RequestHandle) -> bool:
             """Says whether a request may start now. Only one chunked prefill runs at a time."""
-            if self._prefill is not None and self._needs_prefill(len(handle.request.prompt)):
+            request = handle.request
+            if self._prefill is not None and self._needs_prefill(len(request.prompt), request.images):
                 return False
             return may_run(handle.request, [other.request for other in running], self.config.slots)
 
@@ -340,17 +344,37 @@ class Engine:
             self._start_request(slots, handle)
         slots.fit()
 
-    def _needs_prefill(self, tokens: int) -> bool:
+    def _needs_prefill(self, tokens: int, images: Sequence[Image] = ()) -> bool:
         """Whether a prompt of this length is prefilled in its own forward passes.
 
-        A shorter prompt is prefilled by the passes of the batch. Bidirectional models have no prefill.
+        A shorter prompt is prefilled by the passes of the batch, which read no images. Bidirectional models have no
+        prefill.
         """
-        return not self.buckets.bidirectional and tokens > 2 * self.block
+        return bool(images) or (not self.buckets.bidirectional and tokens > 2 * self.block)
+
+    def _encode_chunk(self, prefill: ChunkedPrefill) -> None:
+        """Encodes the next chunk of a long prompt. It ends after the first image in it, whose passes are wider."""
+        request, upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
+        program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
+        image = next((image for image in request.images if image.end > prefill.upto), None)
+        width, soft = PREFILL_WIDTH, None
+        if image is not None and image.at < upto:
+            upto, width = image.end, max(width, image_prompts.longest_image([[image]]))
+            soft = image_prompts.soft_tokens(self.lm, [[image]], prefill.row.tokens.shape[1])
+        prefill.row = programs.encode_prompt(
+            program, self.lm.params, prefill.row, width, np.int32(upto), images=soft
+        )
+        prefill.upto = upto
 
     def _start_request(self, slots: Slots, handle: RequestHandle) -> None:
         """Puts a request into a slot, or starts the chunked prefill of its prompt."""
         request = handle.request
         prefix = self._prefix_cache.find(request.prompt, self._salt(request))
+        # In a layer with a sliding window, the rest of an image attends to the whole image, also to what lies further
+        # back than the window and is not in the chunks. An image is therefore cached whole or not at all.
+        for image in reversed(request.images):
+            if image.at < prefix.tokens < image.end:
+                prefix = self._prefix_cache.find(request.prompt[: image.at + 1], self._salt(request))
         slots.fit(request)
         row = self.buckets.row(slots.bucket.capacity, request, prefix.tokens)
         row = self._prefix_cache.insert(row, prefix.chunks)
@@ -365,16 +389,23 @@ class Engine:
                 run.gate.begin(len(request.prompt))
         self._counts["cached_tokens"] += cached
         self._counts["prompt_tokens"] += len(request.prompt)
-        if self._needs_prefill(len(request.prompt) - cached):
+        left = [image for image in request.images if image.end > cached]
+        if self._needs_prefill(len(request.prompt) - cached, left):
             self._prefill = ChunkedPrefill(run, row, cached)
         else:
             slots.admit(run, row)
 
     def _salt(self, request: EngineRequest) -> str:
-        """The salt of a request in the prefix cache. Keys that other RoPE frequencies have rotated are not shared."""
+        """The salt of a request in the prefix cache.
+
+        Keys that other RoPE frequencies have rotated are not shared, nor those of other images: all placeholders have
+        the same id.
+        """
         longest = len(request.prompt) + request.max_tokens + (request.thinking and request.thinking + 1)
         rope = self.lm.model.config.rope_of(longest)
-        return f"{rope}\0{request.cache_salt}" if rope else request.cache_salt
+        more = [str(rope)] if rope else []
+        more += [image.digest for image in request.images]
+        return "\0".join([*more, request.cache_salt])
 
     def _publish(self, slots: Slots, read: ReadDispatch) -> None:
         """Publishes the snapshots of a dispatch, and finishes the requests that are done."""

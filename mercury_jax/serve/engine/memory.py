@@ -18,7 +18,7 @@ from mercury_jax.config import refuse
 from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.hub import params
 from mercury_jax.models.weight_quant import stored_bytes
-from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, make_buckets
+from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, longest_image_pass, make_buckets
 from mercury_jax.serve.engine.request import EngineConfig
 from mercury_jax.types import LM
 
@@ -74,7 +74,7 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
     program, model = buckets.program(largest.capacity, largest.level), lm.model.config
     # Activations, in fp32: hidden states [positions, width] of all canvases and of one prefill pass, and the logits of
     # all active blocks, which are computed in chunks of the vocabulary unless they are small.
-    positions = largest.rows * program.width + PREFILL_WIDTH
+    positions = largest.rows * program.width + max(PREFILL_WIDTH, longest_image_pass(lm.model))
     shards = 1 if buckets.mesh is None else dict(buckets.mesh.shape).get("tensor", 1)
     vocab, chunks = -(-model.vocab // shards), ChunkedVocab()
     whole = 4 * largest.rows * program.window * vocab <= chunks.logit_bytes
@@ -83,9 +83,17 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
     return EngineMemory(
         cache=int(_device_bytes(state.cache, shardings and shardings.cache) * states),
         other=int(_device_bytes(rest, rest_shardings) * states) + config.prefix_bytes,
-        activations=4 * (positions * model.width * HIDDEN_COPIES + logits),
+        activations=4 * (positions * model.width * HIDDEN_COPIES + logits + _tower_values(lm)),
         weights=_device_bytes(lm.params),
     )
+
+
+def _tower_values(lm: LM) -> int:
+    """Counts the values of the temporary arrays of the vision tower, for the largest image; 0 without a tower."""
+    if lm.model.vision is None:
+        return 0
+    c = lm.model.vision.config
+    return longest_image_pass(lm.model) * c.pool**2 * c.width * HIDDEN_COPIES
 
 
 def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> EngineConfig:

@@ -21,6 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mercury_jax.decode.grammar import Grammar
     from mercury_jax.decode.sample import LogProbs
+    from mercury_jax.images import Image
 
 BACKLOG = 1024  # snapshots kept for a slow reader; beyond that the oldest are dropped
 
@@ -111,6 +112,7 @@ class EngineRequest:
         prediction: Token ids that the answer is expected to be; without effect with `grammar`, `suffix` or `visible`.
         visible: Restrict the first token to ids that show text: no end of text, control token or space. Cannot be
             combined with `thinking`.
+        images: Images of the prompt with their positions, for a model with a vision tower.
         cache_salt: Only requests with the same salt share the prefix cache.
         frames: Publish a snapshot of every denoising pass, instead of one per dispatch.
     """
@@ -136,6 +138,7 @@ class EngineRequest:
     suffix: tuple[int, ...] | None = None
     prediction: tuple[int, ...] = ()
     visible: bool = False
+    images: tuple[Image, ...] = ()
     cache_salt: str = ""
     frames: bool = False
 

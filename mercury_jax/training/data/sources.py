@@ -637,6 +637,9 @@ def read_turns(place: str, record: Mapping[str, object]) -> Messages:
     given = record.get("messages")
     if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
         raise refuse(f"{place}: messages", given, "a list of objects with role and content")
+    parts = [part for m in given if isinstance(m.get("content"), list) for part in m["content"]]
+    if any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
+        raise refuse(f"{place}: content", "an image", "text: models are trained on text only")
     turns = [{k: read_string(f"{place}: {k}", _joined(m.get(k))) for k in ("role", "content")} for m in given]
     while turns and turns[-1]["role"] != "assistant":
         turns.pop()

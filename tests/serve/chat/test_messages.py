@@ -58,7 +58,7 @@ def test_a_refusal_is_content():
         {"role": "assistant", "content": "Yes.", "refusal": "No."},
     ])  # fmt: skip
     assert [message["content"] for message in made] == ["I will not.", "Well.\nI will not.", "No.", "Yes."]
-    with pytest.raises(ApiError, match="allowed: text") as raised:
+    with pytest.raises(ApiError, match="allowed: image_url, text") as raised:
         check_messages([{"role": "user", "content": [part]}])
     assert raised.value.param == "messages[0].content[0].type"
 
