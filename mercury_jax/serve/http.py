@@ -47,6 +47,17 @@ def dump_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
+def sse_event(value: Any, name: str | None = None) -> bytes:
+    """Makes a server-sent event whose data is one line.
+
+    Args:
+        value: A JSON value. `dump_json` escapes all line ends, so the event cannot be split.
+        name: The event's name, in a line of its own.
+    """
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {dump_json(value)}\n\n".encode("ascii")
+
+
 class JsonResponse(Response):
     """A response whose body is JSON."""
 

@@ -1,0 +1,103 @@
+"""What an endpoint says about its response, and what a writer makes of the answers.
+
+An endpoint makes a `ResponsePlan`. `streaming.Responder` reads the answers and passes them to the `AnswerWriter` of the
+plan, which writes them in the form of an API: `completion_writer` writes the objects of the completions endpoints,
+`dialects` those of the Responses API and of the Messages API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
+from mercury_jax.serve.engine.request import Snapshot
+from mercury_jax.serve.engine_requests import Continuation
+from mercury_jax.serve.errors import ApiError
+from mercury_jax.serve.protocol import ApiRequest
+from mercury_jax.serve.responses import EchoedPrompt, ResponseKind, Usage
+
+JsonDict = dict[str, Any]
+
+
+class ResponsePlan(NamedTuple):
+    """How the answers to one request are parsed and written.
+
+    Attributes:
+        kind: Names of the endpoint's objects.
+        request: The API request.
+        prompt_tokens: Number of tokens of all prompts.
+        parser: Makes a new parser for one answer.
+        answers_per_prompt: Number of jobs per prompt; the jobs of a prompt are adjacent.
+        diffusing: Whether each chunk of the stream has the whole current text instead of a delta.
+        reasoning_summary: Whether to report the thinking.
+        thinks: Whether the prompt starts a thinking section.
+        warning: A warning for the response.
+        finish_content: Makes the content from (text, finish reason) at the end; no text is streamed before. None: the
+            text is the content.
+        check: Says whether an answer satisfies its schema.
+        valid: Says whether an answer is valid where no grammar enforces it. One that is not is decoded once more.
+        logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
+        echoes: The prompts, which come in front of their answers; empty unless that is requested.
+        continuation: Makes the job that continues an answer that ended without content.
+        writer: Makes the writer of the response. None: `completion_writer.CompletionWriter`.
+    """
+
+    kind: ResponseKind
+    request: ApiRequest
+    prompt_tokens: int
+    parser: Callable[[], OutputParser]
+    answers_per_prompt: int = 1
+    diffusing: bool = False
+    reasoning_summary: bool = False
+    thinks: bool = False
+    warning: str | None = None
+    finish_content: Callable[[str, str], str] | None = None
+    check: Callable[[ParsedMessage], bool] | None = None
+    valid: Callable[[ParsedMessage], bool] | None = None
+    logprobs: Callable[[Snapshot, ParsedMessage], Any] | None = None
+    echoes: Sequence[EchoedPrompt] = ()
+    continuation: Continuation | None = None
+    writer: Callable[[ResponsePlan], AnswerWriter] | None = None
+
+
+class FinishedAnswer(NamedTuple):
+    """A complete answer: its content, parsed message, finish reason, last snapshot and logprobs."""
+
+    text: str
+    message: ParsedMessage
+    finish_reason: str
+    snapshot: Snapshot
+    logprobs: JsonDict | None
+
+
+class AnswerWriter(Protocol):
+    """Writes the response to one request in the form of an API.
+
+    The events of a stream are bytes in the format of server-sent events. A response without a stream is written by the
+    same calls, whose events are dropped, and by `body` at the end.
+    """
+
+    def begin(self, count: int) -> Iterable[bytes]:
+        """Writes the events before the first of `count` answers."""
+        ...
+
+    def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Iterable[bytes]:
+        """Writes the events of a snapshot of answer i, of which the parser made the delta."""
+        ...
+
+    def finish(self, i: int, answer: FinishedAnswer) -> Iterable[bytes]:
+        """Writes the events at the end of answer i."""
+        ...
+
+    def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Iterable[bytes]:
+        """Writes the events behind all answers."""
+        ...
+
+    def fail(self, error: ApiError) -> Iterable[bytes]:
+        """Writes the events that end a stream with an error, whose status 200 has been sent already."""
+        ...
+
+    def body(self, answers: Sequence[FinishedAnswer], usage: Usage) -> JsonDict:
+        """Returns the JSON of a response that is not streamed."""
+        ...
