@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import sse_event
-from mercury_jax.serve.response_plan import FinishedAnswer, ResponsePlan
+from mercury_jax.serve.response_plan import Events, FinishedAnswer, ResponsePlan
 from mercury_jax.serve.responses import ResponseWriter, Usage
 
 JsonDict = dict[str, Any]
@@ -35,7 +35,7 @@ class CompletionWriter:
             int, tuple[str, float]
         ] = {}  # with `diffusing`: the current text and progress, by choice
 
-    def begin(self, count: int) -> Iterator[bytes]:
+    def begin(self, count: int) -> Events:
         """Writes the roles and the echoed prompts."""
         for i in range(count if self.plan.kind.message else 0):
             yield self._event(self.writer.chunk_choice(i, first=True))
@@ -43,7 +43,7 @@ class CompletionWriter:
             echo = self.plan.echoes[i // self.plan.answers_per_prompt]
             yield self._event(self.writer.chunk_choice(i, echo.text))
 
-    def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Iterator[bytes]:
+    def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Events:
         """Writes the new text and calls; with `diffusing` the whole current text, if it changed."""
         plan = self.plan
         if plan.diffusing and snapshot.finish is None:
@@ -61,7 +61,7 @@ class CompletionWriter:
         if content or delta.tool_calls:
             yield self._event(self.writer.chunk_choice(i, content, delta.tool_calls))
 
-    def finish(self, i: int, answer: FinishedAnswer) -> Iterator[bytes]:
+    def finish(self, i: int, answer: FinishedAnswer) -> Events:
         """Writes the content that was not streamed, and the finish reason."""
         if self.plan.diffusing:
             yield self._draft(i, answer.text, 1.0)
@@ -70,13 +70,13 @@ class CompletionWriter:
         last = self.writer.chunk_choice(i, finish=answer.finish_reason, logprobs=answer.logprobs)
         yield self._event(last, self._extra(answer))
 
-    def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Iterator[bytes]:
+    def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Events:
         """Writes the usage, if it is requested, and [DONE]."""
         if self._with_usage:
             yield sse_event(self.writer.chunk([], {"usage": usage}))
         yield DONE_EVENT
 
-    def fail(self, error: ApiError) -> Iterator[bytes]:
+    def fail(self, error: ApiError) -> Events:
         """Writes the error and [DONE]."""
         yield sse_event(error.envelope())
         yield DONE_EVENT

@@ -7,7 +7,7 @@ plan, which writes them in the form of an API: `completion_writer` writes the ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
@@ -18,6 +18,7 @@ from mercury_jax.serve.protocol import ApiRequest
 from mercury_jax.serve.responses import EchoedPrompt, ResponseKind, Usage
 
 JsonDict = dict[str, Any]
+Events = Iterator[bytes]  # in the format of server-sent events
 
 
 class ResponsePlan(NamedTuple):
@@ -74,30 +75,77 @@ class FinishedAnswer(NamedTuple):
 class AnswerWriter(Protocol):
     """Writes the response to one request in the form of an API.
 
-    The events of a stream are bytes in the format of server-sent events. A response without a stream is written by the
-    same calls, whose events are dropped, and by `body` at the end.
+    A response without a stream is written by the same calls, whose events are dropped, and by `body` at the end.
     """
 
-    def begin(self, count: int) -> Iterable[bytes]:
-        """Writes the events before the first of `count` answers."""
+    def begin(self, count: int) -> Events:
+        """Writes the events before the first answer.
+
+        Args:
+            count: Number of answers.
+
+        Returns:
+            The events.
+        """
         ...
 
-    def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Iterable[bytes]:
-        """Writes the events of a snapshot of answer i, of which the parser made the delta."""
+    def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Events:
+        """Writes the events of a snapshot.
+
+        Args:
+            i: Number of the answer.
+            snapshot: The snapshot.
+            delta: What the parser made of it.
+            parser: The parser of the answer, for previews.
+
+        Returns:
+            The events.
+        """
         ...
 
-    def finish(self, i: int, answer: FinishedAnswer) -> Iterable[bytes]:
-        """Writes the events at the end of answer i."""
+    def finish(self, i: int, answer: FinishedAnswer) -> Events:
+        """Writes the events at the end of an answer.
+
+        Args:
+            i: Number of the answer.
+            answer: The answer.
+
+        Returns:
+            The events.
+        """
         ...
 
-    def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Iterable[bytes]:
-        """Writes the events behind all answers."""
+    def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Events:
+        """Writes the events behind all answers.
+
+        Args:
+            answers: The answers.
+            usage: Their tokens.
+
+        Returns:
+            The events.
+        """
         ...
 
-    def fail(self, error: ApiError) -> Iterable[bytes]:
-        """Writes the events that end a stream with an error, whose status 200 has been sent already."""
+    def fail(self, error: ApiError) -> Events:
+        """Writes the events that end a stream with an error, whose status 200 has been sent already.
+
+        Args:
+            error: The error.
+
+        Returns:
+            The events.
+        """
         ...
 
     def body(self, answers: Sequence[FinishedAnswer], usage: Usage) -> JsonDict:
-        """Returns the JSON of a response that is not streamed."""
+        """Makes a response that is not streamed.
+
+        Args:
+            answers: The answers.
+            usage: Their tokens.
+
+        Returns:
+            The JSON.
+        """
         ...

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from starlette.requests import Request
@@ -32,6 +32,7 @@ from mercury_jax.serve.http import read_json
 from mercury_jax.serve.metrics import Metrics
 from mercury_jax.serve.options import ServerOptions, model_names
 from mercury_jax.serve.protocol import ApiRequest, parse_request
+from mercury_jax.serve.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
@@ -78,12 +79,14 @@ class ServedModels:
         options: The server's options.
         metrics: The metrics of the app.
         created: Start time of the server, in seconds since the epoch.
+        responses: The stored responses of the Responses API.
     """
 
     def __init__(self, engines: Sequence[Engine], options: ServerOptions, paths: Sequence[str] = ()):
         check_devices(engines)
         names = model_names([engine.lm.name for engine in engines], options)
         self.options, self.created = options, int(time.time())
+        self.responses = ResponseStore(len(options.keys))
         self.metrics = Metrics(
             lambda: {engine.lm.name: engine.stats() for engine in engines}, lambda: self.ready, paths
         )
@@ -114,9 +117,14 @@ class ServedModels:
             raise errors.unknown_model(name, own, aliases)
         return self.by_name[name]
 
-    async def read(self, request: Request, model: type[R]) -> tuple[Service, R]:
+    async def read(
+        self,
+        request: Request,
+        model: type[R],
+        parse: Callable[[type[R], Mapping[str, Any]], R] = parse_request,
+    ) -> tuple[Service, R]:
         """Reads and validates a request, and finds its model."""
-        parsed = await read_json(request, self.options, functools.partial(parse_request, model))
+        parsed = await read_json(request, self.options, functools.partial(parse, model))
         service = self.find(parsed.model)
         check_ready(service.engine)
         return service, parsed

@@ -1,0 +1,67 @@
+"""The responses that `GET /v1/responses/{id}` and `previous_response_id` find: in memory, with a bound."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+from mercury_jax.serve.errors import ApiError
+from mercury_jax.serve.http import dump_json
+
+MAX_RESPONSES = 1024  # of one API key
+MAX_BYTES = 64 << 20  # of all API keys together, as JSON
+
+JsonDict = dict[str, Any]
+
+
+class StoredResponse(NamedTuple):
+    """A response, and the items that the model had read for it: those of earlier responses, then those of the input."""
+
+    response: JsonDict
+    items: list[JsonDict]
+
+
+class ResponseStore:
+    """Keeps the newest responses of each API key. A key finds its own responses only.
+
+    They are kept as JSON text, so that `max_bytes` is what they take.
+
+    Args:
+        keys: Number of API keys, among which the bytes are divided evenly.
+    """
+
+    def __init__(self, keys: int, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
+        self._limits = max_responses, max_bytes // max(1, keys)
+        self._kept: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
+        self._bytes: defaultdict[str, int] = defaultdict(int)
+
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keeps a response, and drops the oldest ones of the same owner beyond the bound."""
+        kept = self._kept[owner]
+        kept[stored.response["id"]] = text = dump_json(stored)
+        self._bytes[owner] += len(text)
+        most, most_bytes = self._limits
+        while len(kept) > most or self._bytes[owner] > most_bytes:
+            _, dropped = kept.popitem(last=False)
+            self._bytes[owner] -= len(dropped)
+
+    def get(self, owner: str, id: str) -> StoredResponse:
+        """Returns a response; ApiError 404 where it is not kept."""
+        if id not in self._kept[owner]:
+            raise self._unknown(id)
+        return StoredResponse(*json.loads(self._kept[owner][id]))
+
+    def delete(self, owner: str, id: str) -> None:
+        """Drops a response; ApiError 404 where it is not kept."""
+        if id not in self._kept[owner]:
+            raise self._unknown(id)
+        self._bytes[owner] -= len(self._kept[owner].pop(id))
+
+    def _unknown(self, id: str) -> ApiError:
+        most, most_bytes = self._limits
+        message = (
+            f"response {id[:80]!r} is not stored. This server keeps responses in memory until it ends, of each API "
+            f"key the newest {most} and at most {most_bytes} bytes, and none of a request with store false"
+        )
+        return ApiError(404, message, param="response_id", code="response_not_found")
