@@ -29,13 +29,7 @@ from mercury_jax.serve.completions import (
     edit_completions,
     fim_completions,
 )
-from mercury_jax.serve.dialects.endpoints import (
-    count_message_tokens,
-    create_message,
-    create_response,
-    list_input_items,
-    stored_response,
-)
+from mercury_jax.serve.dialects import endpoints as dialects
 from mercury_jax.serve.engine_requests import DEFAULT_MAX_TOKENS
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import JsonResponse, RequestMiddleware, error_response
@@ -107,7 +101,7 @@ GET_ROUTES: Mapping[str, Handler] = {
     "/v1/fim/completions/models": _list_code_models,
     "/v1/edit/completions/models": _list_code_models,
     "/v1/models/{id:path}": _get_model,
-    "/v1/responses/{id}/input_items": list_input_items,
+    "/v1/responses/{id}/input_items": dialects.list_input_items,
     "/metrics": _metrics,
     "/openapi.json": openapi_json,
 }
@@ -117,12 +111,12 @@ POST_ROUTES: Mapping[str, Handler] = {
     "/v1/fim/completions": fim_completions,
     "/v1/edit/completions": edit_completions,
     "/v1/apply/completions": apply_completions,
-    "/v1/responses": create_response,
-    "/v1/messages": create_message,
-    "/v1/messages/count_tokens": count_message_tokens,
+    "/v1/responses": dialects.create_response,
+    "/v1/messages": dialects.create_message,
+    "/v1/messages/count_tokens": dialects.count_message_tokens,
 }
 # For GET and DELETE.
-STORE_ROUTES: Mapping[str, Handler] = {"/v1/responses/{id}": stored_response}
+STORE_ROUTES: Mapping[str, Handler] = {"/v1/responses/{id}": dialects.stored_response}
 # The paths that the 404 of an unknown path lists.
 MAIN_PATHS = (*POST_ROUTES, "/v1/models", *PUBLIC_ROUTES, "/metrics", "/openapi.json")
 
@@ -183,12 +177,11 @@ def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = Serv
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Converts 404 and 405 of the router into the API's error envelope."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return error_response(errors.unknown_path(request.scope["path"], MAIN_PATHS), request.scope)
-    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
-        refusal = errors.method_not_allowed(request.method, request.scope["path"], allowed)
-        return error_response(refusal, request.scope)
     refusal = ApiError(error.status_code, f"{error.detail}", headers=error.headers)
+    if error.status_code == 404:
+        refusal = errors.unknown_path(request.scope["path"], MAIN_PATHS)
+    elif error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
+        refusal = errors.method_not_allowed(request.method, request.scope["path"], allowed)
     return error_response(refusal, request.scope)
 
 

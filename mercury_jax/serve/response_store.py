@@ -46,22 +46,22 @@ class ResponseStore:
             _, dropped = kept.popitem(last=False)
             self._bytes[owner] -= len(dropped)
 
-    def get(self, owner: str, id: str) -> StoredResponse:
-        """Returns a response; ApiError 404 where it is not kept."""
-        if id not in self._kept[owner]:
-            raise self._unknown(id)
-        return StoredResponse(*json.loads(self._kept[owner][id]))
+    def get(self, owner: str, id: str, param: str = "response_id", status: int = 404) -> StoredResponse:
+        """Returns a response.
 
-    def delete(self, owner: str, id: str) -> None:
-        """Drops a response; ApiError 404 where it is not kept."""
-        if id not in self._kept[owner]:
-            raise self._unknown(id)
-        self._bytes[owner] -= len(self._kept[owner].pop(id))
-
-    def _unknown(self, id: str) -> ApiError:
+        Args:
+            param, status: Of the ApiError where it is not kept.
+        """
+        if id in self._kept[owner]:
+            return StoredResponse(*json.loads(self._kept[owner][id]))
         most, most_bytes = self._limits
         message = (
             f"response {id[:80]!r} is not stored. This server keeps responses in memory until it ends, of each API "
             f"key the newest {most} and at most {most_bytes} bytes, and none of a request with store false"
         )
-        return ApiError(404, message, param="response_id", code="response_not_found")
+        raise ApiError(status, message, param=param, code=param.replace("_id", "_not_found"))
+
+    def delete(self, owner: str, id: str) -> None:
+        """Drops a response; ApiError 404 where it is not kept."""
+        self.get(owner, id)
+        self._bytes[owner] -= len(self._kept[owner].pop(id))

@@ -21,7 +21,6 @@ from mercury_jax.serve.dialects import messages_request as messages, responses_r
 from mercury_jax.serve.dialects.messages_writer import MessagesWriter
 from mercury_jax.serve.dialects.responses_writer import ResponsesWriter
 from mercury_jax.serve.dialects.translation import naming
-from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse
 from mercury_jax.serve.response_store import StoredResponse
 from mercury_jax.serve.service import ServedModels
@@ -35,13 +34,15 @@ async def create_response(models: ServedModels, request: Request) -> Response:
     service, body = await models.read(request, responses.ResponsesRequest, responses.parse_responses)
     owner, items, before = request.scope.get(KEY_DIGEST, ""), responses.input_items(body), []
     if body.previous_response_id is not None:
-        before = _previous(models, owner, body.previous_response_id)
+        stored = models.responses.get(owner, body.previous_response_id, "previous_response_id", 400)
+        before = stored.items + stored.response["output"]
 
     def keep(response: JsonDict) -> None:
         if body.store:
-            models.responses.put(owner, StoredResponse(response, [*before, *items]))
+            kept = [item for item in items if item["type"] != "reasoning"]
+            models.responses.put(owner, StoredResponse(response, before + kept))
 
-    turns = responses.chat_turns(body.instructions, before, items)
+    turns = responses.chat_turns(body, before, items)
     with naming(responses.CHAT_NAMES, turns):
         chat = await run_in_threadpool(responses.responses_chat, body, turns)
         return await answer_chat(service, request, chat, functools.partial(ResponsesWriter, body, keep))
@@ -70,13 +71,11 @@ async def list_input_items(models: ServedModels, request: Request) -> Response:
     ids = [item["id"] for item in items]
     if (after := query.get("after")) is not None and after not in ids:
         raise errors.invalid_value("after", after, "the id of an item of the list")
-    start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + int(limit)]
+    left = items if after is None else items[ids.index(after) + 1 :]
+    page = left[: int(limit)]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    more = start + len(page) < len(items)
-    return JsonResponse(
-        {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
-    )
+    found = {"object": "list", "data": page, "first_id": first, "last_id": last}
+    return JsonResponse({**found, "has_more": len(page) < len(left)})
 
 
 async def create_message(models: ServedModels, request: Request) -> Response:
@@ -101,13 +100,3 @@ async def count_message_tokens(models: ServedModels, request: Request) -> Respon
 
 def _stored(models: ServedModels, request: Request) -> StoredResponse:
     return models.responses.get(request.scope.get(KEY_DIGEST, ""), request.path_params["id"])
-
-
-def _previous(models: ServedModels, owner: str, id: str) -> list[JsonDict]:
-    """The items of a conversation up to a response, its output included; a 400 where it is not stored."""
-    try:
-        stored = models.responses.get(owner, id)
-    except ApiError as error:
-        field = "previous_response_id"
-        raise ApiError(400, error.message, param=field, code="previous_response_not_found") from None
-    return [*stored.items, *stored.response["output"]]

@@ -17,13 +17,13 @@ from mercury_jax.serve.protocol import JsonObject, RequestModel
 
 # Fields of a chat by their names here, for errors (`translation.naming`).
 CHAT_NAMES = {
-    r"response_format\.json_schema": "output_config.format",
-    r"response_format": "output_config.format",
+    r"response_format(\.json_schema)?": "output_config.format",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function\b": r"\1",
     r"\btool_call_id\b": "tool_use_id",
     r"\.tool_calls\b": ".id",
 }
+LEAST = min(effort.thinking for effort in EFFORTS.values() if effort.thinking)  # tokens of a budget
 REFUSED = {
     **{name: why for name, why in protocol.SAMPLED_CONSTRAINTS.items() if name not in ("functions", "function_call")},
     "stop": "Use stop_sequences.",
@@ -179,36 +179,31 @@ class OutputConfig(RequestModel):
     """What the text obeys."""
 
 
+Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
+Thinking = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
+Stops = Annotated[list[protocol.ShortText], Field(max_length=32, fail_fast=True)]
+
+
 class CountTokensRequest(protocol.SampledRequest):
     """Body of POST /v1/messages/count_tokens."""
 
     refused_fields = REFUSED
 
-    messages: list[Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]] = Field(
-        min_length=1, max_length=protocol.MAX_MESSAGES, fail_fast=True
-    )
+    messages: list[Turn] = Field(min_length=1, max_length=protocol.MAX_MESSAGES, fail_fast=True)
     """The conversation so far."""
     system: str | TextBlocks | None = None
     """Instructions in front of the conversation."""
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=protocol.MAX_TOKENS,
-        description=f"{protocol.ABOUT_MAX_TOKENS} Thinking does not count.",
-    )
+    max_tokens: protocol.MaxTokens | None = None
+    """Most tokens of the text and the calls; thinking does not count."""
     tools: list[InputSchemaTool] | None = Field(None, max_length=protocol.MAX_TOOLS, fail_fast=True)
     """Tools that the model may call."""
     tool_choice: Annotated[AutoChoice | ToolChoiceByName, Field(discriminator="type")] | None = None
     """Whether a tool is called."""
-    thinking: (
-        Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")] | None
-    ) = None
+    thinking: Annotated[Thinking, Field(discriminator="type")] | None = None
     """Whether to think, and whether the thinking is sent. Left out, the server's default, and it is not sent."""
     output_config: OutputConfig | None = None
     """The form of the answer, and its effort."""
-    stop: Annotated[list[protocol.ShortText], Field(max_length=32, fail_fast=True)] | None = Field(
-        None, alias="stop_sequences", description=protocol.ABOUT_STOP
-    )  # type: ignore[assignment]
+    stop: Stops | None = Field(None, alias="stop_sequences", description=protocol.ABOUT_STOP)  # type: ignore[assignment]
     n: int = Field(1, ge=1, le=1)
     """Not supported: a request has one answer."""
 
@@ -216,34 +211,30 @@ class CountTokensRequest(protocol.SampledRequest):
 class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
-    max_tokens: int = Field(
-        ge=1, le=protocol.MAX_TOKENS, description=f"{protocol.ABOUT_MAX_TOKENS} Thinking does not count."
-    )  # type: ignore[assignment]
+    max_tokens: protocol.MaxTokens  # type: ignore[assignment]
+    """Most tokens of the text and the calls; thinking does not count."""
 
 
 def message_turns(body: CountTokensRequest) -> ChatTurns:
     """Makes the messages of a chat. Each result of a call is a message of its own, in front of the user's text."""
     turns = ChatTurns()
     if body.system is not None:
-        turns.add("system", "system", content=_text(body.system))
+        turns.add("system", "system", content=_parts(body.system))
     for i, turn in enumerate(body.messages):
         place = f"messages[{i}]"
         blocks = [] if isinstance(turn.content, str) else turn.content
         texts = [block for block in blocks if isinstance(block, TextBlock)]
         for j, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
-                result = _text(block.content)
-                if block.is_error:
-                    result = [{"type": "text", "text": "Error:"}, *_parts(result)]
+                result = _parts("Error:" if block.is_error else []) + _parts(block.content)
                 turns.add(f"{place}.content[{j}]", "tool", tool_call_id=block.tool_use_id, content=result)
-        if not blocks or texts or isinstance(turn, AssistantTurn):
-            content = turn.content if isinstance(turn.content, str) else _text(texts) or None
-            turns.add(place, turn.role, content=content)
+        if not blocks or texts or turn.role == "assistant":
+            turns.add(place, turn.role, content=_parts(texts if blocks else turn.content) or None)
         for j, block in enumerate(blocks):
             if isinstance(block, ToolUseBlock):
                 turns.add_call(f"{place}.content[{j}]", block.id, block.name, block.input)
     last = turns.messages[-1]
-    if last["role"] == "assistant" and not last.get("tool_calls"):
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         last["prefix"] = True
     return turns
 
@@ -255,8 +246,7 @@ def messages_chat(body: CountTokensRequest, turns: ChatTurns) -> protocol.ChatCo
         choice = {"type": "function", "function": {"name": named.name}}
     elif named is not None:
         choice = {"any": "required"}.get(named.type, named.type)
-    config = body.output_config or OutputConfig()
-    form = None
+    config, form = body.output_config or OutputConfig(), None
     if config.format is not None:
         form = {"type": "json_schema", "json_schema": {"name": "output", "schema": config.format.schema_}}
     fields = {
@@ -278,20 +268,16 @@ def _effort(thinking: Any, effort: str | None) -> str | None:
         return effort if effort in EFFORTS else "high"
     if not isinstance(thinking, ThinkingEnabled):
         return None
-    budgets = {name: chosen.thinking for name, chosen in EFFORTS.items() if chosen.thinking}
-    fitting = [name for name, budget in budgets.items() if budget <= thinking.budget_tokens]
-    return max(fitting, key=budgets.__getitem__) if fitting else min(budgets, key=budgets.__getitem__)
+    efforts = [name for name in EFFORTS if EFFORTS[name].thinking]  # by their budgets
+    return [name for name in efforts if EFFORTS[name].thinking <= max(thinking.budget_tokens, LEAST)][-1]
 
 
 def _chat_tool(tool: InputSchemaTool) -> JsonObject:
-    function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+    function = tool.model_dump(include={"name", "description", "strict"}, exclude_unset=True)
     return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
 
 
-def _text(content: str | list[TextBlock]) -> str | list[JsonObject]:
-    """A text as the content of a chat message."""
-    return content if isinstance(content, str) else [block.model_dump() for block in content]
-
-
-def _parts(content: str | list[JsonObject]) -> list[JsonObject]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _parts(content: Any) -> list[JsonObject]:
+    """A text, or text blocks, as the parts of a chat message."""
+    texts = [content] if isinstance(content, str) else [block.text for block in content]
+    return [{"type": "text", "text": text} for text in texts]

@@ -17,6 +17,12 @@ from mercury_jax.serve.response_plan import Events, FinishedAnswer, ResponsePlan
 from mercury_jax.serve.responses import Usage
 
 JsonDict = dict[str, Any]
+# Type and field of the deltas of a block.
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 class MessagesWriter:
@@ -41,13 +47,11 @@ class MessagesWriter:
 
     def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Events:
         """Writes what is new of the blocks."""
-        for step in self._blocks.read(delta):
-            yield from self._step(step)
+        return (event for step in self._blocks.read(delta) for event in self._step(step))
 
     def finish(self, i: int, answer: FinishedAnswer) -> Events:
         """Writes the end of the last block."""
-        for step in self._blocks.finish(answer, empty=False):
-            yield from self._step(step)
+        return (event for step in self._blocks.finish(answer, empty=False) for event in self._step(step))
 
     def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Events:
         """Writes why the message ends, its usage, and its end."""
@@ -68,14 +72,9 @@ class MessagesWriter:
         block = step.block
         match step.action:
             case "open":
-                begun = {**self._block(block, ""), **({"signature": ""} if block.kind == "reasoning" else {})}
-                yield _event("content_block_start", index=block.index, content_block=begun)
+                yield _event("content_block_start", index=block.index, content_block=self._block(block, ""))
             case "add" if block.kind != "reasoning" or not self._omitted:
-                name, field = {
-                    "text": ("text_delta", "text"),
-                    "reasoning": ("thinking_delta", "thinking"),
-                    "call": ("input_json_delta", "partial_json"),
-                }[block.kind]
+                name, field = DELTAS[block.kind]
                 yield self._delta(block, {"type": name, field: step.text})
             case "close":
                 if block.kind == "reasoning":
@@ -99,7 +98,7 @@ class MessagesWriter:
 
 
 def _signature(block: Block) -> str:
-    return hashlib.sha256(block.text.encode()).hexdigest()
+    return hashlib.sha256(block.text.encode()).hexdigest() if block.text else ""
 
 
 def _event(kind: str, **fields: Any) -> bytes:

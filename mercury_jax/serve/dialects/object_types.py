@@ -75,16 +75,14 @@ ResponseStreamEvent: Any = _one_of(
     "ResponseStreamEvent",
     *(_tagged(f"response.{status}", **_WHOLE)
       for status in ("created", "in_progress", "completed", "incomplete", "failed")),
-    _tagged("response.output_item.added", **_ITEM),
-    _tagged("response.output_item.done", **_ITEM),
-    _tagged("response.content_part.added", **_TEXT, part=OutputText),
+    *(_tagged(f"response.output_item.{change}", **_ITEM) for change in ("added", "done")),
+    *(_tagged(f"response.content_part.{change}", **_TEXT, part=OutputText) for change in ("added", "done")),
     _tagged("response.output_text.delta", **_TEXT, delta=str, logprobs=list[TokenLogprobs]),
     _tagged("response.output_text.done", **_TEXT, text=str, logprobs=list[TokenLogprobs]),
-    _tagged("response.content_part.done", **_TEXT, part=OutputText),
-    _tagged("response.reasoning_summary_part.added", **_SUMMARY, part=SummaryText),
+    *(_tagged(f"response.reasoning_summary_part.{change}", **_SUMMARY, part=SummaryText)
+      for change in ("added", "done")),
     _tagged("response.reasoning_summary_text.delta", **_SUMMARY, delta=str),
     _tagged("response.reasoning_summary_text.done", **_SUMMARY, text=str),
-    _tagged("response.reasoning_summary_part.done", **_SUMMARY, part=SummaryText),
     _tagged("response.function_call_arguments.delta", **_CALL, delta=str),
     _tagged("response.function_call_arguments.done", **_CALL, arguments=str),
 )  # fmt: skip

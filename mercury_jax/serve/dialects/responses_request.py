@@ -7,7 +7,7 @@ client. The sampling fields of a chat (`seed`, `top_k`, `rule`, ...) may stand b
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,7 +17,6 @@ from mercury_jax.serve.dialects.translation import ChatTurns, chat_request
 from mercury_jax.serve.protocol import JsonObject, RequestModel
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
 MAX_PAGE = 100  # items of an answer of /v1/responses/{id}/input_items
 MAX_ITEMS = 2 * protocol.MAX_MESSAGES  # a message of a chat with a call is two items
 
@@ -29,7 +28,6 @@ CHAT_NAMES = {
     r"\btool_call(_id|s)\b": "call_id",
 }
 
-_NO_STATE = "Use previous_response_id."
 REFUSED = {
     **{name: why for name, why in protocol.SAMPLED_CONSTRAINTS.items() if name not in ("functions", "function_call")},
     "response_format": "Use text.format.",
@@ -37,12 +35,11 @@ REFUSED = {
     "max_completion_tokens": "Use max_output_tokens.",
     "messages": "Use input.",
     "background": "A response is made while the client waits for it.",
-    "conversation": _NO_STATE,
+    "conversation": "Use previous_response_id.",
     "prompt": "Prompt templates are not kept here; use instructions and input.",
     "context_management": "The input is read as it is.",
 }  # fmt: skip
-
-
+# Fields that a response repeats.
 REPEATED = {
     "instructions", "max_output_tokens", "metadata", "model", "parallel_tool_calls", "previous_response_id", "store",
     "temperature", "text", "tool_choice", "tools", "top_p", "truncation",
@@ -137,16 +134,17 @@ class FlatSchemaFormat(protocol.NamedSchema):
     type: Literal["json_schema"]
 
 
+TextForm = protocol.TextFormat | protocol.JsonObjectFormat | FlatSchemaFormat
+
+
 class TextConfig(RequestModel):
     """The form of the text."""
 
-    format: (
-        Annotated[
-            protocol.TextFormat | protocol.JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")
-        ]
-        | None
-    ) = None
+    format: Annotated[TextForm, Field(discriminator="type")] | None = None
     """What the text obeys: nothing, any JSON object, or a schema."""
+
+
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningConfig(RequestModel):
@@ -154,10 +152,16 @@ class ReasoningConfig(RequestModel):
 
     effort: protocol.ReasoningEffort | None = None
     """As `reasoning_effort` of a chat."""
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Summary | None = None
     """Report the thinking, the whole text of it."""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Summary | None = None
     """Older name of `summary`."""
+
+
+Mode = Literal["auto", "required", "none"]
+Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+MetadataKey = Annotated[str, Field(pattern="^.{1,64}$")]
+MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesRequest(protocol.SampledRequest):
@@ -173,19 +177,11 @@ class ResponsesRequest(protocol.SampledRequest):
     """A stored response, whose conversation goes on."""
     store: bool = True
     """Whether the response can be found later. The server keeps the newest ones in memory."""
-    max_output_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=protocol.MAX_TOKENS,
-        description=f"{protocol.ABOUT_MAX_TOKENS} Thinking does not count.",
-    )
+    max_output_tokens: protocol.MaxTokens | None = None
+    """Most tokens of the text and the calls; thinking does not count."""
     tools: list[FlatFunctionTool] | None = Field(None, max_length=protocol.MAX_TOOLS, fail_fast=True)
     """Functions that the model may call."""
-    tool_choice: (
-        Literal["auto", "required", "none"]
-        | Annotated[FunctionChoice | FunctionSubset, Field(discriminator="type")]
-        | None
-    ) = None
+    tool_choice: Mode | Annotated[FunctionChoice | FunctionSubset, Field(discriminator="type")] | None = None
     """Whether a function is called: as the model decides, always, never, this one, or one of these."""
     parallel_tool_calls: bool = True
     """Whether one response may hold several calls."""
@@ -193,16 +189,12 @@ class ResponsesRequest(protocol.SampledRequest):
     """The form of the text."""
     reasoning: ReasoningConfig | None = None
     """How long to think."""
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = Field(
-        None, max_length=16
-    )
+    include: Annotated[list[Included], Field(max_length=16)] | None = None
     """`message.output_text.logprobs`: report log-probabilities. `reasoning.encrypted_content` is accepted; thinking is
     not sent in this form."""
     top_logprobs: int | None = Field(None, ge=0, le=protocol.MAX_TOP_LOGPROBS)
     """Number of alternatives per token, with log-probabilities."""
-    metadata: (
-        dict[Annotated[str, Field(pattern="^.{1,64}$")], Annotated[str, Field(max_length=512)]] | None
-    ) = Field(None, max_length=16)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     """Repeated in the response."""
     truncation: Literal["disabled"] = "disabled"
     """Not supported otherwise: a conversation that is too long is refused."""
@@ -217,17 +209,12 @@ class ResponsesRequest(protocol.SampledRequest):
 
     def echoed(self) -> JsonObject:
         """Returns the fields that the response repeats."""
-        repeated = self.model_dump(include=REPEATED, by_alias=True)
-        choice, form = repeated["tool_choice"] or "auto", (repeated.pop("text") or {}).get("format")
-        effort = self.reasoning.effort if self.reasoning is not None else None
-        return {
-            **repeated,
-            "tools": repeated["tools"] or [],
-            "tool_choice": choice,
-            "metadata": repeated["metadata"] or {},
-            "text": {"format": form or {"type": "text"}},
-            "reasoning": {"effort": effort, "summary": "detailed" if self.summarised else None},
-        }
+        fields = self.model_dump(include=REPEATED, by_alias=True)
+        form, effort = (fields["text"] or {}).get("format"), self.reasoning and self.reasoning.effort
+        fields["text"] = {"format": form or {"type": "text"}}
+        fields["reasoning"] = {"effort": effort, "summary": "detailed" if self.summarised else None}
+        absent = {"tools": [], "tool_choice": "auto", "metadata": {}}
+        return fields | {name: value for name, value in absent.items() if not fields[name]}
 
 
 def parse_responses(model: type[ResponsesRequest], data: Mapping[str, Any]) -> ResponsesRequest:
@@ -240,17 +227,13 @@ def parse_responses(model: type[ResponsesRequest], data: Mapping[str, Any]) -> R
 
 
 def input_items(body: ResponsesRequest) -> list[JsonObject]:
-    """Returns the items of the input as they are stored and listed: each with an id, every content a list of parts.
-
-    The thinking of earlier responses is left out.
-    """
+    """Returns the items of the input as they are stored and listed: each with an id, every content a list of parts."""
     if isinstance(body.input, str):
         items: list[JsonObject] = [{"type": "message", "role": "user", "content": body.input}]
     else:
-        items = [item.model_dump(exclude_none=True) for item in body.input if item.type != "reasoning"]
-    prefixes = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_"}
+        items = [item.model_dump(exclude_unset=True) for item in body.input]
     for item in items:
-        item.setdefault("id", prefixes[item["type"]] + secrets.token_hex(12))
+        item.setdefault("id", f"item_{secrets.token_hex(12)}")
         item["status"] = "completed"
         if isinstance(item.get("content"), str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
@@ -258,13 +241,11 @@ def input_items(body: ResponsesRequest) -> list[JsonObject]:
     return items
 
 
-def chat_turns(
-    instructions: str | None, before: Sequence[JsonObject], items: Sequence[JsonObject]
-) -> ChatTurns:
+def chat_turns(body: ResponsesRequest, before: list[JsonObject], items: list[JsonObject]) -> ChatTurns:
     """Makes the messages of a chat: instructions, the items of earlier responses, and those of the input."""
     turns = ChatTurns()
-    if instructions is not None:
-        turns.add("instructions", "system", content=instructions)
+    if body.instructions is not None:
+        turns.add("instructions", "system", content=body.instructions)
     placed = [("previous_response_id", item) for item in before]
     placed += [(f"input[{i}]", item) for i, item in enumerate(items)]
     for place, item in placed:
@@ -274,39 +255,35 @@ def chat_turns(
             case "function_call":
                 turns.add_call(place, item["call_id"], item["name"], item["arguments"])
             case "function_call_output":
-                content = _chat_parts(item["output"])
-                turns.add(place, "tool", tool_call_id=item["call_id"], content=content)
+                turns.add(place, "tool", tool_call_id=item["call_id"], content=_chat_parts(item["output"]))
     return turns
 
 
 def responses_chat(body: ResponsesRequest, turns: ChatTurns) -> protocol.ChatCompletionsRequest:
     """Makes the chat request of a body."""
     choice: Any = body.tool_choice
+    named = lambda tool: {"type": "function", "function": {"name": tool.name}}
     if isinstance(choice, FunctionChoice):
-        choice = _chat_choice(choice)
+        choice = named(choice)
     elif isinstance(choice, FunctionSubset):
-        subset = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
+        subset = {"mode": choice.mode, "tools": list(map(named, choice.tools))}
         choice = {"type": "allowed_tools", "allowed_tools": subset}
-    wanted = body.text.format if body.text is not None else None
-    form = wanted and wanted.model_dump(exclude_none=True, by_alias=True)
-    if form is not None and isinstance(wanted, FlatSchemaFormat):
-        form = {"type": form.pop("type"), "json_schema": form}
-    tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools or ()]
+    form: Any = body.text and body.text.format
+    if form is not None:
+        schema = form.model_dump(exclude_unset=True, by_alias=True)
+        form = {"type": form.type, "json_schema": schema} if isinstance(form, FlatSchemaFormat) else schema
+    tools = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools or ()]
     fields = {
         "max_completion_tokens": body.max_output_tokens,
         "tools": [{"type": "function", "function": function} for function in tools] or None,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": form,
-        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
-        "logprobs": LOGPROBS in (body.include or ()),
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "logprobs": LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
         "top_logprobs": body.top_logprobs,
     }
     return chat_request(body, turns, fields)
-
-
-def _chat_choice(choice: FunctionChoice) -> JsonObject:
-    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _chat_parts(content: str | list[JsonObject]) -> str | list[JsonObject]:

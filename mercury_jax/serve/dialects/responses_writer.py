@@ -18,6 +18,12 @@ from mercury_jax.serve.response_plan import Events, FinishedAnswer, ResponsePlan
 from mercury_jax.serve.responses import TokenLogprobs, Usage
 
 JsonDict = dict[str, Any]
+# Names of the events of a block's part and of its text, and the fields of both.
+EVENTS: dict[str, tuple[str | None, str, JsonDict]] = {
+    "text": ("content_part", "output_text", {"content_index": 0}),
+    "reasoning": ("reasoning_summary_part", "reasoning_summary_text", {"summary_index": 0}),
+    "call": (None, "function_call_arguments", {}),
+}
 
 
 class ResponsesWriter:
@@ -43,15 +49,13 @@ class ResponsesWriter:
 
     def update(self, i: int, snapshot: Snapshot, delta: OutputDelta, parser: OutputParser) -> Events:
         """Writes what is new of the items."""
-        for step in self._blocks.read(delta):
-            yield from self._step(step)
+        return (event for step in self._blocks.read(delta) for event in self._step(step))
 
     def finish(self, i: int, answer: FinishedAnswer) -> Events:
         """Writes the end of the last item."""
         if answer.logprobs and (texts := [b for b in self._blocks.blocks if b.kind == "text"]):
             self._logprobs[texts[0].id] = answer.logprobs["content"] or []
-        for step in self._blocks.finish(answer, empty=True):
-            yield from self._step(step)
+        return (event for step in self._blocks.finish(answer, empty=True) for event in self._step(step))
 
     def end(self, answers: Sequence[FinishedAnswer], usage: Usage) -> Events:
         """Writes the complete response."""
@@ -93,11 +97,7 @@ class ResponsesWriter:
     def _step(self, step: Step) -> Events:
         """Writes the events of a block: its item and its part begin, text is added, its part and its item end."""
         block, shown = step.block, step.block.kind != "reasoning" or self.request.summarised
-        part, name, index = {
-            "text": ("content_part", "output_text", {"content_index": 0}),
-            "reasoning": ("reasoning_summary_part", "reasoning_summary_text", {"summary_index": 0}),
-            "call": (None, "function_call_arguments", {}),
-        }[block.kind]
+        part, name, index = EVENTS[block.kind]
         at: JsonDict = {"item_id": _item_id(block), "output_index": block.index, **index}
         item = {"output_index": block.index, "item": self._item(block)}
         match step.action:
@@ -110,10 +110,9 @@ class ResponsesWriter:
                 yield self._event(f"response.{name}.delta", **at, delta=step.text, **logprobs)
             case "close":
                 if shown:
-                    whole: JsonDict = {"arguments" if block.kind == "call" else "text": block.text}
-                    if block.kind == "text":
-                        whole["logprobs"] = self._logprobs.get(block.id, [])
-                    yield self._event(f"response.{name}.done", **at, **whole)
+                    whole = {"arguments" if block.kind == "call" else "text": block.text}
+                    logprobs = {"logprobs": self._logprobs.get(block.id, [])} if block.kind == "text" else {}
+                    yield self._event(f"response.{name}.done", **at, **whole, **logprobs)
                 if part is not None and shown:
                     yield self._event(f"response.{part}.done", **at, part=self._part(block, block.text))
                 yield self._event("response.output_item.done", **item)
