@@ -52,9 +52,13 @@ class ApiError(Exception):
 
 
 def messages_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Returns an error as the Messages API writes it: `{"type": "error", "error": {"type", "message"}}`."""
+    """Returns an error as the Messages API writes it: `{"type": "error", "error": {"type", "message"}}`.
+
+    Anthropic's client reads the code in `error.details`.
+    """
     kind = MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
-    body = {"type": kind, "message": error.message}
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    body = {"type": kind, "message": error.message, **details}
     return {"type": "error", "error": body, "request_id": request_id}
 
 

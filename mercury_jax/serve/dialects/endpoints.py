@@ -80,7 +80,7 @@ async def list_input_items(models: ServedModels, request: Request) -> Response:
 
 async def create_message(models: ServedModels, request: Request) -> Response:
     """POST /v1/messages."""
-    service, body = await models.read(request, messages.MessagesRequest)
+    service, body = await models.read(request, messages.MessagesRequest, messages.parse_messages)
     turns = messages.message_turns(body)
     writer = functools.partial(MessagesWriter, body, request.scope[REQUEST_ID])
     with naming(messages.CHAT_NAMES, turns):
@@ -90,7 +90,7 @@ async def create_message(models: ServedModels, request: Request) -> Response:
 
 async def count_message_tokens(models: ServedModels, request: Request) -> Response:
     """POST /v1/messages/count_tokens: the tokens of the prompt that POST /v1/messages would render."""
-    service, body = await models.read(request, messages.CountTokensRequest)
+    service, body = await models.read(request, messages.CountTokensRequest, messages.parse_messages)
     turns = messages.message_turns(body)
     with naming(messages.CHAT_NAMES, turns):
         render = lambda: render_chat(service, messages.messages_chat(body, turns))

@@ -6,13 +6,15 @@ names are those of Anthropic's client. The sampling fields of a chat (`seed`, `m
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve import protocol
 from mercury_jax.serve.dialects.translation import ChatTurns, chat_request
+from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.protocol import JsonObject, RequestModel
 
 # Fields of a chat by their names here, for errors (`translation.naming`).
@@ -208,11 +210,22 @@ class CountTokensRequest(protocol.SampledRequest):
     """Not supported: a request has one answer."""
 
 
+BodyT = TypeVar("BodyT", bound=CountTokensRequest)
+
+
 class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: protocol.MaxTokens  # type: ignore[assignment]
     """Most tokens of the text and the calls; thinking does not count."""
+
+
+def parse_messages(model: type[BodyT], data: Mapping[str, Any]) -> BodyT:
+    """Validates a body. The code of the refusal of a thread makes Anthropic's client send the whole conversation."""
+    if data.get("thread") not in protocol.UNUSED:
+        message = "thread is not supported; send all messages of the conversation with every request"
+        raise ApiError(400, message, param="thread", code="thread_unsupported_request")
+    return protocol.parse_request(model, data)
 
 
 def message_turns(body: CountTokensRequest) -> ChatTurns:

@@ -106,9 +106,8 @@ MessageObject: Any = _tagged(
     stop_reason=StopReason | None, stop_sequence=str | None, usage=MessageUsage, warning=(str | None, None),
 )  # fmt: skip
 TokenCount: Any = _object("TokenCount", input_tokens=Count)
-MessagesError: Any = _tagged(
-    "error", "MessagesError", error=_object("MessagesErrorBody", type=str, message=str), request_id=str
-)
+MessagesErrorBody: Any = _object("MessagesErrorBody", type=str, message=str, details=(JsonDict | None, None))
+MessagesError: Any = _tagged("error", "MessagesError", error=MessagesErrorBody, request_id=str)
 BlockDelta: Any = _one_of(
     "BlockDelta",
     _tagged("text_delta", text=str),

@@ -106,10 +106,18 @@ InputItem = Annotated[
 ]
 
 
-class FlatFunctionTool(protocol.FunctionDefinition):
+class FlatFunctionTool(RequestModel):
     """A function that the model may call. Tools that OpenAI hosts are refused."""
 
-    type: Literal["function"]
+    type: Literal["function"]  # the first field, so that another type is refused before what it lacks
+    name: protocol.Name
+    """Name of the function."""
+    description: str | None = None
+    """What the function does."""
+    parameters: JsonObject | None = None
+    """JSON Schema of the arguments."""
+    strict: bool = False
+    """As in `tools` of a chat."""
 
 
 class FunctionChoice(protocol.FunctionName):
