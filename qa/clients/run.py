@@ -1,8 +1,8 @@
 """`python -m qa.clients.run ENVIRONMENTS`: clients that were written for others, against one server of ours.
 
 ENVIRONMENTS is the folder that `make clients` fills: `openai3/`, `openai2/`, `agents/` and `node/`. One process serves
-nano for all of them; at the end it is drained, and that it ends with 0 is checked too. Names behind the folder (openai3,
-openai2, agents, node) run these alone.
+nano for all of them; at the end it is drained, and that it ends with 0 is checked too. Names behind the folder
+(openai3, openai2, agents, node) run these alone.
 """
 
 from __future__ import annotations

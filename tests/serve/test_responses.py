@@ -491,7 +491,7 @@ def test_efforts_set_rule_steps_and_thinking(nano):
      ("POST", "/v1/v1/completions", "allowed: /v1/completions is the nearest; all: /v1/chat/completions, "),
      ("POST", "/v1/fim/completions/", "allowed: /v1/fim/completions is the nearest"),
      ("GET", "/models", "allowed: /v1/models is the nearest"),
-     ("POST", "/v1/responses", "path is '/v1/responses'; allowed: /v1/chat/completions, /v1/completions, "),
+     ("POST", "/v1/batches", "path is '/v1/batches'; allowed: /v1/chat/completions, /v1/completions, "),
      ("POST", "/v1/embeddings", "allowed: /v1/chat/completions, .*/openapi.json describes them"),
      ("GET", "/v1/chat/completions", "method is 'GET'; allowed for /v1/chat/completions: POST$"),
      ("POST", "/v1/models", "method is 'POST'; allowed for /v1/models: GET, HEAD$"),
