@@ -56,7 +56,7 @@ class ResponseStore:
             return StoredResponse(*json.loads(self._kept[owner][id]))
         most, most_bytes = self._limits
         message = (
-            f"response {id[:80]!r} is not stored. This server keeps responses in memory until it ends, of each API "
+            f"{param} {id[:80]!r} is not stored. This server keeps responses in memory until it ends, of each API "
             f"key the newest {most} and at most {most_bytes} bytes, and none of a request with store false"
         )
         raise ApiError(status, message, param=param, code=param.replace("_id", "_not_found"))

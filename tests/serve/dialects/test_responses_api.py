@@ -27,8 +27,8 @@ USER = {"role": "user", "content": "347+585="}
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 
 
-def made_call(id, **more):
-    return {"type": "function_call", "call_id": id, "name": "add", "arguments": '{"a": 1}', **more}
+def made_call(call_id, **more):
+    return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": '{"a": 1}', **more}
 
 
 def output_of(id, output="2"):
@@ -77,7 +77,7 @@ def test_a_response_repeats_the_request(nano):
         "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False,
         "reasoning": {"effort": "low", "summary": "concise"}, "truncation": "disabled", "background": False,
     }  # fmt: skip
-    calls = client_of(engine_of(nano, calls=(CALL,)))
+    calls = client_of(engine_of(nano, thinking="carry", calls=(CALL,)))
     said = post(calls, RESPONSES, **asked)
     for name in asked.keys() - {"tools", "reasoning"}:
         assert said[name] == asked[name], name
