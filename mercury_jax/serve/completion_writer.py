@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import sse_event
 from mercury_jax.serve.response_plan import Events, FinishedAnswer, ResponsePlan
-from mercury_jax.serve.responses import ResponseWriter, Usage
-
-JsonDict = dict[str, Any]
+from mercury_jax.serve.responses import JsonDict, ResponseWriter, Usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
 

@@ -71,8 +71,7 @@ class JsonResponse(Response):
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     """Returns the response of an error, in the envelope of the API that the path belongs to."""
-    path = scope["path"]
-    of_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+    of_messages = f"{scope['path']}/".startswith(f"{MESSAGES_PATH}/")
     body = errors.messages_envelope(error, scope[REQUEST_ID]) if of_messages else error.envelope()
     return JsonResponse(body, error.status, headers=error.headers)
 

@@ -40,6 +40,7 @@ EXAMPLE_TOOL = {
         },
     },
 }
+EXAMPLE_MESSAGES = {"messages": [{"role": "user", "content": "347+585="}]}
 EXAMPLE_EDIT = """\
 <|current_file_content|>
 current_file_path: area.py
@@ -130,14 +131,10 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         MessagesRequest,
         object_types.MessageObject,
         object_types.MessageStreamEvent,
-        {"max_tokens": 64, "messages": [{"role": "user", "content": "347+585="}]},
+        {"max_tokens": 64, **EXAMPLE_MESSAGES},
     ),
     "/v1/messages/count_tokens": Endpoint(
-        "Count the tokens of the prompt of a message.",
-        CountTokensRequest,
-        object_types.TokenCount,
-        None,
-        {"messages": [{"role": "user", "content": "347+585="}]},
+        "Count the tokens of a prompt.", CountTokensRequest, object_types.TokenCount, None, EXAMPLE_MESSAGES
     ),
 }
 MODEL_LISTS = (

@@ -15,9 +15,8 @@ from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.serve.engine_requests import Continuation
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.protocol import ApiRequest
-from mercury_jax.serve.responses import EchoedPrompt, ResponseKind, Usage
+from mercury_jax.serve.responses import EchoedPrompt, JsonDict, ResponseKind, Usage
 
-JsonDict = dict[str, Any]
 Events = Iterator[bytes]  # in the format of server-sent events
 
 

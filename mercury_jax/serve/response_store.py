@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import dump_json
+from mercury_jax.serve.responses import JsonDict
 
 MAX_RESPONSES = 1024  # of one API key
 MAX_BYTES = 64 << 20  # of all API keys together, as JSON
-
-JsonDict = dict[str, Any]
 
 
 class StoredResponse(NamedTuple):
@@ -34,17 +33,14 @@ class ResponseStore:
     def __init__(self, keys: int, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
         self._limits = max_responses, max_bytes // max(1, keys)
         self._kept: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
-        self._bytes: defaultdict[str, int] = defaultdict(int)
 
     def put(self, owner: str, stored: StoredResponse) -> None:
         """Keeps a response, and drops the oldest ones of the same owner beyond the bound."""
         kept = self._kept[owner]
-        kept[stored.response["id"]] = text = dump_json(stored)
-        self._bytes[owner] += len(text)
+        kept[stored.response["id"]] = dump_json(stored)
         most, most_bytes = self._limits
-        while len(kept) > most or self._bytes[owner] > most_bytes:
-            _, dropped = kept.popitem(last=False)
-            self._bytes[owner] -= len(dropped)
+        while len(kept) > most or sum(map(len, kept.values())) > most_bytes:
+            kept.popitem(last=False)
 
     def get(self, owner: str, id: str, param: str = "response_id", status: int = 404) -> StoredResponse:
         """Returns a response.
@@ -64,4 +60,4 @@ class ResponseStore:
     def delete(self, owner: str, id: str) -> None:
         """Drops a response; ApiError 404 where it is not kept."""
         self.get(owner, id)
-        self._bytes[owner] -= len(self._kept[owner].pop(id))
+        del self._kept[owner][id]

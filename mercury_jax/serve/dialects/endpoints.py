@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,9 +22,9 @@ from mercury_jax.serve.dialects.responses_writer import ResponsesWriter
 from mercury_jax.serve.dialects.translation import naming
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse
 from mercury_jax.serve.response_store import StoredResponse
+from mercury_jax.serve.responses import JsonDict
 from mercury_jax.serve.service import ServedModels
 
-JsonDict = dict[str, Any]
 PAGE = 20  # items of a list, unless the client says
 
 

@@ -25,7 +25,6 @@ CHAT_NAMES = {
     r"\btool_call_id\b": "tool_use_id",
     r"\.tool_calls\b": ".id",
 }
-LEAST = min(effort.thinking for effort in EFFORTS.values() if effort.thinking)  # tokens of a budget
 REFUSED = {
     **{name: why for name, why in protocol.SAMPLED_CONSTRAINTS.items() if name not in ("functions", "function_call")},
     "stop": "Use stop_sequences.",
@@ -114,7 +113,7 @@ class InputSchemaTool(RequestModel):
     """Name of the tool."""
     description: str | None = None
     """What the tool does."""
-    input_schema: JsonObject
+    parameters: JsonObject = Field(alias="input_schema")
     """JSON Schema of the arguments."""
     strict: bool = False
     """Whether to refuse a schema that cannot be enforced as a whole."""
@@ -259,12 +258,13 @@ def messages_chat(body: CountTokensRequest, turns: ChatTurns) -> protocol.ChatCo
         choice = {"type": "function", "function": {"name": named.name}}
     elif named is not None:
         choice = {"any": "required"}.get(named.type, named.type)
+    functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools or ()]
     config, form = body.output_config or OutputConfig(), None
     if config.format is not None:
         form = {"type": "json_schema", "json_schema": {"name": "output", "schema": config.format.schema_}}
     fields = {
         "max_tokens": body.max_tokens,
-        "tools": [_chat_tool(tool) for tool in body.tools or ()] or None,
+        "tools": [{"type": "function", "function": function} for function in functions] or None,
         "tool_choice": choice,
         "parallel_tool_calls": named is None or not named.disable_parallel_tool_use,
         "response_format": form,
@@ -281,13 +281,8 @@ def _effort(thinking: Any, effort: str | None) -> str | None:
         return effort if effort in EFFORTS else "high"
     if not isinstance(thinking, ThinkingEnabled):
         return None
-    efforts = [name for name in EFFORTS if EFFORTS[name].thinking]  # by their budgets
-    return [name for name in efforts if EFFORTS[name].thinking <= max(thinking.budget_tokens, LEAST)][-1]
-
-
-def _chat_tool(tool: InputSchemaTool) -> JsonObject:
-    function = tool.model_dump(include={"name", "description", "strict"}, exclude_unset=True)
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+    fits = lambda name: 0 < EFFORTS[name].thinking <= thinking.budget_tokens
+    return max(filter(fits, EFFORTS), key=lambda name: EFFORTS[name].thinking, default="low")
 
 
 def _parts(content: Any) -> list[JsonObject]:

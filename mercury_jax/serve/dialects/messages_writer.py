@@ -14,9 +14,8 @@ from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.serve.errors import ApiError, messages_envelope
 from mercury_jax.serve.http import sse_event
 from mercury_jax.serve.response_plan import Events, FinishedAnswer, ResponsePlan
-from mercury_jax.serve.responses import Usage
+from mercury_jax.serve.responses import JsonDict, Usage
 
-JsonDict = dict[str, Any]
 # Type and field of the deltas of a block.
 DELTAS = {
     "text": ("text_delta", "text"),

@@ -11,17 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, RootModel, create_model
 
-from mercury_jax.serve.responses import Count, TokenLogprobs
+from mercury_jax.serve.responses import Count, JsonDict, TokenLogprobs
 
-JsonDict = dict[str, Any]
-CLOSED = ConfigDict(extra="forbid")
 Role, ItemStatus = Literal["assistant"], Literal["in_progress", "completed", "incomplete"]
 
 
 def _object(title: str, /, **fields: Any) -> Any:
     """Makes the type of an object with these fields and no others; a pair of a type and a default may be missing."""
     pairs: Any = {name: field if isinstance(field, tuple) else (field, ...) for name, field in fields.items()}
-    return create_model(title, __config__=CLOSED, **pairs)
+    return create_model(title, __config__=ConfigDict(extra="forbid"), **pairs)
 
 
 def _tagged(kind: str, title: str = "", /, **fields: Any) -> Any:

@@ -15,9 +15,8 @@ from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import sse_event
 from mercury_jax.serve.response_plan import Events, FinishedAnswer, ResponsePlan
-from mercury_jax.serve.responses import TokenLogprobs, Usage
+from mercury_jax.serve.responses import JsonDict, TokenLogprobs, Usage
 
-JsonDict = dict[str, Any]
 # Names of the events of a block's part and of its text, and the fields of both.
 EVENTS: dict[str, tuple[str | None, str, JsonDict]] = {
     "text": ("content_part", "output_text", {"content_index": 0}),

@@ -56,11 +56,8 @@ def chat_request(body: SampledRequest, turns: ChatTurns, fields: JsonObject) -> 
 def naming(names: FieldNames, turns: ChatTurns) -> Iterator[None]:
     """Replaces the names of chat fields in an `ApiError` by those of the body."""
 
-    def place(found: re.Match[str]) -> str:
-        return turns.places[int(found[1])]
-
     def renamed(text: str) -> str:
-        text = re.sub(r"^messages\[(\d+)\]", place, text)
+        text = re.sub(r"^messages\[(\d+)\]", lambda found: turns.places[int(found[1])], text)
         for pattern, name in names.items():
             text = re.sub(pattern, name, text)
         return text
