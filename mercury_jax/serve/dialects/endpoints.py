@@ -38,8 +38,8 @@ async def create_response(models: ServedModels, request: Request) -> Response:
 
     def keep(response: JsonDict) -> None:
         if body.store:
-            kept = [item for item in items if item["type"] != "reasoning"]
-            models.responses.put(owner, StoredResponse(response, before + kept))
+            read = [item for item in before + items if item["type"] != "reasoning"]
+            models.responses.put(owner, StoredResponse(response, read))
 
     turns = responses.chat_turns(body, before, items)
     with naming(responses.CHAT_NAMES, turns):

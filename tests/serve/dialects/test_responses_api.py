@@ -142,7 +142,7 @@ def test_log_probabilities_are_those_of_a_chat(nano):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_conversation_goes_on_as_if_its_items_were_sent(nano, streamed):
-    engine = engine_of(nano, text="One moment.", calls=(CALL,))
+    engine = engine_of(nano, thinking="carry", text="One moment.", calls=(CALL,))
     client = client_of(engine)
     begun = {"tools": [ADD], "instructions": "Only for the first."}
     first = (
@@ -154,12 +154,15 @@ def test_a_conversation_goes_on_as_if_its_items_were_sent(nano, streamed):
     chained = engine.tickets[-1].request.prompt
     post(client, RESPONSES, input=[USER, *first["output"], *more], tools=[ADD])
     assert engine.tickets[-1].request.prompt == chained
-    # A third turn has the items of both.
+    # A third turn has the items of both, without their thinking.
     end = {"role": "user", "content": "Thanks"}
     answered = output_of(second["output"][-1]["call_id"], "1")
     post(client, RESPONSES, input=[answered, end], tools=[ADD], previous_response_id=second["id"])
     chained = engine.tickets[-1].request.prompt
     whole = [USER, *first["output"], *more, *second["output"], answered, end]
+    listed = client.get(f"{RESPONSES}/{second['id']}/input_items?order=asc").json()["data"]
+    kinds = ["message", "message", "function_call", "function_call_output", "message"]
+    assert [item["type"] for item in listed] == kinds
     post(client, RESPONSES, input=whole, tools=[ADD])
     assert engine.tickets[-1].request.prompt == chained
 
