@@ -48,8 +48,8 @@ Handler = Callable[[ServedModels, Request], Awaitable[Response]]
 MODEL_FEATURES = ("tools", "json_mode", "structured_outputs")
 # Fields of a model object that the vendor's client reads.
 SUPPORTED_ENDPOINTS = (
-    "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions", "responses",
-    "messages",
+    "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions",
+    "responses", "messages",
 )  # fmt: skip
 SUPPORTED_SAMPLING = (
     "temperature", "stop", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",

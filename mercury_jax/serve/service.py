@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from starlette.requests import Request
@@ -117,14 +117,9 @@ class ServedModels:
             raise errors.unknown_model(name, own, aliases)
         return self.by_name[name]
 
-    async def read(
-        self,
-        request: Request,
-        model: type[R],
-        parse: Callable[[type[R], Mapping[str, Any]], R] = parse_request,
-    ) -> tuple[Service, R]:
+    async def read(self, request: Request, model: type[R]) -> tuple[Service, R]:
         """Reads and validates a request, and finds its model."""
-        parsed = await read_json(request, self.options, functools.partial(parse, model))
+        parsed = await read_json(request, self.options, functools.partial(parse_request, model))
         service = self.find(parsed.model)
         check_ready(service.engine)
         return service, parsed

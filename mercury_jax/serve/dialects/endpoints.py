@@ -25,12 +25,10 @@ from mercury_jax.serve.response_store import StoredResponse
 from mercury_jax.serve.responses import JsonDict
 from mercury_jax.serve.service import ServedModels
 
-PAGE = 20  # items of a list, unless the client says
-
 
 async def create_response(models: ServedModels, request: Request) -> Response:
     """POST /v1/responses."""
-    service, body = await models.read(request, responses.ResponsesRequest, responses.parse_responses)
+    service, body = await models.read(request, responses.ResponsesRequest)
     owner, items, before = request.scope.get(KEY_DIGEST, ""), responses.input_items(body), []
     if body.previous_response_id is not None:
         stored = models.responses.get(owner, body.previous_response_id, "previous_response_id", 400)
@@ -63,7 +61,7 @@ async def list_input_items(models: ServedModels, request: Request) -> Response:
     query, items = request.query_params, _stored(models, request).items
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise errors.invalid_value("order", order, "asc, desc")
-    limit = query.get("limit", str(PAGE))
+    limit = query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit[:4]) <= responses.MAX_PAGE:
         raise errors.invalid_value("limit", limit, f"a whole number from 1 to {responses.MAX_PAGE}")
     items = items if order == "asc" else items[::-1]
@@ -79,7 +77,7 @@ async def list_input_items(models: ServedModels, request: Request) -> Response:
 
 async def create_message(models: ServedModels, request: Request) -> Response:
     """POST /v1/messages."""
-    service, body = await models.read(request, messages.MessagesRequest, messages.parse_messages)
+    service, body = await models.read(request, messages.MessagesRequest)
     turns = messages.message_turns(body)
     writer = functools.partial(MessagesWriter, body, request.scope[REQUEST_ID])
     with naming(messages.CHAT_NAMES, turns):
@@ -89,7 +87,7 @@ async def create_message(models: ServedModels, request: Request) -> Response:
 
 async def count_message_tokens(models: ServedModels, request: Request) -> Response:
     """POST /v1/messages/count_tokens: the tokens of the prompt that POST /v1/messages would render."""
-    service, body = await models.read(request, messages.CountTokensRequest, messages.parse_messages)
+    service, body = await models.read(request, messages.CountTokensRequest)
     turns = messages.message_turns(body)
     with naming(messages.CHAT_NAMES, turns):
         render = lambda: render_chat(service, messages.messages_chat(body, turns))

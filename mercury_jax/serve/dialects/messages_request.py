@@ -7,7 +7,7 @@ names are those of Anthropic's client. The sampling fields of a chat (`seed`, `m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -208,8 +208,13 @@ class CountTokensRequest(protocol.SampledRequest):
     n: int = Field(1, ge=1, le=1)
     """Not supported: a request has one answer."""
 
-
-BodyT = TypeVar("BodyT", bound=CountTokensRequest)
+    @classmethod
+    def prepared(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuses a thread, with the code at which Anthropic's client sends the whole conversation instead."""
+        if data.get("thread") not in protocol.UNUSED:
+            message = "thread is not supported; send all messages of the conversation with every request"
+            raise ApiError(400, message, param="thread", code="thread_unsupported_request")
+        return data
 
 
 class MessagesRequest(CountTokensRequest):
@@ -217,14 +222,6 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: protocol.MaxTokens  # type: ignore[assignment]
     """Most tokens of the text and the calls; thinking does not count."""
-
-
-def parse_messages(model: type[BodyT], data: Mapping[str, Any]) -> BodyT:
-    """Validates a body. The code of the refusal of a thread makes Anthropic's client send the whole conversation."""
-    if data.get("thread") not in protocol.UNUSED:
-        message = "thread is not supported; send all messages of the conversation with every request"
-        raise ApiError(400, message, param="thread", code="thread_unsupported_request")
-    return protocol.parse_request(model, data)
 
 
 def message_turns(body: CountTokensRequest) -> ChatTurns:

@@ -71,14 +71,12 @@ _CALL = {"sequence_number": Count, "output_index": Count, "item_id": str}
 _TEXT, _SUMMARY = _CALL | {"content_index": Count}, _CALL | {"summary_index": Count}
 ResponseStreamEvent: Any = _one_of(
     "ResponseStreamEvent",
-    *(_tagged(f"response.{status}", **_WHOLE)
-      for status in ("created", "in_progress", "completed", "incomplete", "failed")),
-    *(_tagged(f"response.output_item.{change}", **_ITEM) for change in ("added", "done")),
-    *(_tagged(f"response.content_part.{change}", **_TEXT, part=OutputText) for change in ("added", "done")),
+    *(_tagged(f"response.{at}", **_WHOLE) for at in ("created", "in_progress", "completed", "incomplete", "failed")),
+    *(_tagged(f"response.output_item.{at}", **_ITEM) for at in ("added", "done")),
+    *(_tagged(f"response.content_part.{at}", **_TEXT, part=OutputText) for at in ("added", "done")),
     _tagged("response.output_text.delta", **_TEXT, delta=str, logprobs=list[TokenLogprobs]),
     _tagged("response.output_text.done", **_TEXT, text=str, logprobs=list[TokenLogprobs]),
-    *(_tagged(f"response.reasoning_summary_part.{change}", **_SUMMARY, part=SummaryText)
-      for change in ("added", "done")),
+    *(_tagged(f"response.reasoning_summary_part.{at}", **_SUMMARY, part=SummaryText) for at in ("added", "done")),
     _tagged("response.reasoning_summary_text.delta", **_SUMMARY, delta=str),
     _tagged("response.reasoning_summary_text.done", **_SUMMARY, text=str),
     _tagged("response.function_call_arguments.delta", **_CALL, delta=str),
@@ -95,9 +93,8 @@ AnswerBlock: Any = _one_of(
     _tagged("tool_use", "AnswerToolUse", id=str, name=str, input=JsonDict),
 )
 MessageUsage: Any = _object(
-    "MessageUsage", input_tokens=Count, cached_input_tokens=Count, cache_creation_input_tokens=Count,
-    cache_read_input_tokens=Count, output_tokens=Count,
-    output_tokens_details=_object("ThinkingTokens", thinking_tokens=Count),
+    "MessageUsage", input_tokens=Count, output_tokens=Count, cached_input_tokens=Count, cache_creation_input_tokens=Count,
+    cache_read_input_tokens=Count, output_tokens_details=_object("ThinkingTokens", thinking_tokens=Count),
 )  # fmt: skip
 MessageObject: Any = _tagged(
     "message", "MessageObject", id=str, role=Role, model=str, content=list[AnswerBlock],

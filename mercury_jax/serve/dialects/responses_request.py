@@ -16,7 +16,6 @@ from mercury_jax.serve import protocol
 from mercury_jax.serve.dialects.translation import ChatTurns, chat_request
 from mercury_jax.serve.protocol import JsonObject, RequestModel
 
-LOGPROBS = "message.output_text.logprobs"
 MAX_PAGE = 100  # items of an answer of /v1/responses/{id}/input_items
 MAX_ITEMS = 2 * protocol.MAX_MESSAGES  # a message of a chat with a call is two items
 
@@ -106,24 +105,17 @@ InputItem = Annotated[
 ]
 
 
-class FlatFunctionTool(RequestModel):
+class _FunctionType(RequestModel):
+    # The last base of the classes below, so that it is their first field: another type is refused before what it lacks.
+    type: Literal["function"]
+
+
+class FlatFunctionTool(protocol.FunctionDefinition, _FunctionType):
     """A function that the model may call. Tools that OpenAI hosts are refused."""
 
-    type: Literal["function"]  # the first field, so that another type is refused before what it lacks
-    name: protocol.Name
-    """Name of the function."""
-    description: str | None = None
-    """What the function does."""
-    parameters: JsonObject | None = None
-    """JSON Schema of the arguments."""
-    strict: bool = False
-    """As in `tools` of a chat."""
 
-
-class FunctionChoice(protocol.FunctionName):
+class FunctionChoice(protocol.FunctionName, _FunctionType):
     """Requires a call of one function."""
-
-    type: Literal["function"]
 
 
 class FunctionSubset(RequestModel):
@@ -152,24 +144,20 @@ class TextConfig(RequestModel):
     """What the text obeys: nothing, any JSON object, or a schema."""
 
 
-Summary = Literal["auto", "concise", "detailed"]
-
-
 class ReasoningConfig(RequestModel):
     """How long to think, and whether the thinking is reported."""
 
     effort: protocol.ReasoningEffort | None = None
     """As `reasoning_effort` of a chat."""
-    summary: Summary | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     """Report the thinking, the whole text of it."""
-    generate_summary: Summary | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """Older name of `summary`."""
 
 
 Mode = Literal["auto", "required", "none"]
 Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
-MetadataKey = Annotated[str, Field(pattern="^.{1,64}$")]
-MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = dict[Annotated[str, Field(pattern="^.{1,64}$")], Annotated[str, Field(max_length=512)]]
 
 
 class ResponsesRequest(protocol.SampledRequest):
@@ -202,12 +190,20 @@ class ResponsesRequest(protocol.SampledRequest):
     not sent in this form."""
     top_logprobs: int | None = Field(None, ge=0, le=protocol.MAX_TOP_LOGPROBS)
     """Number of alternatives per token, with log-probabilities."""
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: Metadata | None = Field(None, max_length=16)
     """Repeated in the response."""
     truncation: Literal["disabled"] = "disabled"
     """Not supported otherwise: a conversation that is too long is refused."""
     n: int = Field(1, ge=1, le=1)
     """Not supported: a response has one answer."""
+
+    @classmethod
+    def prepared(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Makes a message of each item with a role and no type."""
+        if not isinstance(items := data.get("input"), list):
+            return data
+        untyped = lambda item: isinstance(item, dict) and "role" in item and item.get("type") is None
+        return {**data, "input": [{**i, "type": "message"} if untyped(i) else i for i in items]}
 
     @property
     def summarised(self) -> bool:
@@ -223,15 +219,6 @@ class ResponsesRequest(protocol.SampledRequest):
         fields["reasoning"] = {"effort": effort, "summary": "detailed" if self.summarised else None}
         absent = {"tools": [], "tool_choice": "auto", "metadata": {}}
         return fields | {name: value for name, value in absent.items() if not fields[name]}
-
-
-def parse_responses(model: type[ResponsesRequest], data: Mapping[str, Any]) -> ResponsesRequest:
-    """Validates a body. An item with a role and no type is a message."""
-    items = data.get("input")
-    if isinstance(items, list):
-        untyped = lambda item: isinstance(item, dict) and "role" in item and item.get("type") is None
-        data = {**data, "input": [{**i, "type": "message"} if untyped(i) else i for i in items]}
-    return protocol.parse_request(model, data)
 
 
 def input_items(body: ResponsesRequest) -> list[JsonObject]:
@@ -288,7 +275,7 @@ def responses_chat(body: ResponsesRequest, turns: ChatTurns) -> protocol.ChatCom
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": form,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
-        "logprobs": LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
+        "logprobs": "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs),
         "top_logprobs": body.top_logprobs,
     }
     return chat_request(body, turns, fields)

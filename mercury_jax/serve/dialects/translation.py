@@ -12,11 +12,6 @@ from collections.abc import Iterator, Mapping
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.protocol import ChatCompletionsRequest, JsonObject, SampledRequest, parse_request
 
-# Fields of all endpoints with another meaning in chat, or none there.
-NOT_PASSED = {"extra_body", "stream_options", "n"}
-# Regular expressions of fields of a chat with their names in another API.
-FieldNames = Mapping[str, str]
-
 
 class ChatTurns:
     """The messages of a chat request, each with the field of the body that it comes from."""
@@ -34,9 +29,8 @@ class ChatTurns:
         """Adds a tool call to the assistant's last message, or to a new one where the last is not the assistant's."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.add(place, "assistant", content=None)
-        function = {"name": name, "arguments": arguments}
-        calls = self.messages[-1].setdefault("tool_calls", [])
-        calls.append({"id": id, "type": "function", "function": function})
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
         self.places[-1] = place
 
 
@@ -47,14 +41,18 @@ def chat_request(body: SampledRequest, turns: ChatTurns, fields: JsonObject) -> 
         body: The body; its model and sampling fields are passed on as they are.
         fields: The fields of the chat request that the body has in another form.
     """
-    shared = set(SampledRequest.model_fields) - NOT_PASSED
+    shared = set(SampledRequest.model_fields) - {"extra_body", "stream_options", "n"}
     passed = body.model_dump(include=shared, exclude_unset=True)
     return parse_request(ChatCompletionsRequest, {**passed, "messages": turns.messages, **fields})
 
 
 @contextlib.contextmanager
-def naming(names: FieldNames, turns: ChatTurns) -> Iterator[None]:
-    """Replaces the names of chat fields in an `ApiError` by those of the body."""
+def naming(names: Mapping[str, str], turns: ChatTurns) -> Iterator[None]:
+    """Replaces the names of chat fields in an `ApiError` by those of the body.
+
+    Args:
+        names: Regular expressions of fields of a chat, with their names in the body.
+    """
 
     def renamed(text: str) -> str:
         text = re.sub(r"^messages\[(\d+)\]", lambda found: turns.places[int(found[1])], text)
