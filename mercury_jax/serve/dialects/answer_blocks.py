@@ -73,9 +73,12 @@ class BlockReader:
         """
         if delta.reasoning and self._reasoning:
             yield from self._add("reasoning", delta.reasoning)
+        # Text in the same delta stands behind a call that goes on, and in front of one that begins.
+        for call in (call for call in delta.tool_calls if call.id is None):
+            yield from self._add("call", call.arguments)
         if delta.content:
             yield from self._add("text", delta.content)
-        for call in delta.tool_calls:
+        for call in (call for call in delta.tool_calls if call.id is not None):
             yield from self._add("call", call.arguments, call.id or "", call.name or "")
 
     def finish(self, answer: FinishedAnswer, empty: bool) -> Iterator[Step]:

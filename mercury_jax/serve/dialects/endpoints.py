@@ -71,8 +71,8 @@ async def list_input_items(models: ServedModels, request: Request) -> Response:
     left = items if after is None else items[ids.index(after) + 1 :]
     page = left[: int(limit)]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    found = {"object": "list", "data": page, "first_id": first, "last_id": last}
-    return JsonResponse({**found, "has_more": len(page) < len(left)})
+    ends = {"first_id": first, "last_id": last, "has_more": len(page) < len(left)}
+    return JsonResponse({"object": "list", "data": page, **ends})
 
 
 async def create_message(models: ServedModels, request: Request) -> Response:

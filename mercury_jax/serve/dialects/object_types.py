@@ -93,12 +93,13 @@ AnswerBlock: Any = _one_of(
     _tagged("tool_use", "AnswerToolUse", id=str, name=str, input=JsonDict),
 )
 MessageUsage: Any = _object(
-    "MessageUsage", input_tokens=Count, output_tokens=Count, cached_input_tokens=Count, cache_creation_input_tokens=Count,
-    cache_read_input_tokens=Count, output_tokens_details=_object("ThinkingTokens", thinking_tokens=Count),
+    "MessageUsage", input_tokens=Count, cached_input_tokens=Count, cache_creation_input_tokens=Count,
+    cache_read_input_tokens=Count, output_tokens=Count,
+    output_tokens_details=_object("ThinkingTokens", thinking_tokens=Count),
 )  # fmt: skip
 MessageObject: Any = _tagged(
-    "message", "MessageObject", id=str, role=Role, model=str, content=list[AnswerBlock],
-    stop_reason=StopReason | None, stop_sequence=str | None, usage=MessageUsage, warning=(str | None, None),
+    "message", "MessageObject", id=str, role=Role, model=str, content=list[AnswerBlock], usage=MessageUsage,
+    stop_reason=StopReason | None, stop_sequence=str | None, warning=(str | None, None),
 )  # fmt: skip
 TokenCount: Any = _object("TokenCount", input_tokens=Count)
 MessagesErrorBody: Any = _object("MessagesErrorBody", type=str, message=str, details=(JsonDict | None, None))
