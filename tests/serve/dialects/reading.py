@@ -1,5 +1,6 @@
 """Events of the Responses API and of the Messages API, and scripted answers with thinking, text and calls."""
 
+import contextlib
 import json
 
 from mercury_jax.tokenizer import SPECIAL
@@ -109,7 +110,8 @@ def final(events, path):
             assert event["index"] == len(blocks) - 1
             partial = blocks[-1].pop("partial")
             if blocks[-1]["type"] == "tool_use" and partial:
-                blocks[-1]["input"] = json.loads(partial)
+                with contextlib.suppress(ValueError):  # of a malformed call
+                    blocks[-1]["input"] = json.loads(partial)
         elif kind == "message_delta":
             message |= {**event["delta"], "usage": event["usage"]}
     return message
