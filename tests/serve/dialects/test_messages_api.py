@@ -1,6 +1,7 @@
 """The Messages API: blocks, events, counts, errors, and what is refused."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -203,9 +204,11 @@ def test_errors_have_the_envelope_of_the_api(nano):
     assert kind(client.get(f"{MESSAGES}/nothing", headers=key), 404) == "not_found_error"
     assert kind(client.get(MESSAGES, headers=key), 405) == "invalid_request_error"
     assert kind(ask({**body, "max_tokens": 0}), 400) == "invalid_request_error"
-    client.app.state.models.services[0].limit.admitted = 1
+    app: Any = client.app
+    limit = app.state.models.services[0].limit
+    limit.admitted = 1
     assert kind(ask(body), 429) == "rate_limit_error"
-    client.app.state.models.services[0].limit.admitted = 0
+    limit.admitted = 0
     engine.ready = False
     assert kind(ask(body), 503) == "overloaded_error"
     limited = ask(body)
