@@ -72,7 +72,7 @@ sbom: $(RELEASE)/.ready  ## dist/mercury_jax.cdx.json: what the library brings a
 	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o dist/mercury_jax.cdx.json $(RELEASE)/runtime/bin/python
 browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
 	$(PYTEST) qa/browser $(ARGS)
-clients: $(VENV)/.test $(CLIENTS)/.openai3 $(CLIENTS)/.openai2 $(CLIENTS)/.node  ## clients of others at a real server
+clients: $(VENV)/.test $(CLIENTS)/.openai3 $(CLIENTS)/.openai2 $(CLIENTS)/.agents $(CLIENTS)/.node  ## clients of others at a real server
 	$(BIN)/python -m qa.clients.run $(CLIENTS) $(ARGS)
 load: $(VENV)/.test  ## LOAD clients at a real server (LOAD=60 for a short form)
 	MERCURY_LOAD=$(LOAD) $(PYTEST) qa/load $(ARGS)

@@ -45,7 +45,8 @@ FULL = os.environ.get("MERCURY_README") == "full"
 LONG = {"README.md", "CONTRIBUTING.md"}  # pages that take over ten seconds
 LONG |= {
     "docs/command-line.md", "docs/decoder.md", "docs/evaluation.md", "docs/fine-tuning.md",
-    "docs/hardware.md", "docs/sampling.md", "docs/scaling.md", "docs/search-and-rl.md", "docs/serving.md",
+    "docs/hardware.md", "docs/responses-and-messages.md", "docs/sampling.md", "docs/scaling.md",
+    "docs/search-and-rl.md", "docs/serving.md",
     "docs/your-model.md", "docs/your-rule.md",
 }  # fmt: skip
 SERVER = "http://127.0.0.1:8000"

@@ -31,6 +31,7 @@ from mercury_jax.serve.completions import (
     fim_completions,
 )
 from mercury_jax.serve.decisions import decisions, system_one
+from mercury_jax.serve.dialects import endpoints as dialects
 from mercury_jax.serve.engine_requests import DEFAULT_MAX_TOKENS
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import JsonResponse, RequestMiddleware, error_response
@@ -50,6 +51,7 @@ MODEL_FEATURES = ("tools", "json_mode", "structured_outputs")
 # Fields of a model object that the vendor's client reads.
 SUPPORTED_ENDPOINTS = (
     "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions", "decisions",
+    "responses", "messages",
 )  # fmt: skip
 SUPPORTED_SAMPLING = (
     "temperature", "stop", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
@@ -106,6 +108,7 @@ GET_ROUTES: Mapping[str, Handler] = {
     "/v1/fim/completions/models": _list_code_models,
     "/v1/edit/completions/models": _list_code_models,
     "/v1/models/{id:path}": _get_model,
+    "/v1/responses/{id}/input_items": dialects.list_input_items,
     "/metrics": _metrics,
     "/openapi.json": openapi_json,
 }
@@ -117,7 +120,12 @@ POST_ROUTES: Mapping[str, Handler] = {
     "/v1/apply/completions": apply_completions,
     "/v1/decisions": decisions,
     "/v1/systemone": system_one,
+    "/v1/responses": dialects.create_response,
+    "/v1/messages": dialects.create_message,
+    "/v1/messages/count_tokens": dialects.count_message_tokens,
 }
+# For GET and DELETE.
+STORE_ROUTES: Mapping[str, Handler] = {"/v1/responses/{id}": dialects.stored_response}
 # The paths that the 404 of an unknown path lists.
 MAIN_PATHS = (*POST_ROUTES, "/v1/models", *PUBLIC_ROUTES, "/metrics", "/openapi.json")
 
@@ -142,13 +150,14 @@ def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = Serv
     """
     models = ServedModels(as_tuple(engines), options, (*PUBLIC_ROUTES, *GET_ROUTES, *POST_ROUTES))
 
-    def routes(handlers: Mapping[str, Handler], method: str) -> list[BaseRoute]:
+    def routes(handlers: Mapping[str, Handler], *methods: str) -> list[BaseRoute]:
         return [
-            Route(path, functools.partial(handler, models), methods=[method])
+            Route(path, functools.partial(handler, models), methods=methods)
             for path, handler in handlers.items()
         ]
 
     protected = [*routes(GET_ROUTES, "GET"), *routes(POST_ROUTES, "POST")]
+    protected += routes(STORE_ROUTES, "GET", "DELETE")
     if options.playground:
         protected += Playground(models).routes()
     middleware = [Middleware(RequestMiddleware, metrics=models.metrics)]
@@ -157,7 +166,7 @@ def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = Serv
         cross_origin = Middleware(
             CORSMiddleware,
             allow_origins=options.origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
@@ -177,11 +186,12 @@ def create_app(engines: Engine | Sequence[Engine], options: ServerOptions = Serv
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Converts 404 and 405 of the router into the API's error envelope."""
     assert isinstance(error, HTTPException)
+    refusal = ApiError(error.status_code, f"{error.detail}", headers=error.headers)
     if error.status_code == 404:
-        return error_response(errors.unknown_path(request.scope["path"], MAIN_PATHS))
-    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
-        return error_response(errors.method_not_allowed(request.method, request.scope["path"], allowed))
-    return error_response(ApiError(error.status_code, f"{error.detail}", headers=error.headers))
+        refusal = errors.unknown_path(request.scope["path"], MAIN_PATHS)
+    elif error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
+        refusal = errors.method_not_allowed(request.method, request.scope["path"], allowed)
+    return error_response(refusal, request.scope)
 
 
 def _model_object(models: ServedModels, name: str, features: tuple[str, ...]) -> ModelObject:

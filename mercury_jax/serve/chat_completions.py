@@ -24,17 +24,20 @@ from starlette.responses import Response
 from mercury_jax.decode import grammar as grammars
 from mercury_jax.decode.grammar.lark import llguidance
 from mercury_jax.decode.image_prompts import NO_TOWER
+from mercury_jax.images import Image
 from mercury_jax.serve import engine_requests, errors, protocol, responses
 from mercury_jax.serve.chat import messages as conversation
 from mercury_jax.serve.chat.image_urls import content_length, read_images
 from mercury_jax.serve.chat.messages import ToolFormat, tool_format
 from mercury_jax.serve.chat.output_parser import OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.engine_requests import DecodingParams, TokenBudget
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.protocol import ChatCompletionsRequest
+from mercury_jax.serve.response_plan import AnswerWriter, ResponsePlan
 from mercury_jax.serve.service import ServedModels, Service
-from mercury_jax.serve.streaming import ResponsePlan, respond
+from mercury_jax.serve.streaming import respond
 from mercury_jax.serve.structured_outputs import OutputSpec, output_spec
 from mercury_jax.types import LM
 
@@ -68,23 +71,53 @@ class ToolPolicy(NamedTuple):
     max_calls: int | None = 0
 
 
+class RenderedChat(NamedTuple):
+    """The prompt of a conversation, and what was decided on the way to it.
+
+    Attributes:
+        prompt: Token ids.
+        images: The images of the prompt.
+        budget: Tokens of thinking and answer.
+        decoding: Decoding parameters of the effort.
+        policy: The tools that the answer may call.
+        begun: The text that the answer continues, if it continues one.
+    """
+
+    prompt: tuple[int, ...]
+    images: Sequence[Image]
+    budget: TokenBudget
+    decoding: DecodingParams
+    policy: ToolPolicy
+    begun: str | None
+
+
 async def chat_completions(models: ServedModels, request: Request) -> Response:
     """Answers a conversation."""
     service, body = await models.read(request, ChatCompletionsRequest)
+    return await answer_chat(service, request, body)
+
+
+async def answer_chat(
+    service: Service,
+    request: Request,
+    body: ChatCompletionsRequest,
+    writer: Callable[[ResponsePlan], AnswerWriter] | None = None,
+) -> Response:
+    """Answers a conversation in the form of a writer (`ResponsePlan.writer`)."""
+
+    def prepare() -> tuple[ResponsePlan, list[EngineRequest]]:
+        plan, jobs = _prepare_chat(service, body)
+        return plan._replace(writer=writer), jobs
+
     fields = {"tools", "response_format", "bad_words", *protocol.GUIDED_FIELDS}
     plain = body.model_dump(include=fields, exclude_unset=True, by_alias=True)
     size = len(dump_json(plain)) if any(getattr(body, name) for name in fields) else None
-    return await respond(service, request, lambda: _prepare_chat(service, body), body.n, size)
+    return await respond(service, request, prepare, body.n, size)
 
 
-def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[ResponsePlan, list[EngineRequest]]:
-    """Makes the response plan and one engine request per answer.
-
-    Must not run in the event loop's thread: it renders a template, tokenizes, and may compile a grammar for seconds.
-    """
-    lm, options, top = service.engine.lm, service.options, body.top_logprobs
-    if top and not body.logprobs:
-        raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
+def render_chat(service: Service, body: ChatCompletionsRequest) -> RenderedChat:
+    """Renders the prompt of a conversation, and divides the rest of the context. Must not run in the event loop."""
+    lm = service.engine.lm
     tools = conversation.plain_tools(body.tools)
     messages = conversation.plain_messages(body.messages, None if lm.model.vision else NO_TOWER)
     # Lower bound of the prompt's size, before rendering: every template writes the content of messages and the
@@ -110,6 +143,19 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     if decoding.thinking and not budget.thinking:
         prompt, images = conversation.place_images(lm, render(), pictures)
         budget = engine_requests.token_budget(context, len(prompt), max_tokens, 0)
+    return RenderedChat(prompt, images, budget, decoding, policy, begun)
+
+
+def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[ResponsePlan, list[EngineRequest]]:
+    """Makes the response plan and one engine request per answer.
+
+    Must not run in the event loop's thread: it renders a template, tokenizes, and may compile a grammar for seconds.
+    """
+    lm, options, top = service.engine.lm, service.options, body.top_logprobs
+    if top and not body.logprobs:
+        raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
+    prompt, images, budget, decoding, policy, begun = render_chat(service, body)
+    context = service.engine.context
     # Compile last, because it may take seconds: a prompt that is too long has been refused by now.
     constrained = bool(policy.tools or body.response_format)
     if constrained and body.bad_words:

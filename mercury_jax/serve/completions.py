@@ -24,9 +24,10 @@ from mercury_jax.serve.chat_completions import OutputConstraint, compile_grammar
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
 from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
 from mercury_jax.serve.http import dump_json
+from mercury_jax.serve.response_plan import ResponsePlan
 from mercury_jax.serve.responses import EchoedPrompt
 from mercury_jax.serve.service import SMALL_GRAMMAR_BYTES, ServedModels, Service
-from mercury_jax.serve.streaming import ResponsePlan, respond
+from mercury_jax.serve.streaming import respond
 from mercury_jax.serve.structured_outputs import output_spec
 from mercury_jax.types import LM
 

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API: OpenAI's envelope with the vendor's types and codes.
+"""Errors of the HTTP API: OpenAI's envelope with the vendor's types and codes; below /v1/messages, Anthropic's.
 
 Handlers raise `ApiError`; `http.RequestMiddleware` turns it into the response.
 """
@@ -22,6 +22,11 @@ MAX_SHOWN = 80  # characters of a refused value that a message repeats
 INVALID = "invalid_request_error"
 # starts the description of a field with one allowed value; a reason follows
 NOT_SUPPORTED = "Not supported: "
+# Types of the Messages API by status; other statuses are invalid requests or the server's faults.
+MESSAGES_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -44,6 +49,17 @@ class ApiError(Exception):
     def envelope(self) -> dict[str, Any]:
         """Returns `{"error": {"message", "type", "param", "code"}}`."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def messages_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Returns an error as the Messages API writes it: `{"type": "error", "error": {"type", "message"}}`.
+
+    Anthropic's client reads the code in `error.details`.
+    """
+    kind = MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    body = {"type": kind, "message": error.message, **details}
+    return {"type": "error", "error": body, "request_id": request_id}
 
 
 def invalid_request(param: str | None, message: str) -> ApiError:

@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 MAX_HEADER_BYTES = 16 << 10  # maximum size of path and headers together
 INLINE_BYTES = 64 << 10  # up to this size, parsing takes less time than switching to a thread
+MESSAGES_PATH = "/v1/messages"
 REQUEST_ID = "mercury.request_id"  # key of the ASGI scope
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 JSON_TYPE = re.compile(r"application/(?:[a-z0-9.!#$&^_-]+\+)?json", re.IGNORECASE)
@@ -47,6 +48,17 @@ def dump_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
+def sse_event(value: Any, name: str | None = None) -> bytes:
+    """Makes a server-sent event whose data is one line.
+
+    Args:
+        value: A JSON value. `dump_json` escapes all line ends, so the event cannot be split.
+        name: The event's name, in a line of its own.
+    """
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {dump_json(value)}\n\n".encode("ascii")
+
+
 class JsonResponse(Response):
     """A response whose body is JSON."""
 
@@ -57,9 +69,11 @@ class JsonResponse(Response):
         return dump_json(content).encode("ascii")
 
 
-def error_response(error: ApiError) -> Response:
-    """Returns the response of an error."""
-    return JsonResponse(error.envelope(), error.status, headers=error.headers)
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Returns the response of an error, in the envelope of the API that the path belongs to."""
+    of_messages = f"{scope['path']}/".startswith(f"{MESSAGES_PATH}/")
+    body = errors.messages_envelope(error, scope[REQUEST_ID]) if of_messages else error.envelope()
+    return JsonResponse(body, error.status, headers=error.headers)
 
 
 def to_reported_error(error: Exception, request_id: str) -> ApiError:
@@ -84,6 +98,7 @@ class RequestMiddleware:
         given = (v for k, v in scope["headers"] if k == b"x-request-id" and REQUEST_ID_PATTERN.fullmatch(v))
         scope[REQUEST_ID] = request_id = next(given, b"req_" + secrets.token_hex(12).encode()).decode()
         own = {b"x-request-id": request_id.encode(), b"x-content-type-options": b"nosniff"}
+        own[b"request-id"] = own[b"x-request-id"]  # the name that Anthropic's client reads
         status: int | None = None
 
         async def send_named(message: Message) -> None:
@@ -103,11 +118,11 @@ class RequestMiddleware:
             if status is not None:
                 raise
             refusal = errors.unavailable("The server is shutting down.")
-            await error_response(refusal)(scope, receive, send_named)
+            await error_response(refusal, scope)(scope, receive, send_named)
         except Exception as error:
             reported = to_reported_error(error, request_id)
             if status is None:
-                await error_response(reported)(scope, receive, send_named)
+                await error_response(reported, scope)(scope, receive, send_named)
         finally:
             self.metrics.count_response(scope, 499 if status is None else status)
 

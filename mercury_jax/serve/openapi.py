@@ -1,6 +1,7 @@
 """The OpenAPI document of the server, at /openapi.json.
 
-Requests come from the models of `protocol.py`, responses from the types of `responses.py`; paths, examples and error
+Requests come from the models of `protocol.py` and `dialects`, responses from the types of `responses.py` and
+`dialects`; paths, examples and error
 codes are written here.
 """
 
@@ -17,7 +18,10 @@ from starlette.responses import Response
 
 from mercury_jax import __version__
 from mercury_jax.serve import decision_protocol, protocol, responses
-from mercury_jax.serve.http import JsonResponse
+from mercury_jax.serve.dialects import object_types
+from mercury_jax.serve.dialects.messages_request import CountTokensRequest, MessagesRequest
+from mercury_jax.serve.dialects.responses_request import MAX_PAGE, ResponsesRequest
+from mercury_jax.serve.http import MESSAGES_PATH, JsonResponse
 from mercury_jax.serve.service import ServedModels
 
 Json = dict[str, Any]
@@ -36,6 +40,7 @@ EXAMPLE_TOOL = {
         },
     },
 }
+EXAMPLE_MESSAGES = {"messages": [{"role": "user", "content": "347+585="}]}
 EXAMPLE_EDIT = """\
 <|current_file_content|>
 current_file_path: area.py
@@ -68,15 +73,18 @@ EXAMPLE_DECISION = {
 
 
 class Endpoint(NamedTuple):
-    """A POST endpoint of the document; `example` is a valid request without its model.
+    """A POST endpoint of the document.
 
-    `others` are a further form of the request and of its answer.
+    Attributes:
+        chunk: The type of an event; None without streams.
+        example: A valid request without its model.
+        others: A further form of the request and of its answer.
     """
 
     summary: str
     request: type[protocol.RequestModel]
     completion: type
-    chunk: type | None
+    chunk: Any
     example: Mapping[str, Any]
     others: tuple[type[protocol.RequestModel], type] | tuple[()] = ()
 
@@ -147,6 +155,23 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         None,
         EXAMPLE_DECISION,
     ),
+    "/v1/responses": Endpoint(
+        "Answer a conversation in the form of OpenAI's Responses API.",
+        ResponsesRequest,
+        object_types.ResponseObject,
+        object_types.ResponseStreamEvent,
+        {"input": "347+585=", "tools": [{"type": "function", **EXAMPLE_TOOL["function"]}]},
+    ),
+    "/v1/messages": Endpoint(
+        "Answer a conversation in the form of Anthropic's Messages API.",
+        MessagesRequest,
+        object_types.MessageObject,
+        object_types.MessageStreamEvent,
+        {"max_tokens": 64, **EXAMPLE_MESSAGES},
+    ),
+    "/v1/messages/count_tokens": Endpoint(
+        "Count the tokens of a prompt.", CountTokensRequest, object_types.TokenCount, None, EXAMPLE_MESSAGES
+    ),
 }
 MODEL_LISTS = (
     "/v1/models",
@@ -182,7 +207,8 @@ def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
     answers = {
         answer for e in ENDPOINTS.values() for answer in (*e.completions, e.chunk) if answer is not None
     }
-    others = (responses.ModelList, responses.Status, responses.Error)
+    others = (responses.ModelList, responses.Status, responses.Error, object_types.MessagesError,
+              object_types.ResponseItemList, object_types.DeletedResponse)  # fmt: skip
     named = {request for e in ENDPOINTS.values() for request in e.requests} | answers | set(others)
     inputs: Iterable[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
         (cls.__name__, "validation", TypeAdapter(cls)) for cls in sorted(named, key=lambda cls: cls.__name__)
@@ -220,29 +246,31 @@ def _paths(model: str) -> Json:
     for path, endpoint in ENDPOINTS.items():
         request = _content(*(one.__name__ for one in endpoint.requests))
         request["application/json"]["example"] = {"model": model, **endpoint.example}
-        answer: Json = {
-            "description": "The answer.",
-            "content": _content(*(one.__name__ for one in endpoint.completions)),
-        }
+        streamed = {}
         if endpoint.chunk is not None:
-            answer["description"] = (
-                "The answer; where `stream` is true, events of chunks, the last one `data: [DONE]`."
-            )
-            answer["content"] |= _content(endpoint.chunk.__name__, media_type="text/event-stream")
+            streamed = _content(endpoint.chunk.__name__, media_type="text/event-stream")
+        answer = {
+            "description": "The answer; where `stream` is true, events. `data: [DONE]` ends those of completions.",
+            "content": {**_content(*(one.__name__ for one in endpoint.completions)), **streamed},
+        }
+        failed = "MessagesError" if path.startswith(MESSAGES_PATH) else "Error"
         paths[path] = {
             "post": {
                 "summary": endpoint.summary,
                 "operationId": "create" + "".join(part.capitalize() for part in path.split("/")[2:]),
                 "requestBody": {"required": True, "content": request},
-                "responses": {"200": answer, **_error_responses(ERRORS)},
+                "responses": {"200": answer, **_error_responses(ERRORS, failed)},
             }
         }
-    model_id = {
-        "name": "id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "minLength": 1},
+    by_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    stored = {
+        "get": _get("A stored response.", _content("ResponseObject")) | {"parameters": [by_id]},
+        "delete": _get("Drop a stored response.", _content("DeletedResponse")) | {"parameters": [by_id]},
     }
+    limit = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}
+    query = {"order": {"enum": ["asc", "desc"]}, "limit": limit, "after": {"type": "string"}}
+    paging = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+    items = _get("What the model had read for a stored response.", _content("ResponseItemList"))
     models = _get("The models, under each of their names.", _content("ModelList"))
     metrics = {"text/plain": {"schema": {"type": "string"}}}
     closed = {"503": {"description": "They are not.", "content": _content("Status")}}
@@ -251,8 +279,10 @@ def _paths(model: str) -> Json:
         | {path: {"get": models} for path in MODEL_LISTS}
         | {
             "/v1/models/{id}": {
-                "get": _get("One model by its name.", _content("ModelObject")) | {"parameters": [model_id]}
+                "get": _get("One model by its name.", _content("ModelObject")) | {"parameters": [by_id]}
             },
+            "/v1/responses/{id}": stored,
+            "/v1/responses/{id}/input_items": {"get": items | {"parameters": [by_id, *paging]}},
             "/health": {"get": _get("Whether the process answers.", _content("Status"), public=True)},
             "/ready": {
                 "get": _get("Whether requests are taken.", _content("Status"), public=True, more=closed)
@@ -276,10 +306,10 @@ def _content(*names: str, media_type: str = "application/json") -> Json:
     return {media_type: {"schema": forms[0] if len(forms) == 1 else {"anyOf": forms}}}
 
 
-def _error_responses(errors: Mapping[str, str]) -> Json:
+def _error_responses(errors: Mapping[str, str], name: str = "Error") -> Json:
     retry = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
     return {
-        code: {"description": about, "content": _content("Error")}
+        code: {"description": about, "content": _content(name)}
         | ({"headers": retry} if code in ("429", "503") else {})
         for code, about in errors.items()
     }

@@ -118,6 +118,11 @@ class RequestModel(BaseModel):
         """Returns the name of each field in JSON, and in Python."""
         return {info.alias or name: name for name, info in cls.model_fields.items()}
 
+    @classmethod
+    def prepared(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the JSON object that `parse_request` validates, for forms that a schema cannot say."""
+        return data
+
     @model_validator(mode="before")
     @classmethod
     def _json_values(cls, data: Any) -> Any:
@@ -646,7 +651,7 @@ def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
     extra = data.get("extra_body")
     if isinstance(extra, dict) and "extra_body" in model.model_fields:
         data = {**{name: value for name, value in extra.items() if name != "extra_body"}, **data}
-    unknown: set[str] = set()
+    data, unknown = model.prepared(data), set[str]()
     check_names(model, data, "", unknown)
     try:
         made = model.model_validate(data)

@@ -33,6 +33,7 @@ from mercury_jax.serve.http import read_json
 from mercury_jax.serve.metrics import Metrics
 from mercury_jax.serve.options import ServerOptions, model_names
 from mercury_jax.serve.protocol import ApiRequest, parse_request
+from mercury_jax.serve.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
@@ -79,6 +80,7 @@ class ServedModels:
         options: The server's options.
         metrics: The metrics of the app.
         created: Start time of the server, in seconds since the epoch.
+        responses: The stored responses of the Responses API.
     """
 
     def __init__(self, engines: Sequence[Engine], options: ServerOptions, paths: Sequence[str] = ()):
@@ -87,6 +89,7 @@ class ServedModels:
         if options.max_body is None and any(engine.lm.model.vision is not None for engine in engines):
             options = dataclasses.replace(options, max_body=MAX_REQUEST)
         self.options, self.created = options, int(time.time())
+        self.responses = ResponseStore(len(options.keys))
         self.metrics = Metrics(
             lambda: {engine.lm.name: engine.stats() for engine in engines}, lambda: self.ready, paths
         )

@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -22,12 +21,13 @@ from starlette.types import Receive, Scope, Send
 
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
-from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
+from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser
+from mercury_jax.serve.completion_writer import CompletionWriter
 from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Snapshot
 from mercury_jax.serve.engine_requests import Continuation
-from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
-from mercury_jax.serve.protocol import ApiRequest
-from mercury_jax.serve.responses import CompletionDetails, EchoedPrompt, ResponseKind, ResponseWriter, Usage
+from mercury_jax.serve.http import REQUEST_ID, JsonResponse, to_reported_error
+from mercury_jax.serve.response_plan import AnswerWriter, FinishedAnswer, ResponsePlan, usage_of
+from mercury_jax.serve.responses import Usage
 from mercury_jax.serve.service import AnswerHandle, Service, SubmittedJobs, shutting_down
 
 if TYPE_CHECKING:
@@ -37,62 +37,9 @@ log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
 JsonDict = dict[str, Any]
 
-DONE_EVENT = b"data: [DONE]\n\n"
 RETRY_TEMPERATURE, RETRY_SEED = 0.7, 1 << 30  # of the second decoding of an answer that is not valid
-OBFUSCATED_BYTES = 128  # the sizes of the chunks of a stream with `include_obfuscation`
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # SSE clients ignore comments
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
-
-
-class ResponsePlan(NamedTuple):
-    """How the answers to one request are parsed and written.
-
-    Attributes:
-        kind: Names of the endpoint's objects.
-        request: The API request.
-        prompt_tokens: Number of tokens of all prompts.
-        parser: Makes a new parser for one answer.
-        answers_per_prompt: Number of jobs per prompt; the jobs of a prompt are adjacent.
-        prediction_tokens: Number of tokens of the prediction.
-        diffusing: Whether each chunk of the stream has the whole current text instead of a delta.
-        reasoning_summary: Whether to report the thinking.
-        thinks: Whether the prompt starts a thinking section.
-        warning: A warning for the response.
-        finish_content: Makes the content from (text, finish reason) at the end; no text is streamed before. None: the
-            text is the content.
-        check: Says whether an answer satisfies its schema.
-        valid: Says whether an answer is valid where no grammar enforces it. One that is not is decoded once more.
-        logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
-        echoes: The prompts, which come in front of their answers; empty unless that is requested.
-        continuation: Makes the job that continues an answer that ended without content.
-    """
-
-    kind: ResponseKind
-    request: ApiRequest
-    prompt_tokens: int
-    parser: Callable[[], OutputParser]
-    answers_per_prompt: int = 1
-    prediction_tokens: int = 0
-    diffusing: bool = False
-    reasoning_summary: bool = False
-    thinks: bool = False
-    warning: str | None = None
-    finish_content: Callable[[str, str], str] | None = None
-    check: Callable[[ParsedMessage], bool] | None = None
-    valid: Callable[[ParsedMessage], bool] | None = None
-    logprobs: Callable[[Snapshot, ParsedMessage], Any] | None = None
-    echoes: Sequence[EchoedPrompt] = ()
-    continuation: Continuation | None = None
-
-
-class FinishedAnswer(NamedTuple):
-    """A complete answer: its content, parsed message, finish reason, last snapshot and logprobs."""
-
-    text: str
-    message: ParsedMessage
-    finish_reason: str
-    snapshot: Snapshot
-    logprobs: JsonDict | None
 
 
 class ClientDisconnected(Exception):
@@ -132,100 +79,68 @@ async def respond(
 
 
 class Responder:
-    """Writes the response to one request."""
+    """Reads the answers to one request, and writes the response."""
 
     def __init__(self, service: Service, plan: ResponsePlan, arrival: float, request_id: str):
         self.service, self.plan, self.arrival, self.request_id = service, plan, arrival, request_id
-        self.writer = ResponseWriter(plan.kind, plan.request.model)
+        self.writer: AnswerWriter = (plan.writer or CompletionWriter)(plan)
         self.read: dict[int, tuple[OutputParser, Snapshot]] = {}  # by answer, what has been read of it so far
 
     async def completion(self, jobs: SubmittedJobs) -> JsonDict:
         """Waits for all answers and returns the response. The first error ends all of them."""
         found: dict[int, FinishedAnswer] = {}
-        streams = [self._choice_chunks(i, handle, found) for i, handle in enumerate(jobs.handles)]
-        async with contextlib.aclosing(interleave(streams)) as chunks:
-            async for _ in chunks:
+        async with contextlib.aclosing(self._answers(jobs, found)) as events:
+            async for _ in events:
                 pass
-        answers = [found[i] for i in range(len(streams))]
-        choices = [
-            self.writer.choice(i, a.text, a.message.tool_calls, a.finish_reason, a.logprobs)
-            for i, a in enumerate(answers)
-        ]
-        return self.writer.completion(choices, self._usage(), self._extra(answers[0]))
+        answers = [found[i] for i in sorted(found)]
+        return self.writer.body(answers, self._usage())
 
     async def events(self, jobs: SubmittedJobs) -> AsyncGenerator[bytes, None]:
         """Streams the response as server-sent events.
 
         An error is sent as an event, because the status 200 has already been sent.
-
-        Yields:
-            First the role of each choice (message endpoints), then the chunks of all choices as they arrive, each
-            choice ending with a chunk that has a finish reason; the usage, if requested; and [DONE].
         """
-        writer, options = self.writer, self.plan.request.stream_options
-        with_usage = options is not None and options.include_usage
-        continuous = options is not None and with_usage and options.continuous_usage_stats
-        padded = options is not None and options.include_obfuscation
-
-        def event(chunk: JsonDict) -> bytes:
-            """Makes the event of a chunk that is not the last one, whose usage is not known."""
-            usage: JsonDict = {"usage": self._usage() if continuous else None} if with_usage else {}
-            return sse_event(obfuscated(chunk | usage) if padded else chunk | usage)
-
-        answers: dict[int, FinishedAnswer] = {}
+        found: dict[int, FinishedAnswer] = {}
         try:
-            for i in range(len(jobs.handles) if self.plan.kind.message else 0):
-                yield event(writer.chunk([writer.chunk_choice(i, first=True)]))
-            streams = [self._choice_chunks(i, handle, answers) for i, handle in enumerate(jobs.handles)]
-            async with contextlib.aclosing(interleave(streams)) as chunks:
-                async for chunk in chunks:
-                    yield event(chunk)
-            if with_usage:
-                yield sse_event(writer.chunk([], {"usage": self._usage()}))
+            async with contextlib.aclosing(self._answers(jobs, found)) as events:
+                async for event in events:
+                    yield event
+            answers = [found[i] for i in sorted(found)]
+            for event in self.writer.end(answers, self._usage()):
+                yield event
         except Exception as error:
-            yield sse_event(to_reported_error(error, self.request_id).envelope())
-        yield DONE_EVENT
+            for event in self.writer.fail(to_reported_error(error, self.request_id)):
+                yield event
 
-    async def _choice_chunks(
-        self, i: int, handle: AnswerHandle, answers: dict[int, FinishedAnswer]
-    ) -> AsyncGenerator[JsonDict, None]:
-        """Yields the chunks of answer i, and stores the finished answer in `answers`."""
-        plan, writer, parser = self.plan, self.writer, self.plan.parser()
-        # No deltas if chunks have the whole text (diffusing), or if the content is made from the complete text.
-        send_deltas = not plan.diffusing and plan.finish_content is None
-        canvas, progress, snapshot, first = "", 0.0, None, None
-        echo = plan.echoes[i // plan.answers_per_prompt] if plan.echoes else None
-        if echo is not None:
-            yield writer.chunk([writer.chunk_choice(i, echo.text)])
+    async def _answers(
+        self, jobs: SubmittedJobs, found: dict[int, FinishedAnswer]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the events of all answers as they arrive, and stores the finished answers in `found`."""
+        for event in self.writer.begin(len(jobs.handles)):
+            yield event
+        streams = [self._answer(i, handle, found) for i, handle in enumerate(jobs.handles)]
+        async with contextlib.aclosing(interleave(streams)) as events:
+            async for event in events:
+                yield event
+
+    async def _answer(
+        self, i: int, handle: AnswerHandle, found: dict[int, FinishedAnswer]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the events of answer i."""
+        plan, parser, snapshot, first = self.plan, self.plan.parser(), None, None
         async with contextlib.aclosing(parsed_snapshots(handle, parser)) as steps:
             async for snapshot, delta in steps:
                 first, self.read[i] = first or time.perf_counter(), (parser, snapshot)
-                if (
-                    plan.diffusing
-                    and snapshot.finish is None
-                    and (text := parser.preview(snapshot)) != canvas
-                ):
-                    # Progress is the fraction of accepted tokens. A new block or a remasked token would decrease it, so
-                    # the maximum so far is reported, and 1 in the last chunk only.
-                    share = float(snapshot.accepted.mean()) if len(snapshot.accepted) else 0.0
-                    canvas, progress = text, round(min(0.99, max(progress, share)), 4)
-                    meta = {"diffusion_meta": {"diffusion_progress": progress}}
-                    yield writer.chunk([writer.chunk_choice(i, canvas)], meta)
-                content = (delta.content if send_deltas else None) or None
-                if content or delta.tool_calls:
-                    yield writer.chunk([writer.chunk_choice(i, content, delta.tool_calls)])
+                for event in self.writer.update(i, snapshot, delta, parser):
+                    yield event
         answer = self._finish(parser, snapshot, first)
-        if echo is not None:
+        if plan.echoes:
+            echo = plan.echoes[i // plan.answers_per_prompt]
             logprobs = echo.followed_by(answer.logprobs)  # type: ignore[arg-type]
             answer = answer._replace(text=echo.text + answer.text, logprobs=logprobs)
-        answers[i] = answer
-        if plan.diffusing:
-            meta = {"diffusion_meta": {"diffusion_progress": 1.0}}
-            yield writer.chunk([writer.chunk_choice(i, answer.text)], meta)
-        elif plan.finish_content is not None and answer.text:
-            yield writer.chunk([writer.chunk_choice(i, answer.text)])
-        last = writer.chunk_choice(i, finish=answer.finish_reason, logprobs=answer.logprobs)
-        yield writer.chunk([last], self._extra(answer))
+        found[i] = answer
+        for event in self.writer.finish(i, answer):
+            yield event
 
     def _finish(self, parser: OutputParser, snapshot: Snapshot | None, first: float | None) -> FinishedAnswer:
         """Checks an answer at its end, and counts it in the metrics."""
@@ -258,34 +173,7 @@ class Responder:
         return FinishedAnswer(text, message, finish, snapshot, logprobs)
 
     def _usage(self) -> Usage:
-        """Sums the usage of all answers so far. Each prompt is counted once, whatever its number of answers."""
-        counts = [parser.counts for parser, _ in self.read.values()]
-        reasoning, completion = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
-        first = (i for i in self.read if i % self.plan.answers_per_prompt == 0)
-        cached = sum(self.read[i][1].cached for i in first)
-        details: CompletionDetails = {"reasoning_tokens": reasoning}
-        if size := self.plan.prediction_tokens:
-            accepted = sum(snapshot.predicted for _, snapshot in self.read.values())
-            details["accepted_prediction_tokens"] = accepted
-            details["rejected_prediction_tokens"] = size * len(self.read) - accepted
-        return {
-            "prompt_tokens": self.plan.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self.plan.prompt_tokens + completion,
-            "reasoning_tokens": reasoning,
-            "cached_input_tokens": cached,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": details,
-        }
-
-    def _extra(self, answer: FinishedAnswer) -> JsonDict:
-        """Returns the fields next to `choices`: a warning, and the summary of the thinking."""
-        extra: JsonDict = {} if self.plan.warning is None else {"warning": self.plan.warning}
-        if self.plan.reasoning_summary:
-            thinking = answer.message.reasoning
-            status = "complete" if thinking else "unavailable" if self.plan.thinks else "skipped"
-            extra["reasoning_summary"] = {"content": thinking or None, "status": status}
-        return extra
+        return usage_of(self.plan, self.read)
 
 
 class ContinuedAnswer:
@@ -447,21 +335,6 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
         await asyncio.gather(*waiting, return_exceptions=True)
         for stream in streams:
             await stream.aclose()
-
-
-def sse_event(value: Any) -> bytes:
-    """Makes a server-sent event of one line.
-
-    Args:
-        value: A JSON value. `dump_json` escapes all line ends, so the event cannot be split.
-    """
-    return b"data: " + dump_json(value).encode("ascii") + b"\n\n"
-
-
-def obfuscated(chunk: JsonDict) -> JsonDict:
-    """Adds random characters to a chunk, so that the size of its JSON is a multiple of OBFUSCATED_BYTES."""
-    size = len(dump_json(chunk | {"obfuscation": ""}))
-    return chunk | {"obfuscation": secrets.token_hex(OBFUSCATED_BYTES)[: -size % OBFUSCATED_BYTES]}
 
 
 class EventStreamResponse(Response):

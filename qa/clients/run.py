@@ -1,8 +1,8 @@
 """`python -m qa.clients.run ENVIRONMENTS`: clients that were written for others, against one server of ours.
 
-ENVIRONMENTS is the folder that `make clients` fills: `openai3/`, `openai2/` and `node/`. One process serves nano for
-all of them; at the end it is drained, and that it ends with 0 is checked too. Names behind the folder (openai3,
-openai2, node) run these alone.
+ENVIRONMENTS is the folder that `make clients` fills: `openai3/`, `openai2/`, `agents/` and `node/`. One process serves
+nano for all of them; at the end it is drained, and that it ends with 0 is checked too. Names behind the folder
+(openai3, openai2, agents, node) run these alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from pathlib import Path
 from qa.clients.served import COMMAND, serving
 
 HERE = Path(__file__).resolve().parent
-# Two environments, since litellm and instructor ask for version 2 of openai's client, and pydantic-ai for 3.
+# Three environments: litellm and instructor ask for version 2 of openai's client and pydantic-ai for 3, and
+# openai-agents for an older websockets than openai3 has.
 PYTHON = {
     "openai3": ("openai", "openai_limits", "inceptionai", "decisions", "langchain", "pydantic_ai"),
     "openai2": ("openai", "openai_limits", "litellm", "instructor"),
+    "agents": ("openai_responses", "openai_agents", "anthropic"),
 }
 # Two slots and room for two more: few enough that a burst of requests is refused.
 FLAGS = ("--slots", "2", "--queue", "2")

@@ -17,7 +17,7 @@ def test_every_reference_resolves_and_every_route_is_described():
     assert references <= set(schemas)
     for schema in schemas.values():
         Draft202012Validator.check_schema(schema)
-    routes = (*app.PUBLIC_ROUTES, *app.GET_ROUTES, *app.POST_ROUTES)
+    routes = (*app.PUBLIC_ROUTES, *app.GET_ROUTES, *app.POST_ROUTES, *app.STORE_ROUTES)
     assert {path.replace("{id:path}", "{id}") for path in routes} == set(document["paths"])
 
 

@@ -64,6 +64,7 @@ class ParsedMessage(NamedTuple):
         completion_tokens: Number of all tokens.
         content_offsets: For each token that wrote a character of the content, in order: its index in the answer, and
             the position of that character in the content.
+        stop_sequence: The stop sequence that ended the content, if one did.
     """
 
     content: str
@@ -72,6 +73,7 @@ class ParsedMessage(NamedTuple):
     reasoning_tokens: int
     completion_tokens: int
     content_offsets: tuple[tuple[int, int], ...] = ()
+    stop_sequence: str | None = None
 
 
 class ThinkingMarks(NamedTuple):
@@ -160,7 +162,8 @@ class OutputParser:
         form, marks = self._format.tools, self._format.thinking
         self._position = 0  # number of token ids read from snapshots
         self._tokens = self._reasoning_tokens = 0
-        self._finished = self._ended = self._stop_met = False  # last snapshot, end id, stop sequence
+        self._finished = self._ended = False  # last snapshot, end id
+        self._stop_met: str | None = None  # the stop sequence that ended the content
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._sent = (0, 0)  # number of parts of reasoning and content that `feed` has returned
@@ -189,7 +192,7 @@ class OutputParser:
     @property
     def stopped(self) -> bool:
         """Whether an end token or a stop sequence was found. Later tokens are ignored; the request may be cancelled."""
-        return self._ended or self._stop_met
+        return self._ended or self._stop_met is not None
 
     @property
     def calling(self) -> bool:
@@ -243,7 +246,7 @@ class OutputParser:
         """Returns the complete answer, after the last snapshot."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         offsets = tuple(self._content_offsets.items())
-        return ParsedMessage(content, reasoning, tuple(self._calls), *self.counts, offsets)
+        return ParsedMessage(content, reasoning, tuple(self._calls), *self.counts, offsets, self._stop_met)
 
     def _advance(self, snapshot: Snapshot) -> None:
         """Reads the token ids that became final since the previous snapshot."""
@@ -364,7 +367,7 @@ class OutputParser:
         self._held_origins += self._drop(len(text))
         before, found, _ = self._stop.push(text)
         self._add_content(before)
-        self._stop_met = self._stop_met or found is not None
+        self._stop_met = self._stop_met or found
 
     def _add_content(self, text: str) -> None:
         """Adds text that no stop sequence can cut any more, and notes which tokens wrote it."""

@@ -40,7 +40,7 @@ from mercury_jax.serve.engine.request import EngineRequest, RequestHandle, Snaps
 from mercury_jax.serve.engine.snapshots import early_end
 from mercury_jax.serve.engine_requests import token_budget
 from mercury_jax.serve.errors import invalid_request, invalid_value
-from mercury_jax.serve.http import JsonResponse, read_json
+from mercury_jax.serve.http import JsonResponse, read_json, sse_event
 from mercury_jax.serve.playground import frames
 from mercury_jax.serve.protocol import (
     ChatCompletionsRequest,
@@ -50,7 +50,7 @@ from mercury_jax.serve.protocol import (
     parse_request,
 )
 from mercury_jax.serve.service import AnswerHandle, ServedModels, Service, check_ready, to_api_error
-from mercury_jax.serve.streaming import EventStreamResponse, sse_event
+from mercury_jax.serve.streaming import EventStreamResponse
 from mercury_jax.types import LM
 from mercury_jax.viz import label
 

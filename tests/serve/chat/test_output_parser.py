@@ -180,7 +180,7 @@ def test_marks_have_no_meaning_without_tools_or_outside_of_chat():
     assert (made.message().reasoning, made.message().content) == ("a", "b")
     made = OutputParser(LM, chat=False, tools=True, thinking=True)
     made.feed(answers.snapshot([*ids, SPECIAL.end_turn, *TOK.encode("c")], finish="stop"))
-    assert made.message() == ("abc", "", (), 0, len(ids) + 2, ((1, 0), (4, 1), (6, 2)))
+    assert made.message() == ("abc", "", (), 0, len(ids) + 2, ((1, 0), (4, 1), (6, 2)), None)
 
 
 def test_tokens_behind_an_end_are_ignored():
