@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from mercury_jax.decode.grammar.rewrite import Rewriter, split_look_ahead
 from mercury_jax.decode.grammar.shortest import resolved
 
 # A special token by its id, a text, or several of these in a row.
@@ -33,6 +34,15 @@ class Place(NamedTuple):
     def __truediv__(self, key: str | int) -> Place:
         return self._replace(keys=(*self.keys, key))
 
+    def within(self, schema: Any) -> Place:
+        """Returns the innermost place on the way to this one that a schema has: others were made by rewriting it."""
+        for i, key in enumerate(self.keys):
+            listed = isinstance(schema, list | tuple) and isinstance(key, int) and key < len(schema)
+            if not listed and not (isinstance(schema, Mapping) and key in schema):
+                return self._replace(keys=self.keys[:i])
+            schema = schema[key]
+        return self
+
     def __str__(self) -> str:
         plain = lambda key: (
             f".{key}" if re.fullmatch(r"[\w$-]+", key) else f"[{json.dumps(key, ensure_ascii=False)}]"
@@ -45,11 +55,12 @@ class GrammarError(ValueError):
 
     Attributes:
         place: The place in the schema that is refused. None: the error is not about one.
+        checkable: Whether a check of the finished answer finds what the grammar does not enforce there.
     """
 
-    def __init__(self, message: str, place: Place | None = None):
+    def __init__(self, message: str, place: Place | None = None, checkable: bool = False):
         super().__init__(message)
-        self.place = place
+        self.place, self.checkable = place, checkable
 
 
 def grammar_error(where: str | Place, value: object, allowed: str) -> GrammarError:
@@ -65,9 +76,9 @@ def grammar_error(where: str | Place, value: object, allowed: str) -> GrammarErr
 class JSONSchema:
     """A JSON value that validates against a schema (draft 2020-12, or the one that `$schema` names).
 
-    Properties come in the schema's order, with at most one space after a comma and a colon. Keywords that cannot be
-    guaranteed (`not`, `if`, `uniqueItems`, remote references, ...) are refused. A `format` that has no pattern here is
-    an annotation.
+    Properties come in the schema's order, with at most one space after a comma and a colon. Where a grammar enforces a
+    part of a schema only, as with `uniqueItems`, the finished answer is validated: see `Grammar.valid`. What neither
+    guarantees (remote and dynamic references) is refused. A `format` that has no pattern here is an annotation.
 
     Attributes:
         schema: The schema, or true for any JSON value.
@@ -170,10 +181,13 @@ MOST_PATTERN = 2_048  # characters of a regular expression
 # Keywords that hold one schema, a list of schemas, schemas by name, counts and numbers.
 _ONE = (
     "items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_COUNTS = (
+    "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains",
+)  # fmt: skip
 _YEAR = "^([1-9]|0[1-9]|00[1-9]|000[1-9])"  # many calendars have no year 0
 _LEAP = "[0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00"
 _DAY = f"^([0-9]{{4}}-(0[13-9]|1[0-2])|[0-9]{{4}}-02-([01][0-9]|2[0-8])|({_LEAP})-02-29)"
@@ -208,11 +222,7 @@ _NAME_FORMATS = {  # of property names
     "date": "^[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
     "ipv4": f"^{_V4}$",
 }
-_UNSUPPORTED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems",
-    "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$dynamicAnchor",
-    "$recursiveRef", "$recursiveAnchor",
-)  # fmt: skip
+_UNSUPPORTED = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
 _DIALECT = r"^https?://json-schema\.org/(draft-0[467]/|draft/20(?:19-09|20-12)/|)schema#?$"
 TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
 # Patterns with look-around that libraries write, without it: pydantic's Decimal.
@@ -221,10 +231,10 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 
 
 class CheckedSchema(NamedTuple):
-    """A schema that may be compiled, and the regular expressions in it."""
+    """A schema that may be compiled, and whether it allows values that the user's does not."""
 
     schema: dict[str, Any] | bool
-    patterns: list[str]
+    loose: bool
 
 
 class _Names(dict[int, str | None]):
@@ -233,11 +243,25 @@ class _Names(dict[int, str | None]):
     listed = 0
 
 
-def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
-    """Checks the bounds of a schema, and rewrites it where a generated answer could fail a validator."""
+def check_schema(schema: Any, name: str = "schema", exact: bool = True) -> CheckedSchema:
+    """Checks the bounds of a schema, and rewrites what llguidance lacks or a generated answer could fail.
+
+    Args:
+        schema: As the user sent it.
+        name: What errors call it.
+        exact: Whether keywords may become several schemas; False: those are left to the check of the answer.
+    """
     check_bounds(schema, name)
-    patterns: list[str] = []
-    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema, _Names()), patterns)
+    rewriter = Rewriter(schema, exact)
+    return CheckedSchema(_rewritten(schema, Place(name), rewriter, _Names()), rewriter.loose)
+
+
+def patterns_inside(schema: Any) -> list[str]:
+    """Returns the regular expressions of a checked schema."""
+    if not isinstance(schema, Mapping):
+        return []
+    inner = [pattern for _, one in schemas_inside(schema) for pattern in patterns_inside(one)]
+    return [*_patterns(schema, Place()), *inner]
 
 
 def check_bounds(schema: Any, name: str = "schema") -> None:
@@ -287,9 +311,9 @@ def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def _rewritten(
-    schema: Any, where: Place, patterns: list[str], root: Any, known: _Names
+    schema: Any, where: Place, rewriter: Rewriter, known: _Names
 ) -> dict[str, Any] | bool:
-    """Rewrites one schema and all schemas inside it; `root` is the whole, for references."""
+    """Rewrites one schema and all schemas inside it."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -299,7 +323,7 @@ def _rewritten(
     }
     for key in _UNSUPPORTED:
         if key in new:
-            why = "is not supported: a grammar cannot guarantee it. Leave it out, and check the answer for it"
+            why = "is not supported: what it refers to depends on the path. Use $ref"
             raise GrammarError(f"{where / key} {why}", where / key)
     _check_numbers(new, where)
     _check_texts(new, where)
@@ -308,22 +332,32 @@ def _rewritten(
         scheme, end = ("http", "#") if "draft-" in draft else ("https", "")
         new = {"$schema": f"{scheme}://json-schema.org/{draft}schema{end}", **new} if draft else new
     _tighten(new)
-    _close_names(new, where, root, known)
-    if isinstance(new.get("pattern"), str):
-        new["pattern"] = _EQUAL_PATTERNS.get(new["pattern"], new["pattern"])
-    patterns += _patterns(new, where)
+    _close_names(new, where, rewriter, known)
+    _look_ahead(new, rewriter)
+    _patterns(new, where)
+    raw = dict(new)
     for key, value in new.items():
         place = where / key
         if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
                 raise grammar_error(place, value, "a list of schemas")
-            new[key] = [_rewritten(inner, place / i, patterns, root, known) for i, inner in enumerate(value)]
+            new[key] = [_rewritten(inner, place / i, rewriter, known) for i, inner in enumerate(value)]
         elif key in NAMED:
             if not isinstance(value, Mapping):
                 raise grammar_error(place, value, "an object of schemas")
-            new[key] = {n: _rewritten(inner, place / n, patterns, root, known) for n, inner in value.items()}
+            new[key] = {n: _rewritten(inner, place / n, rewriter, known) for n, inner in value.items()}
         elif key in _ONE:
-            new[key] = _rewritten(value, place, patterns, root, known)
+            new[key] = _rewritten(value, place, rewriter, known)
+        elif key == "dependencies" and isinstance(value, Mapping):
+            new[key] = {
+                n: d if isinstance(d, list) else _rewritten(d, place / n, rewriter, known)
+                for n, d in value.items()
+            }
+    negated = lambda key, inner: _rewritten(rewriter.negated(inner), where / key, rewriter, known)
+    try:
+        new = rewriter.keywords(raw, new, negated)
+    except (AttributeError, LookupError, TypeError, RecursionError):
+        raise grammar_error(where, schema, "keywords with values of the right kind") from None
     format, every = new.get("format"), new.get("allOf", [])
     if format is not None and format not in _FORMATS:  # an annotation (JSON Schema 2020-12, 7.2.3)
         del new["format"]
@@ -365,11 +399,11 @@ def _says_nothing(schema: Mapping[str, Any], key: str) -> bool:
     return owner not in schema or (value is False and key in ("uniqueItems", "not", "$recursiveAnchor"))
 
 
-def _close_names(schema: dict[str, Any], where: Place, root: Any, known: _Names) -> None:
+def _close_names(schema: dict[str, Any], where: Place, rewriter: Rewriter, known: _Names) -> None:
     """Replaces `propertyNames` by properties or by a pattern of them; other properties are not allowed then."""
     if "propertyNames" not in schema:
         return
-    names, place = schema.pop("propertyNames"), where / "propertyNames"
+    names, place, root = schema.pop("propertyNames"), where / "propertyNames", rewriter.root
     own, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
     others = schema.get("patternProperties")
     if not isinstance(own, Mapping):
@@ -399,13 +433,12 @@ def _close_names(schema: dict[str, Any], where: Place, root: Any, known: _Names)
         pattern = _name_pattern(names, place, root, known)
         if pattern == "":
             return
-        # Whether a pattern matches a listed property is left to llguidance: Python's matching has no bound of time.
         allowed = pattern is not None and not own
-        schema |= {"properties": {}, "additionalProperties": False}
-        schema |= {} if extra is False or pattern is None else {"patternProperties": {pattern: extra}}
-    if not allowed or others:
-        what = "an enum of names; or a pattern, lengths or a format, and no other properties listed"
-        raise grammar_error(place, names, what)
+        if pattern is not None and not others:
+            # Whether it matches a listed property is left to the check: Python's matching has no bound of time.
+            schema["additionalProperties"] = False
+            schema |= {} if extra is False else {"patternProperties": {pattern: extra}}
+    rewriter.loose |= bool(not allowed or others)
 
 
 def _definition(schema: Any, root: Any) -> Any:
@@ -472,18 +505,12 @@ def _check_numbers(schema: dict[str, Any], where: Place) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
         raise grammar_error(where / "required", required, "a list of names")
-    # A key that is not listed may be generated twice, and a parser keeps one of the two.
-    if schema.get("minProperties", 0) > len(set(required)) + 1:
-        allowed = f"at most {len(set(required)) + 1}: the required properties and one more"
-        raise grammar_error(where / "minProperties", schema["minProperties"], allowed)
     for key in _NUMBERS:
         value = schema.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
             raise grammar_error(where / key, value, "a number of less than 300 digits")
-    step = schema.get("multipleOf", 1)
-    if step <= 0 or (step < 2**53 and math.frexp(step)[0] != 0.5 and step != int(step)):
-        allowed = "a whole number, or a power of two such as 0.5: parsers round multiples of other fractions"
-        raise grammar_error(where / "multipleOf", step, allowed)
+    if schema.get("multipleOf", 1) <= 0:
+        raise grammar_error(where / "multipleOf", schema["multipleOf"], "a number above 0")
 
 
 def _check_texts(schema: dict[str, Any], where: Place) -> None:
@@ -534,7 +561,19 @@ def _tighten(schema: dict[str, Any]) -> None:
             del schema[key]
 
 
-def _patterns(schema: dict[str, Any], where: Place) -> list[str]:
+def _look_ahead(schema: dict[str, Any], rewriter: Rewriter) -> None:
+    """Replaces a pattern that begins with look-ahead by patterns without it."""
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str) or len(pattern) > MOST_PATTERN:
+        return
+    schema["pattern"] = pattern = _EQUAL_PATTERNS.get(pattern, pattern)
+    if ahead := split_look_ahead(pattern):
+        rewriter.loose |= bool(ahead.absent)
+        schema["pattern"] = ahead.rest
+        schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": other} for other in ahead.present)]
+
+
+def _patterns(schema: Mapping[str, Any], where: Place) -> list[str]:
     named = schema.get("patternProperties", {})
     found = [
         *([schema["pattern"]] if "pattern" in schema else []),
