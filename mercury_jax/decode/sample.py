@@ -62,7 +62,7 @@ from mercury_jax.decode.session import (
 from mercury_jax.decode.state import DecodeConfig, Frame, prefill_width
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.types import LM, BlockDrafter, shortened
+from mercury_jax.types import LM, BlockDrafter, Key, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +135,9 @@ def sample(
         history: Whether to return a `Frame` of every pass in `Output.history`.
         mesh: Mesh over whose `data` axis the rows are sharded.
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
-            with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
+            with one of these (or None) per prompt. Where a grammar enforces a part of a schema only (`uniqueItems`),
+            answers are validated at the end, and decoded again from the value at fault, up to 16 times. Needs the extra `serve`. Not with state,
+            passes, guidance or mesh.
         draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or what `mj.load_drafter` reads: a
             block drafter that was trained for `lm`, "smollm2-drafter", "lookup". It drafts blocks, and `lm`, a model
             that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
@@ -150,7 +152,7 @@ def sample(
 
     Raises:
         ValueError: Names the argument that does not fit, before any compute; or names row and pass if the logits of a
-            model are NaN.
+            model are NaN; or names the row without a valid answer after all attempts.
 
     Example:
         >>> out = mj.sample(lm, "def fibonacci(n):", max_tokens=64)
@@ -195,8 +197,9 @@ def sample(
             return dataclasses.replace(out, passes=made, n=n)
         session = start(lm, request)
     cached = _cached(request, session.config, session.state.tokens.shape[1])
+    spent = np.zeros(session.rows, int)
     if request.grammars is not None:
-        session, frames, made = constrained.run(lm, session, request.grammars, history)
+        session, frames, made, spent = _run_constrained(lm, request, session, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
     answers = read_answers(session.config, session.state)
@@ -206,8 +209,9 @@ def sample(
         made += more
     keep = keep or state is not None or passes is not None
     return dataclasses.replace(
-        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n
-    )
+        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n,
+        forwards=out.forwards + spent, evaluated=out.evaluated + spent,
+    )  # fmt: skip
 
 
 def _cached(request: Request, config: DecodeConfig, slots: int) -> np.ndarray:
@@ -263,6 +267,56 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
         for i in range(count if history else 0):
             frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
     return session, frames, total
+
+
+def _run_constrained(
+    lm: LM, request: Request, session: Session, history: bool
+) -> tuple[Session, list[Frame], int, np.ndarray]:
+    """Runs a call with grammars. An answer that fails the check of what its grammar leaves open is decoded again.
+
+    The other rows run again too, in the same program; their answers are there from the start.
+
+    Returns:
+        As `_run`, and the passes [B] of earlier attempts.
+    """
+    assert request.grammars is not None and request.rows is not None
+    rows, spent, total, attempt = list(request.grammars), np.zeros(session.rows, int), 0, 0
+    while True:
+        session, frames, made = constrained.run(lm, session, rows, history)
+        total, attempt = total + made, attempt + 1
+        again = [None if row is None else row.again(attempt) for row in rows]
+        invalid = np.array([row is not None for row in again])
+        if not invalid.any():
+            return session, frames, total, spent
+        if attempt > constrained.RETRIES:
+            i = int(np.argmax(invalid))
+            name = next(row for row in again if row is not None).walker.grammar.name
+            raise ValueError(
+                f"{name}: the answer of row {i} is not valid after {attempt} attempts. A grammar enforces a part "
+                "of the schema; a simpler schema, another seed or more max_tokens may help"
+            )
+        spent += np.asarray(session.state.nfe)[: session.rows]
+        rows = [new or (row and row.repeated()) for new, row in zip(again, rows, strict=True)]
+        seeds = _retry_seeds(request.rows.seeds, invalid, attempt)
+        session = start(lm, request._replace(rows=request.rows._replace(seeds=seeds)))
+        session = _warmer(session, invalid)
+
+
+def _retry_seeds(seeds: np.ndarray | Key, rows: np.ndarray, attempt: int) -> np.ndarray | Key:
+    """The seeds of another attempt, or keys: other ones in some of the rows."""
+    if isinstance(seeds, np.ndarray):
+        return np.where(rows, constrained.retry_seed(seeds, attempt), seeds)
+    folded = jax.vmap(lambda key: jax.random.fold_in(key, attempt))(seeds)
+    return jnp.where(jnp.asarray(rows), folded, seeds)
+
+
+def _warmer(session: Session, rows: np.ndarray) -> Session:
+    """A session whose temperature in some rows is high enough for other answers."""
+    sampling = session.state.sampling
+    temperature = np.array(sampling.sampler.temperature)
+    temperature[: len(rows)][rows] = np.maximum(temperature[: len(rows)][rows], constrained.RETRY_TEMPERATURE)
+    sampling = sampling._replace(sampler=sampling.sampler._replace(temperature=temperature))
+    return dataclasses.replace(session, state=session.state._replace(sampling=sampling))
 
 
 def _continue_empty_answers(

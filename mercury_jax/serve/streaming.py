@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mercury_jax.decode.constrained import RETRIES, RETRY_TEMPERATURE, Kept, kept_of, retry_seed
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
@@ -37,7 +38,6 @@ T = TypeVar("T")
 JsonDict = dict[str, Any]
 
 DONE_EVENT = b"data: [DONE]\n\n"
-RETRY_TEMPERATURE, RETRY_SEED = 0.7, 1 << 30  # of the second decoding of an answer that is not valid
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # SSE clients ignore comments
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
@@ -59,6 +59,8 @@ class ResponsePlan(NamedTuple):
             text is the content.
         check: Says whether an answer satisfies its schema.
         valid: Says whether an answer is valid where no grammar enforces it. One that is not is decoded once more.
+        strict: Whether such an answer is decoded up to RETRIES times more, and is an error if `check` fails after them.
+            It is not streamed before it is complete.
         logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
         echoes: The prompts, which come in front of their answers; empty unless that is requested.
         continuation: Makes the job that continues an answer that ended without content.
@@ -76,6 +78,7 @@ class ResponsePlan(NamedTuple):
     finish_content: Callable[[str, str], str] | None = None
     check: Callable[[ParsedMessage], bool] | None = None
     valid: Callable[[ParsedMessage], bool] | None = None
+    strict: bool = False
     logprobs: Callable[[Snapshot, ParsedMessage], Any] | None = None
     echoes: Sequence[EchoedPrompt] = ()
     continuation: Continuation | None = None
@@ -227,6 +230,8 @@ class Responder:
             raise errors.internal_error(self.request_id)
         if plan.check is not None and not plan.check(message):
             self.service.metrics.schema_failures.inc()
+            if plan.strict:
+                raise errors.not_validated(message.content)
             log.error("request %s: an answer does not obey its schema", self.request_id)
             raise errors.internal_error(self.request_id)
         finish = "stop" if parser.stopped or snapshot.finish is None else snapshot.finish
@@ -337,10 +342,11 @@ class ContinuedAnswer:
 
 
 class RetriedAnswer:
-    """An `AnswerHandle` that decodes an answer once more where its tool calls are not valid.
+    """An `AnswerHandle` that decodes an answer again where a check finds it invalid: once, or RETRIES times if strict.
 
-    A stream shows no call before the call is complete and checked. If it has shown text already, that cannot be taken
-    back, and the answer stays as it is. It also stays where the engine does not finish the second decoding.
+    A stream shows no call before the call is complete and checked, and nothing of a strict answer. If it has shown text
+    already, that cannot be taken back, and the answer stays as it is. It also stays where the engine does not finish
+    another decoding.
     """
 
     def __init__(self, engine: Engine, handle: AnswerHandle, plan: ResponsePlan):
@@ -353,34 +359,46 @@ class RetriedAnswer:
         self._handle.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        parser, plan, first, second = self._plan.parser(), self._plan, None, None
+        plan, last = self._plan, None
         assert plan.valid is not None
-        async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
-            async for snapshot in snapshots:
-                parser.feed(snapshot)
-                message = parser.message()
-                shown = plan.request.stream and bool(message.content)
-                stopped = parser.stopped and self.request.logprobs is None
-                # The reader's parser keeps what it has read, so it reads nothing of an answer that may be replaced.
-                if snapshot.finish is None and not stopped and (parser.calling or not shown):
-                    continue
-                ended = snapshot.finish in ("stop", "length") or (snapshot.finish is None and stopped)
-                if ended and not shown and not self._cancelled and not plan.valid(message):
-                    first, second = snapshot, await self._second_job()
-                if second is not None:
-                    break
-                yield snapshot
-        if first is not None and second is not None:
-            async with contextlib.aclosing(aiter(second)) as snapshots:  # type: ignore[type-var]
+        for attempt in range(1, (RETRIES if plan.strict else 1) + 2):
+            parser, again = plan.parser(), None
+            async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
                 async for snapshot in snapshots:
-                    if snapshot.finish is not None:
-                        yield snapshot if snapshot.finish in ("stop", "length") or self._cancelled else first
+                    parser.feed(snapshot)
+                    message = parser.message()
+                    shown = plan.request.stream and bool(message.content) and not plan.strict and last is None
+                    stopped = parser.stopped and self.request.logprobs is None
+                    # The reader's parser keeps what it has read, so it reads nothing of an answer that may be replaced.
+                    if snapshot.finish is None and not stopped and (parser.calling or not shown):
+                        continue
+                    ended = snapshot.finish in ("stop", "length") or (snapshot.finish is None and stopped)
+                    if ended and not shown and not self._cancelled and not plan.valid(message):
+                        last, again = snapshot, await self._next_job(attempt, snapshot)
+                    if again is not None:
+                        break
+                    yield snapshot if ended or last is None or self._cancelled else last
+            if again is None:
+                return
 
-    async def _second_job(self) -> AnswerHandle | None:
-        """Submits the request with another seed, and warm enough for another answer; None if the engine refuses it."""
+    async def _next_job(self, attempt: int, last: Snapshot) -> AnswerHandle | None:
+        """Submits the request with another seed, and warm enough for another answer.
+
+        The answer begins with what precedes the first value that is at fault. None after the last attempt, and if the
+        engine refuses it.
+        """
+        if attempt > (RETRIES if self._plan.strict else 1):
+            return None
         first = self.request
         warm = max(first.temperature or 0.0, RETRY_TEMPERATURE)
-        request = dataclasses.replace(first, seed=(first.seed + RETRY_SEED) % (1 << 31), temperature=warm)
+        kept, marks, tokens = None, self._engine.lm.tokenizer.thinking, last.tokens.tolist()
+        if first.grammar is not None:
+            thought = first.thinking > 0 and marks is not None and marks.close in tokens
+            at = tokens.index(marks.close) + 1 if thought and marks is not None else 0
+            before = self._handle.request.kept
+            kept = kept_of(first.grammar, tokens[at:], last.forced[at:].tolist(), before, attempt)
+        seed = retry_seed(first.seed, attempt)
+        request = dataclasses.replace(first, seed=seed, temperature=warm, kept=kept or Kept())
         try:
             handle = await run_in_threadpool(self._engine.submit, request)
         except (RequestRejected, ValueError):

@@ -59,13 +59,14 @@ class Grammar:
         words: uint32 words of a grammar mask, ceil(V / 32).
         opening: Text that ends free text; empty: a special token does. None: the answer has no free text.
         free: Bit mask of the tokens that can neither be part of `opening` nor end free text; None without free text.
-        valid: Checks the text of a finished answer against what the grammar does not enforce. None: it enforces all.
+        fault: Checks the text of a finished answer: None if it is valid, otherwise the number of characters that may
+            stay. The attribute is None where the grammar enforces the whole schema.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: LarkGrammar, deadline: float):
         self.vocabulary, self.name, self.words = vocabulary, source.name, vocabulary.words
         self.opening = source.opening
-        self.valid = answer_check(source.checked) if source.checked else None
+        self.fault = answer_check(source.checked) if source.checked else None
         self.free = None if source.opening is None else vocabulary.without(source.opening[:1])
         text = llguidance().LLMatcher.grammar_from_lark(source.lark)
         self.tokens = _matcher(vocabulary.tokens, text, source, deadline)
@@ -99,6 +100,25 @@ class Grammar:
         """Returns whether these tokens are a complete answer."""
         matcher = self.tokens.deep_copy()
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def sound(self, ids: Sequence[int]) -> tuple[int, bool] | None:
+        """Checks a finished answer.
+
+        Returns:
+            None if it is valid. Otherwise the number of tokens before the first value at fault, and whether that is a
+            single value: no object or list.
+        """
+        if self.fault is None:
+            return None
+        pieces = [self.vocabulary.pieces[i] for i in ids]
+        text = b"".join(pieces).decode(errors="replace")
+        if (characters := self.fault(text)) is None:
+            return None
+        ends, most = np.cumsum([len(piece) for piece in pieces]), len(text[:characters].encode())
+        return int(np.searchsorted(ends, most, side="right")), text[characters : characters + 1] not in (
+            "{",
+            "[",
+        )
 
     def walk(self, budget: int) -> Walker:
         """Starts an answer of at most `budget` tokens.
@@ -171,7 +191,7 @@ def _compiled(vocabulary: GrammarVocabulary, spec: Spec, source: LarkGrammar, de
     return Grammar(vocabulary, wider, deadline)
 
 
-def answer_check(checked: Sequence[CheckedValue]) -> Callable[[str], bool]:
+def answer_check(checked: Sequence[CheckedValue]) -> Callable[[str], int | None]:
     """Imports `validation` at first use: it needs the package jsonschema."""
     try:
         module = importlib.import_module("mercury_jax.decode.grammar.validation")

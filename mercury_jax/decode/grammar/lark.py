@@ -73,7 +73,7 @@ class LarkGrammar(NamedTuple):
 
 
 class CheckedValue(NamedTuple):
-    """A schema as the user sent it, in JSON; what errors call it; and the tool whose arguments obey it, if it is one's."""
+    """A schema as the user sent it, in JSON; what errors call it; and the tool whose arguments obey it, if any."""
 
     schema: str
     name: str

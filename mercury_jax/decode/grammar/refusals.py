@@ -91,9 +91,7 @@ _enforced: OrderedDict[tuple[str, str], Widened] = OrderedDict()
 _lock = threading.Lock()
 
 
-def widened(
-    schema: Any, name: str, until: float, exact: bool = True, lenient: bool = False
-) -> Widened:
+def widened(schema: Any, name: str, until: float, exact: bool = True, lenient: bool = False) -> Widened:
     """Leaves out of a schema what llguidance refuses.
 
     Args:
@@ -179,7 +177,9 @@ def _without(schema: Any, keys: Sequence[str | int]) -> Any:
         copy[key] = {"|".join(f"({pattern})" for pattern in value): {"anyOf": [*value.values()]}}
     elif key == "$ref":  # llguidance takes no other keywords beside a reference to a schema around it
         return {key: value}
-    elif key == "allOf" and (refs := [part for part in value if isinstance(part, Mapping) and "$ref" in part]):
+    elif key == "allOf" and (
+        refs := [part for part in value if isinstance(part, Mapping) and "$ref" in part]
+    ):
         return {key: refs[:1]} if len(value) > 1 or len(copy) > 1 else True
     else:
         del copy[key]
@@ -190,7 +190,7 @@ def _without(schema: Any, keys: Sequence[str | int]) -> Any:
 
 
 def check_compiles(schema: Any, name: str, deadline: float, given: Any = None) -> None:
-    """Refuses a checked schema that llguidance cannot compile, with the reason and the place; that in `given`, if set."""
+    """Refuses a checked schema that llguidance cannot compile, with the reason and the place (in `given`, if set)."""
     if reason := _refusal(schema):
         place, reason = _refused(schema, schema, Place(name), reason, deadline)
         checkable = is_checkable(reason) and place.keys[-1:] != ("pattern",)
@@ -254,5 +254,3 @@ def plain_reason(message: str) -> str:
     if re.search(_KEPT, cause):
         return cause
     return TOO_LARGE if re.search(_LARGE, cause) else _UNKNOWN
-
-

@@ -34,7 +34,18 @@ _MOST_DEPTH = 24  # of references and schemas, where these are compared
 
 _TYPES = frozenset(("string", "number", "object", "array", "null", "boolean"))
 _NOTES = frozenset(
-    ("$schema", "$id", "id", "$defs", "definitions", "title", "description", "default", "examples", "$comment")
+    (
+        "$schema",
+        "$id",
+        "id",
+        "$defs",
+        "definitions",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$comment",
+    )
 )
 _REPLACED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "oneOf", "dependencies",
@@ -146,7 +157,9 @@ class Rewriter:
 
     def _list(self, first: Sequence[Any], rest: Any) -> dict[str, Any]:
         """Lists of at least these first items; and all values of other types."""
-        return {self.first: list(first), "minItems": len(first), self.rest: rest} if first else {"items": rest}
+        return (
+            {self.first: list(first), "minItems": len(first), self.rest: rest} if first else {"items": rest}
+        )
 
     def _distinct(self, new: dict[str, Any]) -> dict[str, Any]:
         """Lists without equal items: enumerated where that is a short list, else with as many items as differ."""
@@ -157,12 +170,18 @@ class Rewriter:
         values = {canonical(v): v for v in items["enum"] if kind(v) in kinds_of(items)}
         least, most = new.get("minItems", 0), min(len(values), new.get("maxItems", len(values)))
         count = sum(math.perm(len(values), size) for size in range(least, most + 1))
-        if count > MOST_OPTIONS or not self.exact or not new.keys() <= {"type", "items", "minItems", "maxItems", "uniqueItems", *_NOTES}:
+        if (
+            count > MOST_OPTIONS
+            or not self.exact
+            or not new.keys() <= {"type", "items", "minItems", "maxItems", "uniqueItems", *_NOTES}
+        ):
             return self.unchecked({**new, "maxItems": most})
         sizes = range(least, most + 1)
         lists = [list(some) for size in sizes for some in itertools.permutations(values.values(), size)]
         others = [{"type": name} for name in sorted(kinds_of(new) - {"array"})]
-        return {key: value for key, value in new.items() if key in _NOTES} | {"anyOf": [{"enum": lists}, *others]}
+        return {key: value for key, value in new.items() if key in _NOTES} | {
+            "anyOf": [{"enum": lists}, *others]
+        }
 
     def _counted(self, new: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """`minProperties` as options of which properties are there; llguidance counts where none are optional."""
@@ -178,7 +197,12 @@ class Rewriter:
             return kept, True
         bounded = "maxProperties" in new and not (most >= len(free) and closed)
         sizes = range(max(least, 0), min(most, len(free)) + 1) if bounded else [max(least, 0)]
-        if sum(math.comb(len(free), size) for size in sizes) > MOST_OPTIONS or not self.exact or not (closed or least == 1) or (bounded and not closed):
+        if (
+            sum(math.comb(len(free), size) for size in sizes) > MOST_OPTIONS
+            or not self.exact
+            or not (closed or least == 1)
+            or (bounded and not closed)
+        ):
             return kept, self.unchecked()
         options: list[Any] = [{"type": sorted(_TYPES - {"object"})}]
         for there in (some for size in sizes for some in itertools.combinations(free, size)):
@@ -252,14 +276,20 @@ class Rewriter:
             applies, bound, more = _BOUNDS[key]
             if applies != "number" and value + more > MOST_COUNT:
                 return [self.unchecked({"type": applies})]
-            return [{"type": applies, bound: value + more}] if value + more >= 0 or applies == "number" else []
+            return (
+                [{"type": applies, bound: value + more}] if value + more >= 0 or applies == "number" else []
+            )
         match key:
             case "type":
                 types = {value} if isinstance(value, str) else set(value)
                 left = _TYPES - types
                 # Numbers that are not whole have no schema.
                 whole = "integer" in types and "number" in left
-                return [self.unchecked({"type": sorted(left)}) if whole else {"type": sorted(left)}] if left else []
+                return (
+                    [self.unchecked({"type": sorted(left)}) if whole else {"type": sorted(left)}]
+                    if left
+                    else []
+                )
             case "const" | "enum":
                 return self._other_values([value] if key == "const" else value, kinds_of(schema))
             case "required":
@@ -273,10 +303,15 @@ class Rewriter:
                 ]
             case "items" if not isinstance(value, list | tuple):
                 before = len(schema.get("prefixItems", ()))
-                shapes = [self._list([True] * n + [no(value)], True) for n in range(before, before + MOST_BEFORE + 1)]
+                shapes = [
+                    self._list([True] * n + [no(value)], True)
+                    for n in range(before, before + MOST_BEFORE + 1)
+                ]
                 return [{"type": "array", **shape} for shape in shapes]
             case "items" | "prefixItems":
-                return [{"type": "array", **self._list([True] * n + [no(s)], True)} for n, s in enumerate(value)]
+                return [
+                    {"type": "array", **self._list([True] * n + [no(s)], True)} for n, s in enumerate(value)
+                ]
             case "not":
                 return [value]
             case "allOf":
@@ -309,7 +344,9 @@ class Rewriter:
         objects = ("Properties", "dependencies", "propertyNames")
         if key in about or key.endswith(objects):
             return [self.unchecked({"type": about.get(key, "object")})]
-        return [self.unchecked()] if key in ("$ref", "oneOf", "contains", *_REPLACED, "additionalItems") else []
+        return (
+            [self.unchecked()] if key in ("$ref", "oneOf", "contains", *_REPLACED, "additionalItems") else []
+        )
 
     def _other_values(self, values: Sequence[Any], types: frozenset[str]) -> list[Any]:
         """Schemas of all values of some types but these."""
@@ -318,12 +355,16 @@ class Rewriter:
         if "string" in types and (texts := of("string")):
             pattern = other_texts(texts)
             fits = len(pattern) <= MOST_TEXTS
-            ways.append({"type": "string", "pattern": pattern} if fits else self.unchecked({"type": "string"}))
+            ways.append(
+                {"type": "string", "pattern": pattern} if fits else self.unchecked({"type": "string"})
+            )
         if "number" in types and (numbers := sorted(set(of("number")))):
             edges = [None, *numbers, None]
             for low, high in itertools.pairwise(edges):
                 above = {} if low is None else {"exclusiveMinimum": low}
-                ways.append({"type": "number", **above, **({} if high is None else {"exclusiveMaximum": high})})
+                ways.append(
+                    {"type": "number", **above, **({} if high is None else {"exclusiveMaximum": high})}
+                )
         if "boolean" in types and (said := of("boolean")):
             ways += [{"const": other} for other in (True, False) if other not in said]
         lists = [name for name in ("array", "object") if name in types and of(name)]
@@ -352,13 +393,16 @@ class Rewriter:
         if not types:
             return True
         values = [_constants(s) for s in (a, b)]
-        if all(v is not None for v in values) and not {*map(canonical, values[0])} & {*map(canonical, values[1])}:
+        if all(v is not None for v in values) and not {*map(canonical, values[0])} & {
+            *map(canonical, values[1])
+        }:
             return True
         if types == {"object"}:
             return any(self._apart(one, other, depth) for one, other in ((a, b), (b, a)))
         if types == {"number"}:
             return any(
-                one.get("maximum", one.get("exclusiveMaximum", math.inf)) < other.get("minimum", other.get("exclusiveMinimum", -math.inf))
+                one.get("maximum", one.get("exclusiveMaximum", math.inf))
+                < other.get("minimum", other.get("exclusiveMinimum", -math.inf))
                 for one, other in ((a, b), (b, a))
             )
         return False
@@ -367,7 +411,10 @@ class Rewriter:
         """Whether a property that `a` requires cannot be the same in an object of `b`."""
         closed = b.get("additionalProperties") is False and "patternProperties" not in b
         for name in a.get("required", ()):
-            own, other = a.get("properties", {}).get(name, True), b.get("properties", {}).get(name, not closed)
+            own, other = (
+                a.get("properties", {}).get(name, True),
+                b.get("properties", {}).get(name, not closed),
+            )
             if self.disjoint(own, other, depth + 1):
                 return True
         return False
@@ -410,7 +457,10 @@ def other_texts(texts: Iterable[str]) -> str:
 
     def behind(rests: list[str]) -> str:
         heads = dict.fromkeys(rest[0] for rest in rests if rest)
-        escaped = {c: re.sub(r"[!-/:-@[-`{-~]", r"\\\g<0>", c) if c.isprintable() else f"\\x{{{ord(c):x}}}" for c in heads}
+        escaped = {
+            c: re.sub(r"[!-/:-@[-`{-~]", r"\\\g<0>", c) if c.isprintable() else f"\\x{{{ord(c):x}}}"
+            for c in heads
+        }
         ways = [f"[^{''.join(escaped.values())}][\\s\\S]*" if heads else "[\\s\\S]+"]
         ways += [escaped[c] + behind([rest[1:] for rest in rests if rest[:1] == c]) for c in heads]
         return f"(?:{'|'.join(ways)})" + ("" if "" in rests else "?")

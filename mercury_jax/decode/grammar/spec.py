@@ -310,9 +310,7 @@ def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
         raise grammar_error(at, value, "JSON: an object, a list, a text, a number, true, false or null")
 
 
-def _rewritten(
-    schema: Any, where: Place, rewriter: Rewriter, known: _Names
-) -> dict[str, Any] | bool:
+def _rewritten(schema: Any, where: Place, rewriter: Rewriter, known: _Names) -> dict[str, Any] | bool:
     """Rewrites one schema and all schemas inside it."""
     if isinstance(schema, bool):
         return schema

@@ -20,7 +20,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from mercury_jax.decode.grammar.lark import CheckedValue, json_rule, llguidance
-from mercury_jax.decode.grammar.rewrite import split_look_ahead
+from mercury_jax.decode.grammar.rewrite import canonical, split_look_ahead
 from mercury_jax.decode.grammar.spec import GrammarError, Place, check_bounds, check_schema, grammar_error
 
 # A schema may refer only to itself: jsonschema's default registry would fetch references over the network.
@@ -37,6 +37,10 @@ def validator(schema: Any, name: str) -> Callable[[Any], bool]:
     Raises:
         GrammarError: It is out of bounds, or no JSON Schema.
     """
+    return _checker(schema, name).is_valid
+
+
+def _checker(schema: Any, name: str) -> Any:
     check_bounds(schema, name)
     kind: Any = validator_for(schema)
     try:
@@ -47,33 +51,87 @@ def validator(schema: Any, name: str) -> Callable[[Any], bool]:
     except (TypeError, ValueError, AttributeError, RecursionError):  # a `$schema` that is no address
         raise GrammarError(f"{name} is no JSON Schema", Place(name)) from None
     patterned = '"patternProperties"' in json.dumps(schema)
-    return _with_patterns(kind, patterned)(schema, registry=NO_REFERENCES).is_valid
+    return _with_patterns(kind, patterned)(schema, registry=NO_REFERENCES)
 
 
-def answer_check(checked: Sequence[CheckedValue]) -> Callable[[str], bool]:
-    """Makes the check of the text of a finished answer: a JSON value, or calls of tools."""
+def answer_check(checked: Sequence[CheckedValue]) -> Callable[[str], int | None]:
+    """Makes the check of the text of a finished answer: a JSON value, or calls of tools.
+
+    Returns:
+        (text) -> None if it is valid, otherwise the number of characters before the first value that is at fault.
+    """
     for value in checked:
         if '"unevaluatedProperties"' in value.schema and '"patternProperties"' in value.schema:
-            raise grammar_error(Place(value.name), "unevaluatedProperties beside patternProperties", "one of the two")
-    found = {value.tool: validator(json.loads(value.schema), value.name) for value in checked}
+            raise grammar_error(
+                Place(value.name), "unevaluatedProperties beside patternProperties", "one of them"
+            )
+    found = {value.tool: _checker(json.loads(value.schema), value.name) for value in checked}
     whole, tools = found.pop(None, None), found
 
-    def valid(text: str) -> bool:
-        calls = [call for call in _objects(text) if call.get("name") in tools and "arguments" in call] if tools else []
+    def fault(text: str) -> int | None:
+        calls = (
+            [(c, at) for c, at in _objects(text) if c.get("name") in tools and "arguments" in c]
+            if tools
+            else []
+        )
         if whole is not None and not calls:
-            return is_valid(text, whole)
-        return all(tools[call["name"]](call["arguments"]) for call in calls)
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                return 0
+            return _first_fault(whole, value, text, ())
+        faults = (
+            _first_fault(tools[c["name"]], c["arguments"], text[at:], ("arguments",), at) for c, at in calls
+        )
+        return next((at for at in faults if at is not None), None)
 
-    return valid
+    return fault
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, from left to right."""
+def _first_fault(
+    checker: Any, value: Any, text: str, before: tuple[str | int, ...], at: int = 0
+) -> int | None:
+    """Where in a text that begins at `at` the first value is at fault; `before` leads to the value that is checked."""
+    try:
+        paths = [(*before, *error.absolute_path, *_repeated(error)) for error in checker.iter_errors(value)]
+    except (RecursionError, Unresolvable):
+        paths = [()]
+    return min((at + offset(text, path) for path in paths), default=None)
+
+
+def _repeated(error: ValidationError) -> tuple[int, ...]:
+    """Of a list with equal items, the index of the first that repeats an earlier one."""
+    if error.validator != "uniqueItems" or not isinstance(error.instance, list):
+        return ()
+    seen = [canonical(item) for item in error.instance]
+    return next(((i,) for i, item in enumerate(seen) if item in seen[:i]), ())
+
+
+def offset(text: str, path: Sequence[str | int]) -> int:
+    """Returns where in a JSON text the value at a path begins."""
+    decoder, at = json.JSONDecoder(), len(text) - len(text.lstrip())
+    for step in path:
+        inner, count = re.compile(r"[\s,:]*").match, 0
+        at = inner(text, at + 1).end()  # type: ignore[union-attr]
+        while (isinstance(step, int) and count < step) or (
+            isinstance(step, str) and text[at : at + 1] == '"'
+        ):
+            key, end = decoder.raw_decode(text, at)
+            at, count = inner(text, end).end(), count + 1  # type: ignore[union-attr]
+            if isinstance(step, str):
+                if key == step:
+                    break
+                at = inner(text, decoder.raw_decode(text, at)[1]).end()  # type: ignore[union-attr]
+    return at
+
+
+def _objects(text: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """The JSON objects in a text from left to right, and where each begins."""
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
             found, end = decoder.raw_decode(text, at)
-            yield found
+            yield found, at
         except (ValueError, RecursionError):
             end = at + 1
         at = text.find("{", end)
