@@ -136,8 +136,8 @@ def sample(
         mesh: Mesh over whose `data` axis the rows are sharded.
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
             with one of these (or None) per prompt. Where a grammar enforces a part of a schema only (`uniqueItems`),
-            answers are validated at the end, and decoded again from the value at fault, up to 16 times. Needs the extra `serve`. Not with state,
-            passes, guidance or mesh.
+            answers are validated at the end, and decoded again from the value at fault, up to 16 times. Needs the extra
+            `serve`. Not with state, passes, guidance or mesh.
         draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or what `mj.load_drafter` reads: a
             block drafter that was trained for `lm`, "smollm2-drafter", "lookup". It drafts blocks, and `lm`, a model
             that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the

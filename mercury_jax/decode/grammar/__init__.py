@@ -7,6 +7,7 @@ A grammar constrains what is committed, from left to right; what a diffusion mod
 the frontier reaches it. Needs the package llguidance (the extra `serve`), which is imported at first use.
 
 spec         what an answer may be asked to obey
+complement   the complement of a schema
 rewrite      keywords that llguidance lacks, by those that it has
 lark         specs as Lark grammars
 refusals     why a schema is refused, and what of it can be enforced

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from mercury_jax.decode.grammar.rewrite import Rewriter, split_look_ahead
+from mercury_jax.decode.grammar.complement import Complements
+from mercury_jax.decode.grammar.rewrite import rewritten_keywords, split_look_ahead
 from mercury_jax.decode.grammar.shortest import resolved
 
 # A special token by its id, a text, or several of these in a row.
@@ -37,10 +38,10 @@ class Place(NamedTuple):
     def within(self, schema: Any) -> Place:
         """Returns the innermost place on the way to this one that a schema has: others were made by rewriting it."""
         for i, key in enumerate(self.keys):
-            listed = isinstance(schema, list | tuple) and isinstance(key, int) and key < len(schema)
-            if not listed and not (isinstance(schema, Mapping) and key in schema):
+            inner: Any = dict(enumerate(schema)) if isinstance(schema, list | tuple) else schema
+            if not isinstance(inner, Mapping) or key not in inner:
                 return self._replace(keys=self.keys[:i])
-            schema = schema[key]
+            schema = inner[key]  # type: ignore[index]
         return self
 
     def __str__(self) -> str:
@@ -252,8 +253,8 @@ def check_schema(schema: Any, name: str = "schema", exact: bool = True) -> Check
         exact: Whether keywords may become several schemas; False: those are left to the check of the answer.
     """
     check_bounds(schema, name)
-    rewriter = Rewriter(schema, exact)
-    return CheckedSchema(_rewritten(schema, Place(name), rewriter, _Names()), rewriter.loose)
+    complements = Complements(schema, exact)
+    return CheckedSchema(_rewritten(schema, Place(name), complements, _Names()), complements.loose)
 
 
 def patterns_inside(schema: Any) -> list[str]:
@@ -310,7 +311,7 @@ def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
         raise grammar_error(at, value, "JSON: an object, a list, a text, a number, true, false or null")
 
 
-def _rewritten(schema: Any, where: Place, rewriter: Rewriter, known: _Names) -> dict[str, Any] | bool:
+def _rewritten(schema: Any, where: Place, complements: Complements, known: _Names) -> dict[str, Any] | bool:
     """Rewrites one schema and all schemas inside it."""
     if isinstance(schema, bool):
         return schema
@@ -330,8 +331,8 @@ def _rewritten(schema: Any, where: Place, rewriter: Rewriter, known: _Names) -> 
         scheme, end = ("http", "#") if "draft-" in draft else ("https", "")
         new = {"$schema": f"{scheme}://json-schema.org/{draft}schema{end}", **new} if draft else new
     _tighten(new)
-    _close_names(new, where, rewriter, known)
-    _look_ahead(new, rewriter)
+    _close_names(new, where, complements, known)
+    _look_ahead(new, complements)
     _patterns(new, where)
     raw = dict(new)
     for key, value in new.items():
@@ -339,21 +340,21 @@ def _rewritten(schema: Any, where: Place, rewriter: Rewriter, known: _Names) -> 
         if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
                 raise grammar_error(place, value, "a list of schemas")
-            new[key] = [_rewritten(inner, place / i, rewriter, known) for i, inner in enumerate(value)]
+            new[key] = [_rewritten(inner, place / i, complements, known) for i, inner in enumerate(value)]
         elif key in NAMED:
             if not isinstance(value, Mapping):
                 raise grammar_error(place, value, "an object of schemas")
-            new[key] = {n: _rewritten(inner, place / n, rewriter, known) for n, inner in value.items()}
+            new[key] = {n: _rewritten(inner, place / n, complements, known) for n, inner in value.items()}
         elif key in _ONE:
-            new[key] = _rewritten(value, place, rewriter, known)
+            new[key] = _rewritten(value, place, complements, known)
         elif key == "dependencies" and isinstance(value, Mapping):
             new[key] = {
-                n: d if isinstance(d, list) else _rewritten(d, place / n, rewriter, known)
+                n: d if isinstance(d, list) else _rewritten(d, place / n, complements, known)
                 for n, d in value.items()
             }
-    negated = lambda key, inner: _rewritten(rewriter.negated(inner), where / key, rewriter, known)
+    negated = lambda key, inner: _rewritten(complements.negated(inner), where / key, complements, known)
     try:
-        new = rewriter.keywords(raw, new, negated)
+        new = rewritten_keywords(complements, raw, new, negated)
     except (AttributeError, LookupError, TypeError, RecursionError):
         raise grammar_error(where, schema, "keywords with values of the right kind") from None
     format, every = new.get("format"), new.get("allOf", [])
@@ -397,11 +398,11 @@ def _says_nothing(schema: Mapping[str, Any], key: str) -> bool:
     return owner not in schema or (value is False and key in ("uniqueItems", "not", "$recursiveAnchor"))
 
 
-def _close_names(schema: dict[str, Any], where: Place, rewriter: Rewriter, known: _Names) -> None:
+def _close_names(schema: dict[str, Any], where: Place, complements: Complements, known: _Names) -> None:
     """Replaces `propertyNames` by properties or by a pattern of them; other properties are not allowed then."""
     if "propertyNames" not in schema:
         return
-    names, place, root = schema.pop("propertyNames"), where / "propertyNames", rewriter.root
+    names, place, root = schema.pop("propertyNames"), where / "propertyNames", complements.root
     own, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
     others = schema.get("patternProperties")
     if not isinstance(own, Mapping):
@@ -436,7 +437,7 @@ def _close_names(schema: dict[str, Any], where: Place, rewriter: Rewriter, known
             # Whether it matches a listed property is left to the check: Python's matching has no bound of time.
             schema["additionalProperties"] = False
             schema |= {} if extra is False else {"patternProperties": {pattern: extra}}
-    rewriter.loose |= bool(not allowed or others)
+    complements.loose |= bool(not allowed or others)
 
 
 def _definition(schema: Any, root: Any) -> Any:
@@ -559,14 +560,14 @@ def _tighten(schema: dict[str, Any]) -> None:
             del schema[key]
 
 
-def _look_ahead(schema: dict[str, Any], rewriter: Rewriter) -> None:
+def _look_ahead(schema: dict[str, Any], complements: Complements) -> None:
     """Replaces a pattern that begins with look-ahead by patterns without it."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or len(pattern) > MOST_PATTERN:
         return
     schema["pattern"] = pattern = _EQUAL_PATTERNS.get(pattern, pattern)
     if ahead := split_look_ahead(pattern):
-        rewriter.loose |= bool(ahead.absent)
+        complements.loose |= bool(ahead.absent)
         schema["pattern"] = ahead.rest
         schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": other} for other in ahead.present)]
 

@@ -19,8 +19,9 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from mercury_jax.decode.grammar.complement import canonical
 from mercury_jax.decode.grammar.lark import CheckedValue, json_rule, llguidance
-from mercury_jax.decode.grammar.rewrite import canonical, split_look_ahead
+from mercury_jax.decode.grammar.rewrite import split_look_ahead
 from mercury_jax.decode.grammar.spec import GrammarError, Place, check_bounds, check_schema, grammar_error
 
 # A schema may refer only to itself: jsonschema's default registry would fetch references over the network.
