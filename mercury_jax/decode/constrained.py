@@ -29,7 +29,7 @@ from mercury_jax.types import LM, Params
 
 ALL_IDS = 0xFFFFFFFF  # a word of a grammar mask in which every id is allowed
 RETRIES = 16  # of an answer that satisfies its grammar, but not what the grammar leaves to a check
-ANEW = 8  # every so many of them begin at the start, not at the value that is at fault
+MOST_BANNED = 16  # tokens that attempts at the same value begin with
 RETRY_TEMPERATURE = 0.7  # at least, so that another seed gives another answer
 
 
@@ -57,7 +57,8 @@ def kept_of(
 
     Returns:
         None if the answer is valid. Otherwise what the next attempt keeps: all up to the first value that is at fault.
-        Where that is a text or a number, it begins with another token than in earlier attempts.
+        Where that is a text or a number, it begins with another token than in earlier attempts. Where it is an object
+        or a list, every second attempt begins anew.
     """
     found = grammar.sound(tokens)
     if found is None:
@@ -65,11 +66,11 @@ def kept_of(
     count, single = found
     while count < len(tokens) and forced[count]:
         count += 1
-    if count == len(tokens) or not attempt % ANEW:
-        return Kept()
     kept = tuple(tokens[:count])
-    banned = before.banned if before.tokens == kept else frozenset()
-    return Kept(kept, banned | {tokens[count]} if single else banned)
+    banned = (before.banned if before.tokens == kept else frozenset()) | {*tokens[count : count + 1]}
+    if single and len(banned) <= MOST_BANNED:
+        return Kept(kept, banned)
+    return Kept() if single or not attempt % 2 else Kept(kept)
 
 
 class CommittedTokens(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 from mercury_jax.decode.grammar.shortest import resolved
 
 MOST_BEFORE = 7  # items before the first one that a list must hold
-MOST_NEGATED = 4_000  # schemas whose complement is taken, or that are compared, in one schema
+MOST_NEGATED = 1_000  # schemas whose complement is taken, or that are compared, in one schema
 MOST_PATTERN = 2_048  # characters of the pattern of all texts but some constants
 MOST_COUNT = 1_024  # items, characters or properties that a complement demands
 MOST_DEPTH = 24  # of references and schemas
@@ -111,7 +111,8 @@ class Complements:
             self.loose |= "integer" in types and "number" in left
             return [{"type": sorted(left)}] if left else []
         if key in ("const", "enum"):
-            return self._other_values([value] if key == "const" else value, kinds_of(schema))
+            types = kinds_of({"type": schema["type"]}) if "type" in schema else TYPES
+            return self._other_values([value] if key == "const" else value, types)
         if key == "pattern" and (plain := re.fullmatch(r"\^(?:\(([\w |-]+)\)|([\w -]+))\$", value)):
             return self._other_values((plain[1] or plain[2]).split("|"), frozenset(("string",)))
         for ways in (self._applied_ways, self._object_ways, self._array_ways):
@@ -317,6 +318,15 @@ def canonical(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{json.dumps(key)}:{canonical(value[key])}' for key in sorted(value))}}}"
     return json.dumps(value)
+
+
+def plain_values(schema: Any) -> list[Any] | None:
+    """The values of a schema that only lists them; None for any other."""
+    if not isinstance(schema, Mapping) or not schema.keys() <= {"const", "enum", "type", *NOTES}:
+        return None
+    values = constants(schema)
+    fits = lambda value: "type" not in schema or kind(value) in kinds_of({"type": schema["type"]})
+    return None if values is None or "integer" in str(schema.get("type")) else [v for v in values if fits(v)]
 
 
 def constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mercury_jax.decode.grammar.complement import NOTES
 from mercury_jax.decode.grammar.lark import json_rule, lark_grammar, llguidance
 from mercury_jax.decode.grammar.spec import (
     NAMED,
@@ -30,18 +31,26 @@ _MOST_LEFT_OUT = 64  # keywords of one schema
 EMPTY = "nothing satisfies it"
 _UNKNOWN = "a grammar cannot express it"
 # Words of llguidance, and what a user reads instead; messages with the words of `_KEPT` are clear as they are.
+_CIRCULAR = "circular references with sibling keys"
+_BOUNDS = "is greater than"  # also said of bounds beside a list of constants
 _REASONS = (
     ("not disjoint", "its patterns can match the same name; allowed: patterns that exclude each other"),
     ("Regex is empty", f"{EMPTY}: no text matches all patterns, formats and lengths"),
     ("Unsatisfiable schema", EMPTY + ": {}"),
-    ("is greater than", EMPTY + ": {}"),
+    (_BOUNDS, EMPTY + ": {}"),
+    (_CIRCULAR, "{}"),
 )
 _KEPT = (
     "does not exist|supported|unclosed|repetition|nvalid|must be|expected|nknown (special )?token|regex parse"
 )
 # What validation.py checks, where the grammar does not enforce it.
-_CIRCULAR = "circular references"
-_CHECKABLE = f"{_UNKNOWN}|{TOO_LARGE}|can match the same name|min/maxProperties|{_CIRCULAR}"
+_CHECKABLE = f"{TOO_LARGE}|can match the same name|min/maxProperties|{_CIRCULAR}|{_BOUNDS}"
+_APPLIED = ("$ref", "allOf", "anyOf", "oneOf")
+_CONSTRAINTS = frozenset(
+    (*_APPLIED, "type", "enum", "const", "pattern", "format", "required", "items", "additionalItems", "prefixItems",
+     "properties", "patternProperties", "additionalProperties", "minItems", "maxItems", "minLength", "maxLength",
+     "minProperties", "maxProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+)  # fmt: skip
 _LARGE = "fuel|limit|too (big|large|many|complex|deep)|exceed|stack"
 
 
@@ -145,7 +154,7 @@ def is_checkable(reason: str) -> bool:
 
 def needs_fewer_parts(reason: str) -> bool:
     """Whether a schema is refused for what rewritten keywords have added: parts beside a reference, or too many."""
-    return _CIRCULAR in reason or TOO_LARGE in reason
+    return any(words in reason for words in (_CIRCULAR, TOO_LARGE, _BOUNDS))
 
 
 def _without(schema: Any, keys: Sequence[str | int]) -> Any:
@@ -175,12 +184,11 @@ def _without(schema: Any, keys: Sequence[str | int]) -> Any:
     elif key == "patternProperties" and isinstance(value, Mapping) and len(value) > 1:
         # Patterns that match the same name become one, whose values satisfy any of them.
         copy[key] = {"|".join(f"({pattern})" for pattern in value): {"anyOf": [*value.values()]}}
-    elif key == "$ref":  # llguidance takes no other keywords beside a reference to a schema around it
-        return {key: value}
-    elif key == "allOf" and (
-        refs := [part for part in value if isinstance(part, Mapping) and "$ref" in part]
-    ):
-        return {key: refs[:1]} if len(value) > 1 or len(copy) > 1 else True
+    elif key in _APPLIED and copy.keys() & _CONSTRAINTS - {key}:
+        # llguidance takes no constraints beside a reference to a schema around it; what it refers to comes first.
+        return {name: value for name, value in copy.items() if name == key or name not in _CONSTRAINTS}
+    elif key == "allOf" and len(value) > 1 and (refs := [part for part in value if "$ref" in part]):
+        copy[key] = refs[:1]
     else:
         del copy[key]
         # What is not listed any more would be forbidden.
@@ -228,7 +236,7 @@ def _refused(
                 at = place._replace(keys=(*place.keys, *keys))
                 return _refused(inner, root, at, said, deadline, followed)
     # Of several keywords whose absence would do, one that says little.
-    for key in sorted(schema, key=lambda key: not key.endswith("Properties")):
+    for key in sorted(schema.keys() - NOTES, key=lambda key: (key in NAMED or key in _APPLIED, key)):
         without = {name: value for name, value in schema.items() if name != key}
         if not empty and time.monotonic() < deadline and _refusal({**definitions, **without}) != reason:
             ref = (
@@ -250,6 +258,7 @@ def plain_reason(message: str) -> str:
     cause = cause.removeprefix(" ").split(";")[0][:300]
     for words, reason in _REASONS:
         if words in cause:
+            cause = cause.split(": ")[0] if words == _CIRCULAR else cause
             return reason.format(cause.removeprefix("Unsatisfiable schema: "))
     if re.search(_KEPT, cause):
         return cause

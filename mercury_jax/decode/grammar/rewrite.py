@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,6 +33,7 @@ from mercury_jax.decode.grammar.complement import (
     every,
     kind,
     kinds_of,
+    plain_values,
 )
 from mercury_jax.decode.grammar.shortest import resolved
 
@@ -97,6 +99,12 @@ def _exclusive(
     complements: Complements, raw: Sequence[Any], new: Sequence[Any], negated: Negated
 ) -> list[Any]:
     """The options of `oneOf`, each without the others that may hold at the same time."""
+    listed = [plain_values(option) for option in raw]
+    if all(
+        values is not None for values in listed
+    ):  # llguidance refuses some lists of constants beside bounds
+        counts = Counter(text for values in listed for text in {canonical(v) for v in values or ()})
+        return [{"enum": [v for v in values or () if counts[canonical(v)] == 1]} for values in listed]
     made = []
     for i, option in enumerate(new):
         others = [one for k, one in enumerate(raw) if k != i and not complements.disjoint(raw[i], one)]

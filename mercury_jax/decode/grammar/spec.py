@@ -239,9 +239,11 @@ class CheckedSchema(NamedTuple):
 
 
 class _Names(dict[int, str | None]):
-    """Patterns of names by the ids of their schemas, and how many names have become properties."""
+    """Patterns of names by the ids of their schemas; those being made; and how many names have become properties."""
 
-    listed = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.listed = set[int](), 0
 
 
 def check_schema(schema: Any, name: str = "schema", exact: bool = True) -> CheckedSchema:
@@ -454,15 +456,18 @@ def _definition(schema: Any, root: Any) -> Any:
 def _name_pattern(names: Any, place: Place, root: Any, known: _Names, depth: int = 0) -> str | None:
     """A pattern of the names that a schema allows; empty for all, None where it has none.
 
-    `known` holds the patterns by the ids of their schemas; None where one is still being made, which ends cycles.
+    `known` holds the patterns by the ids of their schemas.
     """
     names = _definition(names, root)
+    if id(names) in known.begun:
+        raise grammar_error(place, "names that refer to themselves", "names with a pattern or an enum")
     if id(names) not in known:
-        known[id(names)] = None
+        known.begun.add(id(names))
         pattern = None if depth > MOST_DEPTH else _made_pattern(names, place, root, known, depth)
         if pattern and len(pattern) > MOST_PATTERN:
             raise grammar_error(place, f"a pattern of {len(pattern)} characters", f"at most {MOST_PATTERN}")
         known[id(names)] = pattern
+        known.begun.discard(id(names))
     return known[id(names)]
 
 

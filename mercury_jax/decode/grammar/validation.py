@@ -43,8 +43,8 @@ def validator(schema: Any, name: str) -> Callable[[Any], bool]:
 
 def _checker(schema: Any, name: str) -> Any:
     check_bounds(schema, name)
-    kind: Any = validator_for(schema)
     try:
+        kind: Any = validator_for(schema)
         kind.check_schema(schema, format_checker=_FORMATS)
     except SchemaError as error:
         place = Place(name, tuple(error.absolute_path))
