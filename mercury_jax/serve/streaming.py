@@ -118,7 +118,7 @@ async def respond(
             ContinuedAnswer(service.engine, handle, plan.continuation, plan.parser) for handle in jobs.handles
         ]
     if plan.valid is not None:
-        jobs.handles = [RetriedAnswer(service.engine, handle, plan) for handle in jobs.handles]
+        jobs.handles = [RetriedAnswer(service, handle, plan) for handle in jobs.handles]
     responder = Responder(service, plan, arrival, request.scope[REQUEST_ID])
     if plan.request.stream:
         return EventStreamResponse(responder.events(jobs), jobs.close, service.options.keep_alive)
@@ -230,8 +230,6 @@ class Responder:
             raise errors.internal_error(self.request_id)
         if plan.check is not None and not plan.check(message):
             self.service.metrics.schema_failures.inc()
-            if plan.strict:
-                raise errors.not_validated(message.content)
             log.error("request %s: an answer does not obey its schema", self.request_id)
             raise errors.internal_error(self.request_id)
         finish = "stop" if parser.stopped or snapshot.finish is None else snapshot.finish
@@ -346,12 +344,12 @@ class RetriedAnswer:
 
     A stream shows no call before the call is complete and checked, and nothing of a strict answer. If it has shown text
     already, that cannot be taken back, and the answer stays as it is. It also stays where the engine does not finish
-    another decoding.
+    another decoding. A strict answer that stays invalid is an error.
     """
 
-    def __init__(self, engine: Engine, handle: AnswerHandle, plan: ResponsePlan):
+    def __init__(self, service: Service, handle: AnswerHandle, plan: ResponsePlan):
         self.request: EngineRequest = handle.request
-        self._engine, self._handle, self._plan, self._cancelled = engine, handle, plan, False
+        self._service, self._handle, self._plan, self._cancelled = service, handle, plan, False
 
     def cancel(self) -> None:
         """Cancels the running job; no further job is submitted."""
@@ -375,9 +373,16 @@ class RetriedAnswer:
                     ended = snapshot.finish in ("stop", "length") or (snapshot.finish is None and stopped)
                     if ended and not shown and not self._cancelled and not plan.valid(message):
                         last, again = snapshot, await self._next_job(attempt, snapshot)
+                        if again is None and plan.strict:
+                            self._service.metrics.schema_failures.inc()
+                            raise errors.not_validated(message.content)
                     if again is not None:
                         break
-                    yield snapshot if ended or last is None or self._cancelled else last
+                    if not ended and last is not None and not self._cancelled:
+                        if plan.strict:  # what was decoded before is not valid
+                            raise errors.unavailable("The answer could not be decoded again.")
+                        snapshot = last
+                    yield snapshot
             if again is None:
                 return
 
@@ -391,7 +396,7 @@ class RetriedAnswer:
             return None
         first = self.request
         warm = max(first.temperature or 0.0, RETRY_TEMPERATURE)
-        kept, marks, tokens = None, self._engine.lm.tokenizer.thinking, last.tokens.tolist()
+        kept, marks, tokens = None, self._service.engine.lm.tokenizer.thinking, last.tokens.tolist()
         if first.grammar is not None:
             thought = first.thinking > 0 and marks is not None and marks.close in tokens
             at = tokens.index(marks.close) + 1 if thought and marks is not None else 0
@@ -400,7 +405,7 @@ class RetriedAnswer:
         seed = retry_seed(first.seed, attempt)
         request = dataclasses.replace(first, seed=seed, temperature=warm, kept=kept or Kept())
         try:
-            handle = await run_in_threadpool(self._engine.submit, request)
+            handle = await run_in_threadpool(self._service.engine.submit, request)
         except (RequestRejected, ValueError):
             return None
         self._handle.cancel()
