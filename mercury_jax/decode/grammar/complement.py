@@ -330,4 +330,5 @@ def plain_values(schema: Any) -> list[Any] | None:
 
 
 def constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The values that `const` or `enum` allows; None without these."""
     return [schema["const"]] if "const" in schema else schema.get("enum")

@@ -9,9 +9,8 @@ keywords follow:
     dependentRequired a: [b]    anyOf [no a, a and b]
 
 Where a keyword has no such form, a schema that more values satisfy stands for it, and `Complements.loose` is set: the
-grammar enforces a part, and the finished answer is validated (`validation.py`). Two keywords are narrowed instead:
-the items that `contains` demands stand next to each other, after at most MOST_BEFORE others; and of the options of an
-`anyOf` beside `unevaluatedProperties` one evaluates all properties.
+grammar enforces a part, and the finished answer is validated (`validation.py`). One keyword is narrowed instead: the
+items that `contains` demands stand next to each other, after at most MOST_BEFORE others.
 """
 
 from __future__ import annotations
@@ -60,23 +59,16 @@ def rewritten_keywords(
         new: The same, with rewritten schemas inside.
         negated: Makes a complement and rewrites it.
     """
-    new, parts, closed = dict(new), list[Any](), _closed(complements, raw, new)
-    if "anyOf" in raw:
-        new["anyOf"] = [every(s, closed(r)) for r, s in zip(raw["anyOf"], new["anyOf"], strict=True)]
+    new, parts = dict(new), [_closed(complements, raw, new)]
     if "oneOf" in raw:
-        options = _exclusive(complements, raw["oneOf"], new["oneOf"], negated)
-        parts.append({"anyOf": [every(s, closed(r)) for r, s in zip(raw["oneOf"], options, strict=True)]})
-    if not {"anyOf", "oneOf", "if"} & raw.keys():
-        parts.append(closed())
+        parts.append({"anyOf": _exclusive(complements, raw["oneOf"], new["oneOf"], negated)})
     if "not" in raw:
         parts.append(negated("not", raw["not"]))
     if {"if", "dependencies", "dependentRequired", "dependentSchemas"} & raw.keys() and not complements.exact:
         complements.unchecked()
     elif "if" in raw:
-        then, other = raw.get("then", True), raw.get("else", True)
-        holds = every(new["if"], new.get("then", True), closed(raw["if"], then))
-        fails = every(negated("if", raw["if"]), new.get("else", True), closed(other))
-        parts.append({"anyOf": [holds, fails]})
+        holds = every(new["if"], new.get("then", True))
+        parts.append({"anyOf": [holds, every(negated("if", raw["if"]), new.get("else", True))]})
     if complements.exact:
         for name, names, schema in _dependencies(raw, new):
             there = every({"required": list(dict.fromkeys((name, *names)))}, schema)
@@ -100,9 +92,7 @@ def _exclusive(
 ) -> list[Any]:
     """The options of `oneOf`, each without the others that may hold at the same time."""
     listed = [plain_values(option) for option in raw]
-    if all(
-        values is not None for values in listed
-    ):  # llguidance refuses some lists of constants beside bounds
+    if None not in listed:  # llguidance refuses some lists of constants beside bounds
         counts = Counter(text for values in listed for text in {canonical(v) for v in values or ()})
         return [{"enum": [v for v in values or () if counts[canonical(v)] == 1]} for values in listed]
     made = []
@@ -146,9 +136,8 @@ def _distinct(complements: Complements, new: dict[str, Any]) -> dict[str, Any]:
         return complements.unchecked(new)
     values = {canonical(value): value for value in items["enum"] if kind(value) in kinds_of(items)}
     least, most = new.get("minItems", 0), min(len(values), new.get("maxItems", len(values)))
-    alone = (
-        new.keys() <= {"type", "items", "minItems", "maxItems", "uniqueItems", *NOTES} and complements.exact
-    )
+    alone = new.keys() <= {"type", "items", "minItems", "maxItems", "uniqueItems", *NOTES}
+    alone &= complements.exact
     if not alone or sum(math.perm(len(values), size) for size in range(least, most + 1)) > MOST_OPTIONS:
         return complements.unchecked({**new, "maxItems": most})
     sizes = range(least, most + 1)
@@ -164,14 +153,11 @@ def _counted(complements: Complements, new: dict[str, Any]) -> tuple[dict[str, A
     """
     required, listed = set(new.get("required", ())), new.get("properties", {})
     free = [name for name, schema in listed.items() if name not in required and schema is not False]
-    least, most = (
-        new.get("minProperties", 0) - len(required),
-        new.get("maxProperties", math.inf) - len(required),
-    )
+    least = new.get("minProperties", 0) - len(required)
+    most = new.get("maxProperties", math.inf) - len(required)
     if not free:
-        complements.loose |= (
-            least > 1
-        )  # a name that is not listed may be written twice, and a parser keeps one
+        # A name that is not listed may be written twice, and a parser keeps one.
+        complements.loose |= least > 1
         return new, True
     kept = {key: value for key, value in new.items() if key not in ("minProperties", "maxProperties")}
     closed = new.get("additionalProperties") is False and not new.get("patternProperties")
@@ -205,69 +191,48 @@ def _dependencies(raw: Mapping[str, Any], new: Mapping[str, Any]) -> Iterable[tu
 class Evaluated(NamedTuple):
     """What a schema evaluates: names and patterns of properties, or all; the number of first items, or all."""
 
-    names: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
-    all_names: bool = False
-    items: int = 0
-    all_items: bool = False
-
-    def joined(self, other: Evaluated) -> Evaluated:
-        return Evaluated(
-            self.names + other.names, self.patterns + other.patterns, self.all_names or other.all_names,
-            max(self.items, other.items), self.all_items or other.all_items,
-        )  # fmt: skip
+    names: set[str]
+    patterns: set[str]
+    every_name: bool
+    items: int
+    every_item: bool
 
 
-def _closed(complements: Complements, raw: Mapping[str, Any], new: Mapping[str, Any]) -> Closed:
-    """Makes the function that applies `unevaluatedProperties` and `unevaluatedItems` to what is left."""
+def _closed(complements: Complements, raw: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
+    """`unevaluatedProperties` and `unevaluatedItems` as a schema of what is left."""
     if not {"unevaluatedProperties", "unevaluatedItems"} & raw.keys():
-        return lambda *applied: True
-    options = [key for key in ("anyOf", "oneOf", "if") if key in raw]
-    always = [{key: value for key, value in raw.items() if key not in options}]
-    always += raw.get("dependentSchemas", {}).values()
-    if len(options) > 1:  # which of them evaluates a property is left to the check
-        inner = [*raw.get("anyOf", ()), *raw.get("oneOf", ())]
-        always += [*inner, *(raw[key] for key in ("if", "then", "else") if key in raw)]
-    complements.loose |= len(options) > 1 or "dependentSchemas" in raw
-    own = [_evaluated(complements, schema) for schema in always]
-
-    def closed(*applied: Any) -> Any:
-        seen = Evaluated()
-        for more in (*own, *(_evaluated(complements, schema) for schema in applied)):
-            seen = seen.joined(more)
-        parts = []
-        if "unevaluatedItems" in new and not seen.all_items:
-            rest, count = new["unevaluatedItems"], seen.items
-            first = {complements.first: [True] * count, complements.rest: rest}
-            parts.append(first if count else {"items": rest})
-        if "unevaluatedProperties" in new and not seen.all_names:
-            named = {
-                "properties": dict.fromkeys(seen.names, True),
-                "additionalProperties": new["unevaluatedProperties"],
-            }
-            parts.append(named | {"patternProperties": dict.fromkeys(seen.patterns, True)})
-        return every(*parts)
-
-    return closed
+        return True
+    seen, parts = list(_evaluated(complements, raw)), list[Any]()
+    if "unevaluatedItems" in new and not any(one.every_item for one in seen):
+        rest, count = new["unevaluatedItems"], max(one.items for one in seen)
+        first = {complements.first: [True] * count, complements.rest: rest}
+        parts.append(first if count else {"items": rest})
+    if "unevaluatedProperties" in new and not any(one.every_name for one in seen):
+        names = {name: True for one in seen for name in sorted(one.names)}
+        patterns = {pattern: True for one in seen for pattern in sorted(one.patterns)}
+        rest = new["unevaluatedProperties"]
+        parts.append({"properties": names, "patternProperties": patterns, "additionalProperties": rest})
+    return every(*parts)
 
 
-def _evaluated(complements: Complements, schema: Any, depth: int = 0) -> Evaluated:
-    """What a schema evaluates where it holds, with references and `allOf`; other conditions are left to the check."""
+def _evaluated(complements: Complements, schema: Any, depth: int = 0) -> Iterable[Evaluated]:
+    """What a schema, its references and `allOf` evaluate; whether conditions evaluate more is left to the check."""
     if not isinstance(schema, Mapping) or depth > MOST_DEPTH:
         complements.loose |= depth > MOST_DEPTH
-        return Evaluated()
+        return
     first, items = schema.get("prefixItems", ()), schema.get("items")
     if isinstance(items, list | tuple):
         first, items = items, schema.get("additionalItems")
-    seen = Evaluated(
-        tuple(schema.get("properties", ())), tuple(schema.get("patternProperties", ())),
-        "additionalProperties" in schema, len(first), items is not None,
-    )  # fmt: skip
+    names, patterns = set(schema.get("properties", ())), set(schema.get("patternProperties", ()))
+    yield Evaluated(names, patterns, "additionalProperties" in schema, len(first), items is not None)
     applied = [resolved(complements.root, str(schema["$ref"]))] if "$ref" in schema else []
+    for key in ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "contains"):
+        if key in schema:
+            complements.unchecked()
+            value = schema[key].values() if key == "dependentSchemas" else schema[key]
+            applied += [value] if isinstance(value, Mapping | bool) else value
     for inner in (*applied, *schema.get("allOf", ())):
-        seen = seen.joined(_evaluated(complements, inner, depth + 1))
-    complements.loose |= bool(schema.keys() & {"anyOf", "oneOf", "if", "dependentSchemas", "contains"})
-    return seen
+        yield from _evaluated(complements, inner, depth + 1)
 
 
 # --- look-around
