@@ -69,7 +69,7 @@ def main() -> None:
     for schema in schemas:
         prompt = f"# {' '.join(schema['properties'])}\nrecord = "
         one = mj.sample(lm, prompt, schema=schema, max_tokens=192)
-        other = mj.sample(lm, prompt, schema=mj.grammar.Canvas(schema), max_tokens=192)
+        other = mj.sample(lm, prompt, schema=mj.grammar.JSONCanvas(schema), max_tokens=192)
         gate.append(int(one.forwards[0]))
         canvas.append(int(other.forwards[0]))
         tokens.append(other.lengths[0])
@@ -77,7 +77,13 @@ def main() -> None:
     n, wild = -(-args.checked // args.count), model("random")
     for i, schema in enumerate(schemas):
         out = mj.sample(
-            wild, "record = ", schema=mj.grammar.Canvas(schema), n=n, max_tokens=192, temperature=1.0, seed=i
+            wild,
+            "record = ",
+            schema=mj.grammar.JSONCanvas(schema),
+            n=n,
+            max_tokens=192,
+            temperature=1.0,
+            seed=i,
         )
         invalid += sum(not valid(schema, text) for text in out.texts)
     ratio = np.array(gate) / np.array(canvas)

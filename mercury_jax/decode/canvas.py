@@ -8,7 +8,7 @@ of which it becomes (enum, boolean, integer), or a text whose end is where the m
     pass 2 .. the log-probability of each choice, summed over its tokens; the choices that are certain enough are
               written, and the most certain one in any case
 
-Every choice is a value of the schema, so every answer is valid. `mj.sample(schema=mj.grammar.Canvas(...))` comes here.
+Every choice is a value of the schema, so every answer is valid. `mj.sample` comes here with `mj.grammar.JSONCanvas`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.grammar.complement import NOTES, plain_values
-from mercury_jax.decode.grammar.spec import Canvas, Place, check_bounds, grammar_error
+from mercury_jax.decode.grammar.spec import JSONCanvas, Place, check_bounds, grammar_error
 from mercury_jax.decode.grammar.vocabulary import vocabulary_of
 from mercury_jax.decode.logits import logits
 from mercury_jax.tokenizer import AnyTokenizer
@@ -76,7 +76,7 @@ class _Row(NamedTuple):
 def solve_canvases(
     lm: LM,
     prompts: Sequence[Sequence[int]],
-    spec: Canvas,
+    spec: JSONCanvas,
     most: np.ndarray,
     temperature: float,
     seeds: np.ndarray,
@@ -92,7 +92,7 @@ def solve_canvases(
     mask = lm.corruption.mask
     if mask is None or lm.model.config.pattern not in ("bidirectional", "causal_encoder"):
         allowed = f"a JSON Schema: {lm.name} has no mask, or no canvas that it reads both ways"
-        raise refuse("schema", "a Canvas", allowed)
+        raise refuse("schema", "a JSONCanvas", allowed)
     parts = canvas_parts(lm.tokenizer, spec)
     largest = sum(map(_largest, parts))
     if largest > min(most):
@@ -119,7 +119,7 @@ def solve_canvases(
     return Solved([row.canvas for row in rows], forwards, passes)
 
 
-def canvas_parts(tokenizer: AnyTokenizer, spec: Canvas) -> list[Part]:
+def canvas_parts(tokenizer: AnyTokenizer, spec: JSONCanvas) -> list[Part]:
     """Divides the answers of a schema into literals and holes.
 
     Raises:
@@ -188,14 +188,14 @@ def _pieces(schema: Any, where: Place) -> Iterator[str | list[str] | tuple[int, 
     ):
         names = schema["properties"]
         if set(names) != set(schema.get("required", ())):
-            raise grammar_error(where / "required", schema.get("required"), "all properties, in a Canvas")
+            raise grammar_error(where / "required", schema.get("required"), "all properties, in a JSONCanvas")
         yield "{"
         for i, (name, inner) in enumerate(names.items()):
             yield f"{', ' if i else ''}{json.dumps(name)}: "
             yield from _pieces(inner, where / "properties" / name)
         yield "}"
     else:
-        raise grammar_error(where, schema, f"in a Canvas: {_ALLOWED}")
+        raise grammar_error(where, schema, f"in a JSONCanvas: {_ALLOWED}")
 
 
 def _fixed(part: Part) -> bool:

@@ -26,7 +26,7 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.answer_text import closed_thinking, decode_answer, end_stopped_rows, watched_rows
 from mercury_jax.decode.canvas import solve_canvases
-from mercury_jax.decode.grammar.spec import Canvas, Spec
+from mercury_jax.decode.grammar.spec import JSONCanvas, Spec
 from mercury_jax.decode.inputs import (
     MAX_TOKENS,
     EffortLike,
@@ -99,7 +99,7 @@ def sample(
     schema: Mapping[str, Any]
     | bool
     | Spec
-    | Canvas
+    | JSONCanvas
     | Sequence[Mapping[str, Any] | bool | Spec | None]
     | None = None,
     draft: Draft | LM | BlockDrafter | str | Path | None = None,
@@ -146,7 +146,7 @@ def sample(
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
             with one of these (or None) per prompt. Where a grammar enforces a part of a schema only (`uniqueItems`),
             answers are validated at the end, and decoded again from the value at fault, up to 16 times. Needs the extra
-            `serve`. Not with state, passes, guidance or mesh. An `mj.grammar.Canvas` decodes out of order.
+            `serve`. Not with state, passes, guidance or mesh. An `mj.grammar.JSONCanvas` decodes out of order.
         draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or what `mj.load_drafter` reads: a
             block drafter that was trained for `lm`, "smollm2-drafter", "lookup". It drafts blocks, and `lm`, a model
             that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
@@ -194,7 +194,7 @@ def sample(
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
         mesh=mesh, schema=schema, bad_words=bad_words, n=n, stop=stop, draft=draft, passes=passes,
     ).checked()  # fmt: skip
-    if isinstance(schema, Canvas):
+    if isinstance(schema, JSONCanvas):
         return _sample_canvas(lm, request, schema, began)
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)
@@ -280,19 +280,19 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
     return session, frames, total
 
 
-def _sample_canvas(lm: LM, request: Request, spec: Canvas, began: float) -> Output:
+def _sample_canvas(lm: LM, request: Request, spec: JSONCanvas, began: float) -> Output:
     """Decodes JSON out of order; few arguments of `sample` have a meaning there."""
     default = Request(schema=spec)
     for name in ("sampler", "plan", "effort", "stop", "logit_bias", "guidance", "negative", "logprobs", "state", "mesh",
                  "draft", "bad_words", "passes"):  # fmt: skip
         if (value := getattr(request, name)) is not None and value != getattr(default, name):
-            raise refuse(name, value, f"{getattr(default, name)} with a Canvas as the schema")
+            raise refuse(name, value, f"{getattr(default, name)} with a JSONCanvas as the schema")
     prompts, _ = encode_prompts(lm, request.prompt)
     most = np.repeat(check_max_tokens(lm, prompts, request.max_tokens), request.n)
     seeds = row_seeds(request.seed, len(prompts), request.n)
     temperature = np.asarray(0.0 if request.temperature is None else request.temperature)
     if temperature.ndim or not isinstance(seeds, np.ndarray):
-        raise refuse("temperature or seed", "one for each prompt, or a key", "one number with a Canvas")
+        raise refuse("temperature or seed", "one for each prompt, or a key", "one number with a JSONCanvas")
     ids = [p.ids for p in prompts for _ in range(request.n)]
     made = solve_canvases(lm, ids, spec, most, float(temperature), seeds)
     return Output(

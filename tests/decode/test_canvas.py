@@ -1,4 +1,4 @@
-"""Canvas: JSON out of order is valid whatever the model says and takes few passes; what has none is refused by name."""
+"""JSON out of order is valid whatever the model says, and takes few passes; what has no canvas is refused by name."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import mercury_jax as mj
-from mercury_jax.decode.grammar import Canvas
+from mercury_jax.decode.grammar import JSONCanvas
 from tests.decode.grammar_schemas import record
 from tests.tiny import tiny
 
@@ -20,7 +20,7 @@ PROMPTS = ["def x", "return y if x"]
 
 
 def run(lm=None, **more):
-    asked = {"max_tokens": 160, "schema": Canvas(SCHEMA), "temperature": 1.0} | more
+    asked = {"max_tokens": 160, "schema": JSONCanvas(SCHEMA), "temperature": 1.0} | more
     return mj.sample(lm or tiny("bidirectional", 8, "absorbing"), PROMPTS, **asked)
 
 
@@ -39,7 +39,7 @@ def test_a_value_is_written_once_it_is_certain_enough():
     """A bound that every choice passes leaves two passes: one for the sizes, one for all values."""
     assert set(run(seed=1).forwards) != {2}
     sure = mj.sample(
-        tiny("bidirectional", 8, "absorbing"), PROMPTS, max_tokens=160, schema=Canvas(SCHEMA, p=1e-9)
+        tiny("bidirectional", 8, "absorbing"), PROMPTS, max_tokens=160, schema=JSONCanvas(SCHEMA, p=1e-9)
     )
     assert sure.forwards.tolist() == [2, 2]
 
@@ -51,27 +51,27 @@ def test_the_embedded_model_takes_fewer_passes_than_the_gate():
             kind={"enum": names}, on={"type": "boolean"}, n={"type": "integer", "minimum": 0, "maximum": 99}
         )
         gate = mj.sample(nano, "record = ", max_tokens=96, schema=schema, seed=seed)
-        canvas = mj.sample(nano, "record = ", max_tokens=96, schema=Canvas(schema), seed=seed)
+        canvas = mj.sample(nano, "record = ", max_tokens=96, schema=JSONCanvas(schema), seed=seed)
         assert canvas.forwards[0] < gate.forwards[0]
         np.testing.assert_array_equal(Draft202012Validator(schema).is_valid(json.loads(canvas.text)), True)
 
 
 REFUSED = [
     (
-        dict(schema=Canvas(record(a={"type": "array"}))),
-        r"schema\.properties\.a is .*; allowed: in a Canvas: const",
+        dict(schema=JSONCanvas(record(a={"type": "array"}))),
+        r"schema\.properties\.a is .*; allowed: in a JSONCanvas: const",
     ),
-    (dict(schema=Canvas(record(a={"type": "string"}))), r"schema\.properties\.a is"),
+    (dict(schema=JSONCanvas(record(a={"type": "string"}))), r"schema\.properties\.a is"),
     (
-        dict(schema=Canvas({**SCHEMA, "required": ["n"]})),
+        dict(schema=JSONCanvas({**SCHEMA, "required": ["n"]})),
         r"schema\.required is \['n'\]; allowed: all properties",
     ),
-    (dict(schema=Canvas(SCHEMA, p=0)), "schema.p is 0"),
+    (dict(schema=JSONCanvas(SCHEMA, p=0)), "schema.p is 0"),
     (dict(max_tokens=9), "max_tokens is 9; allowed: at least"),
-    (dict(stop=["x"]), r"stop is \['x'\]; allowed: None with a Canvas"),
-    (dict(passes=3), "passes is 3; allowed: None with a Canvas"),
+    (dict(stop=["x"]), r"stop is \['x'\]; allowed: None with a JSONCanvas"),
+    (dict(passes=3), "passes is 3; allowed: None with a JSONCanvas"),
     (dict(plan=mj.Plan(block=4)), "plan is Plan"),
-    (dict(temperature=[0.0, 1.0]), "allowed: one number with a Canvas"),
+    (dict(temperature=[0.0, 1.0]), "allowed: one number with a JSONCanvas"),
     (dict(lm=tiny("block_causal", 8, "absorbing")), "no canvas that it reads both ways"),
     (dict(lm=tiny("causal_encoder", 8, "uniform")), "has no mask"),
 ]

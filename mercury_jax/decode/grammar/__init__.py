@@ -22,10 +22,10 @@ from mercury_jax.decode.grammar.grammar import Grammar, Walker, WalkerStep, comp
 from mercury_jax.decode.grammar.refusals import COMPILE_SECONDS, enforceable
 from mercury_jax.decode.grammar.spec import (
     CallsOr,
-    Canvas,
     Choice,
     FreeOr,
     GrammarError,
+    JSONCanvas,
     JSONObject,
     JSONSchema,
     Place,
@@ -37,6 +37,23 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 __all__ = [
-    "COMPILE_SECONDS", "CallsOr", "Canvas", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema",
-    "Place", "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
+    "COMPILE_SECONDS",
+    "CallsOr",
+    "Choice",
+    "FreeOr",
+    "Grammar",
+    "GrammarError",
+    "JSONCanvas",
+    "JSONObject",
+    "JSONSchema",
+    "Place",
+    "Regex",
+    "Spec",
+    "ToolCalls",
+    "Walker",
+    "WalkerStep",
+    "Without",
+    "check_bounds",
+    "compile",
+    "enforceable",
 ]  # fmt: skip

@@ -172,7 +172,7 @@ class Without:
 
 
 @dataclass(frozen=True)
-class Canvas:
+class JSONCanvas:
     """As JSONSchema, decoded out of order: for models with a mask and a canvas that they read both ways.
 
     Keys and punctuation are on the canvas from the first pass, and values are solved from both sides. For `mj.sample`,
