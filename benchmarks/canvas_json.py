@@ -1,7 +1,7 @@
 """Passes for valid JSON, out of order and by the gate: `python -m benchmarks.canvas_json --count 100 --checked 10000`.
 
 Objects of three to eight required properties (enums, booleans, integers, short texts), each asked once of both with
-the same prompt. Then more answers on canvases of a model with random weights, drawn at temperature 1, whose validity
+the same prompt. Then more answers on canvases of a tiny model with random weights, drawn at temperature 1, whose validity
 alone is counted. Prints one JSON line.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from jsonschema import Draft202012Validator
 
 import mercury_jax as mj
-from benchmarks.grammar_models import model
 from mercury_jax.compilation import hardware
+from tests.tiny import tiny
 
 NAMES = ["id", "name", "kind", "state", "level", "size", "flag", "color", "count", "code"]
 WORDS = [
@@ -74,7 +74,7 @@ def main() -> None:
         canvas.append(int(other.forwards[0]))
         tokens.append(other.lengths[0])
         invalid += not valid(schema, one.text) or not valid(schema, other.text)
-    n, wild = -(-args.checked // args.count), model("random")
+    n, wild = -(-args.checked // args.count), tiny("bidirectional", 8, "absorbing")
     for i, schema in enumerate(schemas):
         out = mj.sample(
             wild,

@@ -37,23 +37,7 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 __all__ = [
-    "COMPILE_SECONDS",
-    "CallsOr",
-    "Choice",
-    "FreeOr",
-    "Grammar",
-    "GrammarError",
-    "JSONCanvas",
-    "JSONObject",
-    "JSONSchema",
-    "Place",
-    "Regex",
-    "Spec",
-    "ToolCalls",
-    "Walker",
-    "WalkerStep",
-    "Without",
-    "check_bounds",
-    "compile",
+    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONCanvas", "JSONObject",
+    "JSONSchema", "Place", "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile",
     "enforceable",
 ]  # fmt: skip
