@@ -1,8 +1,8 @@
 """Passes for valid JSON, out of order and by the gate: `python -m benchmarks.canvas_json --count 100 --checked 10000`.
 
 Objects of three to eight required properties (enums, booleans, integers, short texts), each asked once of both with
-the same prompt. Then more answers on canvases of a tiny model with random weights, drawn at temperature 1, whose validity
-alone is counted. Prints one JSON line.
+the same prompt. Then more answers on canvases of a tiny model with random weights, drawn at temperature 1, whose
+validity alone is counted. Prints one JSON line.
 """
 
 import argparse
