@@ -1,8 +1,9 @@
 """Thousands of constrained answers of models, through the engine: `python -m benchmarks.grammar_models`.
 
 Each answer has a schema, a prompt, a budget, a rule and a temperature drawn at random. Prints one JSON line:
-answers, how many do not validate and how many are longer than their budget (both to be 0), what was refused and
-why, and what the grammars cost. --schemas: a folder of schemas, one to a file; the default is our own.
+answers, how many do not validate and how many are longer than their budget (both to be 0), how many attempts were
+made again and how many answers were given up (an error of the server), what was refused and why, and what the
+grammars cost. --schemas: a folder of schemas, one to a file; the default is our own.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import mercury_jax as mj
 from benchmarks.grammar_clock import Clock
 from mercury_jax import models
 from mercury_jax.compilation import hardware
+from mercury_jax.decode.constrained import RETRIES, RETRY_TEMPERATURE, kept_of, retry_seed
 from mercury_jax.decode.grammar import Grammar, GrammarError, JSONSchema, compile
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
@@ -128,12 +130,8 @@ class Tally:
 
     def add(self, asked: Asked) -> None:
         """Judge an answer, once it is there."""
-        last = asked.ticket.wait(600)
-        tokens, job = last.tokens.tolist(), asked.job
-        if job.thinking:
-            marks = self.lm.tokenizer.thinking
-            assert marks is not None
-            tokens = tokens[tokens.index(marks.close) + 1 :]
+        last, job = asked.ticket.wait(600), asked.job
+        tokens = last.tokens.tolist()[answer_start(self.lm, asked) :]
         self.finish[str(last.finish)] += 1
         self.count.update(
             answers=1, tokens=len(tokens), passes=last.forwards, forced=int(last.forced.sum()),
@@ -147,6 +145,32 @@ class Tally:
         if problem is not None or last.finish not in ("stop", "length"):
             self.count["invalid"] += 1
             self.problems.append(f"{asked.named.name}: {problem} {last.finish} {last.message} {job}"[:2000])
+
+
+def answer_start(lm: LM, asked: Asked) -> int:
+    """The index of the first token behind the thinking."""
+    marks = lm.tokenizer.thinking
+    if not asked.job.thinking or marks is None:
+        return 0
+    return asked.ticket.wait(600).tokens.tolist().index(marks.close) + 1
+
+
+def settled(engine: Engine, asked: Asked, tally: Tally) -> Asked | None:
+    """An answer that passes the check of what its grammar leaves open; None after all attempts of the server."""
+    first = asked.job
+    for attempt in range(1, RETRIES + 2):
+        last, at = asked.ticket.wait(600), answer_start(engine.lm, asked)
+        tokens, forced = last.tokens[at:].tolist(), last.forced[at:].tolist()
+        kept = kept_of(asked.named.grammar, tokens, forced, asked.job.kept, attempt)
+        if kept is None:
+            return asked
+        if attempt <= RETRIES:
+            tally.count["again"] += 1
+            warm, seed = max(first.temperature or 0.0, RETRY_TEMPERATURE), retry_seed(first.seed, attempt)
+            job = dataclasses.replace(first, seed=seed, temperature=warm, kept=kept)
+            asked = asked._replace(job=job, ticket=engine.submit(job))
+    tally.count["gave_up"] += 1
+    return None
 
 
 def ask(
@@ -177,11 +201,13 @@ def answers(
     for asked in ask(engine, pool, args, rng, tally):
         waiting.append(asked)
         if len(waiting) >= 3 * args.slots:
-            tally.add(waiting.popleft())
+            if (done := settled(engine, waiting.popleft(), tally)) is not None:
+                tally.add(done)
             if tally.count["answers"] % args.tell == 0:
                 print(dict(tally.count), file=sys.stderr, flush=True)
     while waiting:
-        tally.add(waiting.popleft())
+        if (done := settled(engine, waiting.popleft(), tally)) is not None:
+            tally.add(done)
 
 
 def run(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +215,7 @@ def run(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
     rng, why = np.random.default_rng(args.seed), Counter[str]()
     found = schemas(args.schemas)
     found = {name: found[name] for name in rng.permutation(list(found)).tolist()}
-    vars(importlib.import_module(Grammar.__module__))["SECONDS"] = args.seconds
+    vars(importlib.import_module(Grammar.__module__))["COMPILE_SECONDS"] = args.seconds
     pool, tally = compiled(lm, found, args.most, why), Tally(lm)
     seats = EngineConfig(
         slots=args.slots, queue=4 * args.slots, context=512, block=args.block, max_logprobs=1
@@ -206,6 +232,7 @@ def run(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
     total = sum(why.values()) + len(pool)
     row = {
         "experiment": "schemas", "model": lm.name, "schemas_from": args.name, "schemas": total, "honoured": len(pool),
+        "checked": sum(named.grammar.fault is not None for named in pool),
         "refused_at_compile": sum(why.values()), "reasons": dict(why.most_common()),
         "refused_at_admission": dict(tally.refused.most_common()),
     }  # fmt: skip
@@ -221,7 +248,18 @@ def run(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-COUNTED = ("answers", "invalid", "over_budget", "not_refused", "thinking", "tokens", "forced", "passes")
+COUNTED = (
+    "answers",
+    "invalid",
+    "over_budget",
+    "not_refused",
+    "thinking",
+    "tokens",
+    "forced",
+    "passes",
+    "again",
+    "gave_up",
+)
 
 
 def main() -> None:

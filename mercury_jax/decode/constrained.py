@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt
 
-from mercury_jax.decode.grammar.grammar import Walker
+from mercury_jax.decode.grammar.grammar import Grammar, Walker
 from mercury_jax.decode.passes import run_limited
 from mercury_jax.decode.session import Session, advance
 from mercury_jax.decode.state import DecodeConfig, Frame, State
@@ -28,6 +28,49 @@ from mercury_jax.decode.token_stats import slice_at
 from mercury_jax.types import LM, Params
 
 ALL_IDS = 0xFFFFFFFF  # a word of a grammar mask in which every id is allowed
+RETRIES = 16  # of an answer that satisfies its grammar, but not what the grammar leaves to a check
+MOST_BANNED = 16  # tokens that attempts at the same value begin with
+RETRY_TEMPERATURE = 0.7  # at least, so that another seed gives another answer
+
+
+def retry_seed(seed: Any, attempt: int) -> Any:
+    """Returns the seed of an attempt after the first, from 1 on."""
+    return (seed + attempt * 0x3C6EF372) % (1 << 31)
+
+
+class Kept(NamedTuple):
+    """With what another attempt at an answer begins, and the tokens that may not follow it."""
+
+    tokens: tuple[int, ...] = ()
+    banned: frozenset[int] = frozenset()
+
+
+def kept_of(
+    grammar: Grammar, tokens: Sequence[int], forced: Sequence[bool], before: Kept, attempt: int
+) -> Kept | None:
+    """Checks a finished answer.
+
+    Args:
+        forced: Of each token, whether the grammar left no choice.
+        before: With what this answer began.
+        attempt: Number of the next attempt, from 1 on.
+
+    Returns:
+        None if the answer is valid. Otherwise what the next attempt keeps: all up to the first value that is at fault.
+        Where that is a text or a number, it begins with another token than in earlier attempts. Where it is an object
+        or a list, every second attempt begins anew.
+    """
+    found = grammar.sound(tokens)
+    if found is None:
+        return None
+    count, single = found
+    while count < len(tokens) and forced[count]:
+        count += 1
+    kept = tuple(tokens[:count])
+    banned = (before.banned if before.tokens == kept else frozenset()) | {*tokens[count : count + 1]}
+    if single and len(banned) <= MOST_BANNED:
+        return Kept(kept, banned)
+    return Kept() if single or not attempt % 2 else Kept(kept)
 
 
 class CommittedTokens(NamedTuple):
@@ -168,8 +211,8 @@ class ConstrainedRow:
         ended: Whether the answer is complete.
     """
 
-    def __init__(self, walker: Walker):
-        self.walker = walker
+    def __init__(self, walker: Walker, kept: Kept = Kept()):
+        self.walker, self._kept = walker, kept
         self.first: int | None = None
         self.committed: list[int] = []
         self.forced: list[bool] = []
@@ -194,9 +237,26 @@ class ConstrainedRow:
         return bool(self._unwritten) or self._clear or (self.ended and not self._end_written)
 
     def begin(self, at: int, waits: bool = False) -> None:
-        """Begins the answer at an absolute position, and commits the tokens that the grammar forces there."""
+        """Begins the answer at an absolute position, and commits the tokens that are kept or forced there."""
         self.first, self._clear = at, waits
-        self._advance((), ())
+        if self.walker.ended:  # the answer of an earlier run
+            self.committed, self.forced = list(self.walker.written), [True] * len(self.walker.written)
+            self._unwritten, self.ended = deque(self.committed), True
+        while not self.ended and len(self.committed) < len(self._kept.tokens):
+            before = len(self.committed)
+            self._advance(self._kept.tokens[before : before + 1], [True])
+        if not self._kept.tokens:
+            self._advance((), ())
+
+    def again(self, attempt: int) -> ConstrainedRow | None:
+        """Checks the answer, which is complete; returns the row of the next attempt, or None if it is valid."""
+        grammar = self.walker.grammar
+        kept = kept_of(grammar, self.committed, self.forced, self._kept, attempt)
+        return None if kept is None else ConstrainedRow(grammar.walk(self.walker.budget), kept)
+
+    def repeated(self) -> ConstrainedRow:
+        """Returns a row that has this row's answer, which is complete, from the start."""
+        return ConstrainedRow(self.walker)
 
     def propose(
         self, start: int, answer: Sequence[int], accepted: Sequence[bool], on_device: bool = False
@@ -238,7 +298,13 @@ class ConstrainedRow:
 
     def bits(self) -> np.ndarray:
         """Returns the ids allowed at the frontier as a bit mask, uint32 [words], for `processors.allow_bits`."""
-        return self.walker.bits()
+        words = self.walker.bits()
+        if self._kept.banned and len(self.committed) == len(self._kept.tokens):
+            others = words.copy()
+            for id in self._kept.banned:
+                others[id // 32] &= ~(np.uint32(1) << np.uint32(id % 32))
+            words = others if others.any() else words
+        return words
 
 
 Grammars = Sequence[ConstrainedRow | None]

@@ -24,7 +24,7 @@ from mercury_jax.decode.answer_text import check_stops, continuation_prompt, vis
 from mercury_jax.decode.build_config import build_config, check_functions
 from mercury_jax.decode.constrained import ALL_IDS, ConstrainedRow, Grammars
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
-from mercury_jax.decode.grammar.spec import GrammarError, JSONSchema, Spec, Without
+from mercury_jax.decode.grammar.spec import GrammarError, JSONCanvas, JSONSchema, Spec, Without
 from mercury_jax.decode.inputs import EffortLike
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
@@ -57,7 +57,7 @@ from mercury_jax.types import LM, Key
 LogitBias: TypeAlias = Mapping[int, float] | Sequence[Mapping[int, float] | None]
 Stops: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None]
 Schema: TypeAlias = Mapping[str, Any] | bool | Spec  # a JSON Schema, or a spec of `mj.grammar`
-Schemas: TypeAlias = Schema | Sequence[Schema | None]
+Schemas: TypeAlias = Schema | JSONCanvas | Sequence[Schema | None]
 
 
 class Request(NamedTuple):

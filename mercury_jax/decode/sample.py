@@ -25,7 +25,8 @@ from mercury_jax import decode
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.answer_text import closed_thinking, decode_answer, end_stopped_rows, watched_rows
-from mercury_jax.decode.grammar.spec import Spec
+from mercury_jax.decode.canvas import solve_canvases
+from mercury_jax.decode.grammar.spec import JSONCanvas, Spec
 from mercury_jax.decode.inputs import (
     MAX_TOKENS,
     EffortLike,
@@ -34,8 +35,11 @@ from mercury_jax.decode.inputs import (
     Seeds,
     WholeNumbers,
     check_lm,
+    check_max_tokens,
     check_whole,
+    encode_prompts,
     explain_wrong_params,
+    row_seeds,
 )
 from mercury_jax.decode.methods.acceptance import check_verifier
 from mercury_jax.decode.methods.block_drafter import with_block_drafter
@@ -63,7 +67,7 @@ from mercury_jax.decode.session import (
 from mercury_jax.decode.state import DecodeConfig, Frame, prefill_width
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.types import LM, BlockDrafter, shortened
+from mercury_jax.types import LM, BlockDrafter, Key, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +97,12 @@ def sample(
     passes: int | None = None,
     history: bool = False,
     mesh: Mesh | None = None,
-    schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
+    schema: Mapping[str, Any]
+    | bool
+    | Spec
+    | JSONCanvas
+    | Sequence[Mapping[str, Any] | bool | Spec | None]
+    | None = None,
     draft: Draft | LM | BlockDrafter | str | Path | None = None,
     bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     draft_text: str | Sequence[str | None] | None = None,
@@ -140,7 +149,9 @@ def sample(
         history: Whether to return a `Frame` of every pass in `Output.history`.
         mesh: Mesh over whose `data` axis the rows are sharded.
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
-            with one of these (or None) per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
+            with one of these (or None) per prompt. Where a grammar enforces a part of a schema only (`uniqueItems`),
+            answers are validated at the end, and decoded again from the value at fault, up to 16 times. Needs the extra
+            `serve`. Not with state, passes, guidance or mesh. An `mj.grammar.JSONCanvas` decodes out of order.
         draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or what `mj.load_drafter` reads: a
             block drafter that was trained for `lm`, "smollm2-drafter", "lookup". It drafts blocks, and `lm`, a model
             that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
@@ -161,7 +172,7 @@ def sample(
 
     Raises:
         ValueError: Names the argument that does not fit, before any compute; or names row and pass if the logits of a
-            model are NaN.
+            model are NaN; or names the row without a valid answer after all attempts.
 
     Example:
         >>> out = mj.sample(lm, "def fibonacci(n):", max_tokens=64)
@@ -200,6 +211,8 @@ def sample(
         mesh=mesh, schema=schema, bad_words=bad_words, n=n, stop=stop, draft=draft, passes=passes,
         draft_text=draft_text, reads_images=True,
     ).checked()  # fmt: skip
+    if isinstance(schema, JSONCanvas):
+        return _sample_canvas(lm, request, schema, began)
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)
     else:
@@ -213,8 +226,9 @@ def sample(
             return dataclasses.replace(out, passes=made, n=n)
         session = start(lm, request)
     cached = _cached(request, session.config, session.state.tokens.shape[1])
+    spent = np.zeros(session.rows, int)
     if request.grammars is not None:
-        session, frames, made = constrained.run(lm, session, request.grammars, history)
+        session, frames, made, spent = _run_constrained(lm, request, session, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
     answers = read_answers(session.config, session.state)
@@ -224,8 +238,9 @@ def sample(
         made += more
     keep = keep or state is not None or passes is not None
     return dataclasses.replace(
-        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n
-    )
+        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n,
+        forwards=out.forwards + spent, evaluated=out.evaluated + spent,
+    )  # fmt: skip
 
 
 def _cached(request: Request, config: DecodeConfig, slots: int) -> np.ndarray:
@@ -281,6 +296,87 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
         for i in range(count if history else 0):
             frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
     return session, frames, total
+
+
+def _sample_canvas(lm: LM, request: Request, spec: JSONCanvas, began: float) -> Output:
+    """Decodes JSON out of order; few arguments of `sample` have a meaning there."""
+    default = Request(schema=spec)
+    for name in ("sampler", "plan", "effort", "stop", "logit_bias", "guidance", "negative", "logprobs", "state", "mesh",
+                 "draft", "bad_words", "passes"):  # fmt: skip
+        if (value := getattr(request, name)) is not None and value != getattr(default, name):
+            raise refuse(name, value, f"{getattr(default, name)} with a JSONCanvas as the schema")
+    prompts, _ = encode_prompts(lm, request.prompt)
+    most = np.repeat(check_max_tokens(lm, prompts, request.max_tokens), request.n)
+    seeds = row_seeds(request.seed, len(prompts), request.n)
+    temperature = np.asarray(0.0 if request.temperature is None else request.temperature)
+    if temperature.ndim or not isinstance(seeds, np.ndarray):
+        raise refuse("temperature or seed", "one for each prompt, or a key", "one number with a JSONCanvas")
+    ids = [p.ids for p in prompts for _ in range(request.n)]
+    made = solve_canvases(lm, ids, spec, most, float(temperature), seeds)
+    return Output(
+        texts=[lm.tokenizer.decode(tokens.tolist()) for tokens in made.tokens],
+        tokens=made.tokens,
+        forwards=made.forwards,
+        evaluated=made.forwards,
+        finish=["stop"] * len(ids),
+        seconds=time.perf_counter() - began,
+        thinking=[None] * len(ids),
+        passes=made.passes,
+        encoded=np.zeros(len(ids), int),
+        n=request.n,
+        first=np.array([len(one) for one in ids]),
+        tokenizer=lm.tokenizer,
+    )
+
+
+def _run_constrained(
+    lm: LM, request: Request, session: Session, history: bool
+) -> tuple[Session, list[Frame], int, np.ndarray]:
+    """Runs a call with grammars. An answer that fails the check of what its grammar leaves open is decoded again.
+
+    The other rows run again too, in the same program; their answers are there from the start.
+
+    Returns:
+        As `_run`, and the passes [B] of earlier attempts.
+    """
+    assert request.grammars is not None and request.rows is not None
+    rows, spent, total, attempt = list(request.grammars), np.zeros(session.rows, int), 0, 0
+    while True:
+        session, frames, made = constrained.run(lm, session, rows, history)
+        total, attempt = total + made, attempt + 1
+        again = [None if row is None else row.again(attempt) for row in rows]
+        invalid = np.array([row is not None for row in again])
+        if not invalid.any():
+            return session, frames, total, spent
+        if attempt > constrained.RETRIES:
+            i = int(np.argmax(invalid))
+            name = next(row for row in again if row is not None).walker.grammar.name
+            raise ValueError(
+                f"{name}: the answer of row {i} is not valid after {attempt} attempts. A grammar enforces a part "
+                "of the schema; a simpler schema, another seed or more max_tokens may help"
+            )
+        spent += np.asarray(session.state.nfe)[: session.rows]
+        rows = [new or (row and row.repeated()) for new, row in zip(again, rows, strict=True)]
+        seeds = _retry_seeds(request.rows.seeds, invalid, attempt)
+        session = start(lm, request._replace(rows=request.rows._replace(seeds=seeds)))
+        session = _warmer(session, invalid)
+
+
+def _retry_seeds(seeds: np.ndarray | Key, rows: np.ndarray, attempt: int) -> np.ndarray | Key:
+    """The seeds of another attempt, or keys: other ones in some of the rows."""
+    if isinstance(seeds, np.ndarray):
+        return np.where(rows, constrained.retry_seed(seeds, attempt), seeds)
+    folded = jax.vmap(lambda key: jax.random.fold_in(key, attempt))(seeds)
+    return jnp.where(jnp.asarray(rows), folded, seeds)
+
+
+def _warmer(session: Session, rows: np.ndarray) -> Session:
+    """A session whose temperature in some rows is high enough for other answers."""
+    sampling = session.state.sampling
+    temperature = np.array(sampling.sampler.temperature)
+    temperature[: len(rows)][rows] = np.maximum(temperature[: len(rows)][rows], constrained.RETRY_TEMPERATURE)
+    sampling = sampling._replace(sampler=sampling.sampler._replace(temperature=temperature))
+    return dataclasses.replace(session, state=session.state._replace(sampling=sampling))
 
 
 def _continue_empty_answers(

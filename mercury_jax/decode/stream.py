@@ -126,7 +126,8 @@ def stream(
         state: `Output.state` of an earlier call, to continue from its KV cache.
         every: Number of passes between two outputs of an answer.
         mesh: Mesh over whose `data` axis the rows are sharded.
-        schema: Constraint on every answer. A token that the grammar has not committed is not `accepted`.
+        schema: Constraint on every answer. A token that the grammar has not committed is not `accepted`. A schema of
+            which a grammar enforces a part only, as with `uniqueItems`, is refused.
         bad_words: Texts that no answer holds.
 
     Returns:
@@ -152,6 +153,10 @@ def stream(
         schema=schema, bad_words=bad_words, reads_images=True,
     ).checked()  # fmt: skip
     request = encode_request(lm, request)
+    for row in request.grammars or ():
+        if row is not None and row.walker.grammar.fault is not None:
+            allowed = "one that a grammar enforces as a whole, since an answer that is shown stays. mj.sample checks it"
+            raise refuse("schema", row.walker.grammar.name, allowed)
     return _outputs(lm, request, start(lm, request), every)
 
 

@@ -1,28 +1,24 @@
 """POST /v1/chat/completions: renders the prompt of a conversation, and compiles the constraints on its answer.
 
 A constraint is a JSON Schema, or the tools that the answer may or must call. It is enforced twice: by a grammar during
-sampling, and by a check of the finished answer with an independent implementation of JSON Schema (`jsonschema`).
+sampling, and by a check of the finished answer with an independent implementation of JSON Schema (`jsonschema`). Where
+the grammar enforces a part only, an answer that fails the check is decoded again.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jsonschema import FormatChecker
-from jsonschema.exceptions import SchemaError, ValidationError as JsonSchemaError
-from jsonschema.validators import extend, validator_for
-from referencing import Registry
-from referencing.exceptions import Unresolvable
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.decode import grammar as grammars
-from mercury_jax.decode.grammar.lark import llguidance
+from mercury_jax.decode.grammar import validation
+from mercury_jax.decode.grammar.validation import is_valid
 from mercury_jax.decode.image_prompts import NO_TOWER
 from mercury_jax.images import Image
 from mercury_jax.serve import engine_requests, errors, protocol, responses
@@ -41,8 +37,6 @@ from mercury_jax.serve.streaming import respond
 from mercury_jax.serve.structured_outputs import OutputSpec, output_spec
 from mercury_jax.types import LM
 
-# A schema may refer only to itself: jsonschema's default registry would fetch references over the network.
-NO_REFERENCES: Registry[Any] = Registry()
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -52,8 +46,9 @@ class OutputConstraint(NamedTuple):
     Attributes:
         grammar: Grammar that the engine enforces; None for no constraint.
         check: Says whether a finished answer satisfies the constraint; None for no check.
-        valid: Says whether the arguments of a finished answer satisfy the parts of schemas that the grammar does not
-            enforce. None: it enforces all of them.
+        valid: Says whether a finished answer satisfies the parts of schemas that the grammar does not enforce. None: it
+            enforces all of them.
+        strict: Whether an answer that fails `valid` is an error in the end, and not only decoded again.
         json: Whether the whole content is JSON. Stop sequences are then ignored, because they could cut it.
     """
 
@@ -61,6 +56,7 @@ class OutputConstraint(NamedTuple):
     check: Callable[[ParsedMessage], bool] | None = None
     json: bool = False
     valid: Callable[[ParsedMessage], bool] | None = None
+    strict: bool = False
 
 
 class ToolPolicy(NamedTuple):
@@ -205,6 +201,7 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         warning=warning,
         check=constraint.check,
         valid=constraint.valid,
+        strict=constraint.strict,
         logprobs=lambda snapshot, message: {
             "content": responses.content_logprobs(lm, snapshot, message, top or 0) or None,
             "refusal": None,
@@ -301,20 +298,36 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
         tools, loose = _enforced(request, policy)
         calls = _call_grammar(form, policy, tools)
         spec = calls if policy.min_calls else grammars.FreeOr(calls)
-        grammar = compile_grammar(lm, spec, "tools")
-        return OutputConstraint(
-            grammar, _answer_check(tools, policy), valid=_loose_check(loose) if loose else None
-        )
+        return _checked(compile_grammar(lm, spec, "tools"), _answer_check(tools, policy, loose), loose)
     if not policy.tools:
-        check = _answer_check((), policy, schema, param)
-        return OutputConstraint(compile_grammar(lm, content, param), check, json=True)
+        check = _answer_check((), policy, {}, schema, param)
+        return _checked(compile_grammar(lm, content, param), check, {}, json=True)
     if form.quote is not None:
         message = f"{lm.name} cannot combine a format with tools; allowed with tools: tool_choice none"
         raise errors.invalid_request("response_format", message)
     tools, loose = _enforced(request, policy)
-    check = _answer_check(tools, policy, schema, param)
+    check = _answer_check(tools, policy, loose, schema, param)
     grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy, tools), content), param)
-    return OutputConstraint(grammar, check, json=True, valid=_loose_check(loose) if loose else None)
+    return _checked(grammar, check, loose, json=True)
+
+
+def _checked(
+    grammar: grammars.Grammar,
+    check: Callable[[ParsedMessage], bool],
+    loose: Mapping[str, Any],
+    json: bool = False,
+) -> OutputConstraint:
+    """The constraint of a grammar, with the check of what it does not enforce."""
+    schemas, strict = (
+        {name: _validator(schema, name) for name, schema in loose.items()},
+        grammar.fault is not None,
+    )
+
+    def valid(message: ParsedMessage) -> bool:
+        calls = [call for call in message.tool_calls if call.name in schemas]
+        return all(is_valid(c.arguments, schemas[c.name]) for c in calls) and (not strict or check(message))
+
+    return OutputConstraint(grammar, check, json, valid if loose or strict else None, strict)
 
 
 def spec_constraint(lm: LM, guided: OutputSpec) -> OutputConstraint:
@@ -323,7 +336,7 @@ def spec_constraint(lm: LM, guided: OutputSpec) -> OutputConstraint:
     grammar = compile_grammar(lm, spec, param)
     if isinstance(spec, grammars.JSONSchema | grammars.JSONObject):
         schema = spec.schema if isinstance(spec, grammars.JSONSchema) else {"type": "object"}
-        return OutputConstraint(grammar, _answer_check((), ToolPolicy(), schema, param), json=True)
+        return _checked(grammar, _answer_check((), ToolPolicy(), {}, schema, param), {}, json=True)
     return OutputConstraint(grammar, lambda message: grammar.matches(message.content), json=True)
 
 
@@ -347,8 +360,8 @@ def _enforced(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The tools as a grammar can enforce them, and the schemas, by tool, of which it enforces a part only.
 
-    A tool with `strict: true` keeps its whole schema, and is refused where that cannot be enforced. Tools whose turn
-    comes after the deadline of the request take any object.
+    A tool with `strict: true` keeps its whole schema, and is refused where that can neither be enforced nor checked.
+    Tools whose turn comes after the deadline of the request take any object.
     """
     tools: list[dict[str, Any]] = []
     loose: dict[str, Any] = {}
@@ -375,14 +388,6 @@ def _enforced(
     return tools, loose
 
 
-def _loose_check(schemas: Mapping[str, Any]) -> Callable[[ParsedMessage], bool]:
-    """Makes the check of the arguments whose schemas the grammar enforces in part."""
-    valid = {name: _validator(schema, name) for name, schema in schemas.items()}
-    return lambda message: all(
-        _is_valid(call.arguments, valid[call.name]) for call in message.tool_calls if call.name in valid
-    )
-
-
 def _call_grammar(form: ToolFormat, policy: ToolPolicy, tools: Tools) -> grammars.ToolCalls:
     return grammars.ToolCalls(
         tools,
@@ -395,22 +400,29 @@ def _call_grammar(form: ToolFormat, policy: ToolPolicy, tools: Tools) -> grammar
 
 
 def _answer_check(
-    tools: Tools, policy: ToolPolicy, schema: Any = None, param: str = "response_format"
+    tools: Tools,
+    policy: ToolPolicy,
+    loose: Mapping[str, Any],
+    schema: Any = None,
+    param: str = "response_format",
 ) -> Callable[[ParsedMessage], bool]:
     """Makes the check of a finished answer: its calls are allowed and valid, and their number is allowed.
 
-    With a schema, an answer without calls is valid if its content matches the schema.
+    With a schema, an answer without calls is valid if its content matches the schema. Of the `loose` tools, any object
+    is valid in the end.
     """
-    valid = {
-        tool["name"]: _validator(tool["parameters"] or {"type": "object"}, tool["place"]) for tool in tools
+    open_object = {"type": "object"}
+    schemas = {
+        t["name"]: open_object if t["name"] in loose else t["parameters"] or open_object for t in tools
     }
+    valid = {tool["name"]: _validator(schemas[tool["name"]], tool["place"]) for tool in tools}
     valid_content = None if schema is None else _validator(schema, param)
 
     def check(message: ParsedMessage) -> bool:
         count = len(message.tool_calls)
         if valid_content is not None and not count:
-            return _is_valid(message.content, valid_content)
-        obeyed = all(c.name in valid and _is_valid(c.arguments, valid[c.name]) for c in message.tool_calls)
+            return is_valid(message.content, valid_content)
+        obeyed = all(c.name in valid and is_valid(c.arguments, valid[c.name]) for c in message.tool_calls)
         return obeyed and policy.min_calls <= count <= (policy.max_calls or count)
 
     return check
@@ -419,98 +431,6 @@ def _answer_check(
 def _validator(schema: Any, name: str) -> Callable[[Any], bool]:
     """Makes a validator that fetches no references; errors call the schema by its name."""
     try:
-        grammars.check_bounds(schema, name)
-        kind: Any = validator_for(schema)
-        kind.check_schema(schema, format_checker=_FORMATS)
+        return validation.validator(schema, name)
     except grammars.GrammarError as error:
         raise _refused_schema(error, name) from None
-    except SchemaError as error:
-        place = grammars.Place(name, tuple(error.absolute_path))
-        message = f"{place}: {error.message[:500]}"
-        raise ApiError(400, message, param=name, code="invalid_json_schema") from None
-    except (TypeError, ValueError, AttributeError, RecursionError):  # a `$schema` that is no address
-        raise ApiError(400, f"{name} is no JSON Schema", param=name, code="invalid_json_schema") from None
-    patterned = '"patternProperties"' in json.dumps(schema)
-    return _with_patterns(kind, patterned)(schema, registry=NO_REFERENCES).is_valid
-
-
-@functools.cache
-def _with_patterns(kind: Any, patterned: bool) -> Any:
-    """A validator class of jsonschema that matches patterns in linear time, as Python's `re` does not.
-
-    Beside `patternProperties`, `unevaluatedProperties` would match patterns by `re`, and is not checked.
-    """
-    changed = {
-        "pattern": _check_pattern,
-        "patternProperties": _check_pattern_properties,
-        "additionalProperties": _check_additional_properties,
-        **({"unevaluatedProperties": lambda *_: ()} if patterned else {}),
-    }
-    return extend(kind, {name: check for name, check in changed.items() if name in kind.VALIDATORS})
-
-
-def _check_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[JsonSchemaError]:
-    if validator.is_type(value, "string") and not _matches(pattern, value):
-        yield JsonSchemaError("the pattern does not match")
-
-
-def _check_pattern_properties(
-    validator: Any, named: Any, value: Any, schema: Any
-) -> Iterator[JsonSchemaError]:
-    if validator.is_type(value, "object"):
-        for pattern, inner in named.items():
-            for name in value:
-                if _matches(pattern, name):
-                    yield from validator.descend(value[name], inner)
-
-
-def _check_additional_properties(
-    validator: Any, others: Any, value: Any, schema: Any
-) -> Iterator[JsonSchemaError]:
-    if validator.is_type(value, "object"):
-        listed, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-        for name in value:
-            if name not in listed and not any(_matches(pattern, name) for pattern in patterns):
-                yield from validator.descend(value[name], others)
-
-
-def _matches(pattern: str, text: str) -> bool:
-    """Says whether a pattern matches a part of a text; True for a pattern that a grammar cannot express."""
-    matcher = _pattern_matcher(pattern)
-    if matcher is None:
-        return True
-    matcher = matcher.deep_copy()
-    written = json.dumps(text, ensure_ascii=False).encode(errors="replace")
-    fits = matcher.try_consume_tokens(list(written)) == len(written) and matcher.is_accepting()
-    return fits or matcher.is_error()
-
-
-@functools.lru_cache(256)
-def _pattern_matcher(pattern: str) -> Any:
-    """Compiles a pattern for JSON strings as bytes; None if llguidance cannot."""
-    package = llguidance()
-    rule = package.LLMatcher.grammar_from_lark(
-        f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}\n"
-    )
-    matcher = package.LLMatcher(package.LLTokenizer("byte"), rule, log_level=0)
-    return None if matcher.is_error() else matcher
-
-
-# Patterns are the only format of a schema that is checked.
-_FORMATS = FormatChecker(formats=())
-
-
-@_FORMATS.checks("regex")
-def _is_pattern(pattern: Any) -> bool:
-    """Says whether Python or llguidance reads a pattern; their syntaxes differ."""
-    try:
-        return not isinstance(pattern, str) or bool(re.compile(pattern))
-    except (re.error, OverflowError, RecursionError):
-        return _pattern_matcher(pattern) is not None
-
-
-def _is_valid(text: str, valid: Callable[[Any], bool]) -> bool:
-    try:
-        return valid(json.loads(text))
-    except (ValueError, RecursionError, Unresolvable):
-        return False

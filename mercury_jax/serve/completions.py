@@ -140,6 +140,8 @@ def _prepare_texts(
         parser=lambda: OutputParser(lm, chat=False, stop=() if guided else body.stop_sequences),
         answers_per_prompt=n,
         check=constraint.check,
+        valid=constraint.valid,
+        strict=constraint.strict,
         logprobs=lambda snapshot, message: responses.text_logprobs(lm, snapshot, message, logprobs or 0),
         echoes=_echoes(service, prompts, codes, logprobs) if getattr(body, "echo", False) else (),
     )

@@ -132,6 +132,15 @@ def internal_error(request_id: str) -> ApiError:
     return ApiError(500, message, "server_error", code="server_error")
 
 
+def not_validated(content: str) -> ApiError:
+    """Returns the 400 of an answer that is invalid after all retries, with the code that Groq's API has for it."""
+    message = (
+        "No valid answer was generated: the schema has parts that are checked only when an answer is complete, such as "
+        f"uniqueItems. Try again, or simplify the schema. The last answer began {content[:MAX_SHOWN]!r}"
+    )
+    return ApiError(400, message, param="response_format", code="json_validate_failed")
+
+
 def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: ValidationError) -> ApiError:
     """Returns a 400 for the first field that fails validation.
 

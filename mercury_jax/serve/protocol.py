@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from mercury_jax.serve.errors import ApiError, invalid_request, invalid_value, validation_error
+from mercury_jax.serve.errors import ApiError, invalid_value, validation_error
 
 MAX_TOKENS = 1 << 20  # larger values are refused; values up to this are reduced to the context
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_TOP_LOGPROBS = 2048, 1024, 128, 16, 20
@@ -142,16 +142,6 @@ class TextPart(RequestModel):
     type: Literal["text"]
     text: str
     """The text."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_image(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("type") in ("image_url", "image", "input_image"):
-            reason = (
-                "images need a model with a vision tower, which this one lacks; allowed: parts of type text"
-            )
-            raise invalid_request("messages", f"messages has a part of type {data['type']}: {reason}")
-        return data
 
 
 class ImageUrl(RequestModel):

@@ -38,6 +38,8 @@ class ResponsePlan(NamedTuple):
             text is the content.
         check: Says whether an answer satisfies its schema.
         valid: Says whether an answer is valid where no grammar enforces it. One that is not is decoded once more.
+        strict: Whether such an answer is decoded up to RETRIES times more, and is an error if `check` fails after them.
+            It is not streamed before it is complete.
         logprobs: Makes the log-probabilities of an answer, in the form of the endpoint.
         echoes: The prompts, which come in front of their answers; empty unless that is requested.
         continuation: Makes the job that continues an answer that ended without content.
@@ -57,6 +59,7 @@ class ResponsePlan(NamedTuple):
     finish_content: Callable[[str, str], str] | None = None
     check: Callable[[ParsedMessage], bool] | None = None
     valid: Callable[[ParsedMessage], bool] | None = None
+    strict: bool = False
     logprobs: Callable[[Snapshot, ParsedMessage], Any] | None = None
     echoes: Sequence[EchoedPrompt] = ()
     continuation: Continuation | None = None

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mercury_jax.decode.constrained import RETRIES, RETRY_TEMPERATURE, Kept, kept_of, retry_seed
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser
@@ -37,7 +39,6 @@ log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
 JsonDict = dict[str, Any]
 
-RETRY_TEMPERATURE, RETRY_SEED = 0.7, 1 << 30  # of the second decoding of an answer that is not valid
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # SSE clients ignore comments
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
@@ -66,7 +67,7 @@ async def respond(
             ContinuedAnswer(service.engine, handle, plan.continuation, plan.parser) for handle in jobs.handles
         ]
     if plan.valid is not None:
-        jobs.handles = [RetriedAnswer(service.engine, handle, plan) for handle in jobs.handles]
+        jobs.handles = [RetriedAnswer(service, handle, plan) for handle in jobs.handles]
     responder = Responder(service, plan, arrival, request.scope[REQUEST_ID])
     if plan.request.stream:
         return EventStreamResponse(responder.events(jobs), jobs.close, service.options.keep_alive)
@@ -242,15 +243,16 @@ class ContinuedAnswer:
 
 
 class RetriedAnswer:
-    """An `AnswerHandle` that decodes an answer once more where its tool calls are not valid.
+    """An `AnswerHandle` that decodes an answer again where a check finds it invalid: once, or RETRIES times if strict.
 
-    A stream shows no call before the call is complete and checked. If it has shown text already, that cannot be taken
-    back, and the answer stays as it is. It also stays where the engine does not finish the second decoding.
+    A stream shows no call before the call is complete and checked, and nothing of a strict answer. If it has shown text
+    already, that cannot be taken back, and the answer stays as it is. It also stays where the engine does not finish
+    another decoding. A strict answer that stays invalid is an error.
     """
 
-    def __init__(self, engine: Engine, handle: AnswerHandle, plan: ResponsePlan):
+    def __init__(self, service: Service, handle: AnswerHandle, plan: ResponsePlan):
         self.request: EngineRequest = handle.request
-        self._engine, self._handle, self._plan, self._cancelled = engine, handle, plan, False
+        self._service, self._handle, self._plan, self._cancelled = service, handle, plan, False
 
     def cancel(self) -> None:
         """Cancels the running job; no further job is submitted."""
@@ -258,36 +260,55 @@ class RetriedAnswer:
         self._handle.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        parser, plan, first, second = self._plan.parser(), self._plan, None, None
+        plan, last = self._plan, None
         assert plan.valid is not None
-        async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
-            async for snapshot in snapshots:
-                parser.feed(snapshot)
-                message = parser.message()
-                shown = plan.request.stream and bool(message.content)
-                stopped = parser.stopped and self.request.logprobs is None
-                # The reader's parser keeps what it has read, so it reads nothing of an answer that may be replaced.
-                if snapshot.finish is None and not stopped and (parser.calling or not shown):
-                    continue
-                ended = snapshot.finish in ("stop", "length") or (snapshot.finish is None and stopped)
-                if ended and not shown and not self._cancelled and not plan.valid(message):
-                    first, second = snapshot, await self._second_job()
-                if second is not None:
-                    break
-                yield snapshot
-        if first is not None and second is not None:
-            async with contextlib.aclosing(aiter(second)) as snapshots:  # type: ignore[type-var]
+        for attempt in range(1, (RETRIES if plan.strict else 1) + 2):
+            parser, again = plan.parser(), None
+            async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
                 async for snapshot in snapshots:
-                    if snapshot.finish is not None:
-                        yield snapshot if snapshot.finish in ("stop", "length") or self._cancelled else first
+                    parser.feed(snapshot)
+                    message = parser.message()
+                    shown = plan.request.stream and bool(message.content) and not plan.strict and last is None
+                    stopped = parser.stopped and self.request.logprobs is None
+                    # The reader's parser keeps what it has read, so it reads nothing of an answer that may be replaced.
+                    if snapshot.finish is None and not stopped and (parser.calling or not shown):
+                        continue
+                    ended = snapshot.finish in ("stop", "length") or (snapshot.finish is None and stopped)
+                    if ended and not shown and not self._cancelled and not plan.valid(message):
+                        last, again = snapshot, await self._next_job(attempt, snapshot)
+                        if again is None and plan.strict:
+                            self._service.metrics.schema_failures.inc()
+                            raise errors.not_validated(message.content)
+                    if again is not None:
+                        break
+                    if not ended and last is not None and not self._cancelled:
+                        if plan.strict:  # what was decoded before is not valid
+                            raise errors.unavailable("The answer could not be decoded again.")
+                        snapshot = last
+                    yield snapshot
+            if again is None:
+                return
 
-    async def _second_job(self) -> AnswerHandle | None:
-        """Submits the request with another seed, and warm enough for another answer; None if the engine refuses it."""
+    async def _next_job(self, attempt: int, last: Snapshot) -> AnswerHandle | None:
+        """Submits the request with another seed, and warm enough for another answer.
+
+        The answer begins with what precedes the first value that is at fault. None after the last attempt, and if the
+        engine refuses it.
+        """
+        if attempt > (RETRIES if self._plan.strict else 1):
+            return None
         first = self.request
         warm = max(first.temperature or 0.0, RETRY_TEMPERATURE)
-        request = dataclasses.replace(first, seed=(first.seed + RETRY_SEED) % (1 << 31), temperature=warm)
+        kept, marks, tokens = None, self._service.engine.lm.tokenizer.thinking, last.tokens.tolist()
+        if first.grammar is not None:
+            thought = first.thinking > 0 and marks is not None and marks.close in tokens
+            at = tokens.index(marks.close) + 1 if thought and marks is not None else 0
+            before = self._handle.request.kept
+            kept = kept_of(first.grammar, tokens[at:], last.forced[at:].tolist(), before, attempt)
+        seed = retry_seed(first.seed, attempt)
+        request = dataclasses.replace(first, seed=seed, temperature=warm, kept=kept or Kept())
         try:
-            handle = await run_in_threadpool(self._engine.submit, request)
+            handle = await run_in_threadpool(self._service.engine.submit, request)
         except (RequestRejected, ValueError):
             return None
         self._handle.cancel()
@@ -316,18 +337,30 @@ async def parsed_snapshots(
 
 
 async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Merges several generators into one, in the order in which items arrive."""
-    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    """Merges several generators into one, in the order in which their items are made."""
+    waiting: dict[asyncio.Future[T], AsyncGenerator[T, None]] = {}
+    finished: deque[asyncio.Future[T]] = (
+        deque()
+    )  # in the order in which they ended; the set of `asyncio.wait` has none
+
+    def read_next(stream: AsyncGenerator[T, None]) -> None:
+        task = asyncio.ensure_future(anext(stream))
+        task.add_done_callback(finished.append)
+        waiting[task] = stream
+
+    for stream in streams:
+        read_next(stream)
     try:
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            while finished:
+                task = finished.popleft()
                 stream = waiting.pop(task)
                 try:
                     item = task.result()
                 except StopAsyncIteration:
                     continue
-                waiting[asyncio.ensure_future(anext(stream))] = stream
+                read_next(stream)
                 yield item
     finally:
         for task in waiting:

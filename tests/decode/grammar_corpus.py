@@ -1,9 +1,11 @@
 """Schemas in the style of published collections, and what becomes of each: `python -m tests.decode.grammar_corpus`.
 
-320 schemas in the styles of JSONSchemaBench (GitHub, function calls, Kubernetes, news, events) and Zod, and recursive
-ones; 34 tools. Of every schema the maker knows whether it is accepted, or the place that an error must name.
-A model that draws uniformly answers under each, in several budgets, and jsonschema judges the answers. Prints one JSON
-line. --suite: the folder `tests` of the JSON-Schema-Test-Suite, whose instances are judged as well.
+320 schemas in the styles of JSONSchemaBench (GitHub, function calls, Kubernetes, news, events) and Zod, recursive ones,
+and ones with keywords that a grammar lacks; 34 tools. Of every schema the maker knows whether it is accepted, or the
+place that an error must name. A model that draws uniformly answers under each, in several budgets, and jsonschema
+judges the answers. Prints one JSON line. --schemas: a folder of folders of schemas, such as `data` of JSONSchemaBench,
+of which as many are taken instead of our own, the same number from each folder. --suite: the folder `tests` of the
+JSON-Schema-Test-Suite, whose instances are judged as well.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, ToolCalls, compile
-from tests.decode.grammar_many import Unjudged, fault, generate, nano_tokenizer
+from tests.decode.grammar_many import GaveUp, Unjudged, fault, generate, nano_tokenizer
 
 TOK = nano_tokenizer()
 WORDS = [
@@ -58,15 +60,44 @@ FORMATS = [
     "color",
     "ipv4network",
 ]
-# What no grammar guarantees.
-KEYWORDS: dict[str, Any] = {
-    "uniqueItems": True, "not": {"type": "null"}, "contains": {"type": "string"}, "dependentRequired": {"a": ["b"]},
-    "unevaluatedProperties": False, "minContains": 1,
-}  # fmt: skip
+NAMED = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "null"}},
+}
+CHOICE = {"if": {"properties": {"b": {"const": "x"}}, "required": ["b"]}, "then": {"required": ["a"]}}
+# What llguidance lacks: rewritten, or checked at the end.
+KEYWORDS: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    {"type": "array", "items": {"enum": WORDS[:3]}, "uniqueItems": True, "minItems": 2},
+    {"type": "array", "items": {"type": ["integer", "string"]}, "contains": {"type": "string"}},
+    {"type": "array", "contains": {"const": "x"}, "minContains": 2, "maxContains": 3, "items": {"type": "string"}},
+    {"type": ["string", "null", "integer"], "not": {"type": "null"}}, {"not": {"enum": ["a", 1, None]}},
+    {**NAMED, "not": {"required": ["a", "b"]}}, {**NAMED, "dependentRequired": {"a": ["b"]}}, {**NAMED, **CHOICE},
+    {**NAMED, **CHOICE, "else": {"required": ["c"]}}, {**NAMED, "dependencies": {"b": {"required": ["c"]}}},
+    {**NAMED, "dependentSchemas": {"a": {"properties": {"b": {"minLength": 2}}}}},
+    {**NAMED, "unevaluatedProperties": False}, {**NAMED, "minProperties": 1, "additionalProperties": False},
+    {**NAMED, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+    {"oneOf": [{"type": "string", "maxLength": 4}, {"type": "string", "minLength": 2}]},
+    {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 9},
+    {"type": "string", "pattern": "^(?!ab)[a-z]{3}$"},
+    {"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{4,8}$"},
+    {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"minimum": 3}},
+     "additionalProperties": False},
+]  # fmt: skip
+# What is guaranteed neither way, and the keyword that the error names.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"$dynamicRef": "#node"}, ".$dynamicRef"), ({"$ref": "https://example.org/a.json"}, ".$ref"),
+    ({"type": "string", "pattern": "(a)\\1"}, ".pattern"), ({"type": "string", "pattern": "a(?=b)"}, ".pattern"),
+    ({"type": "array", "minItems": 10**6}, ".minItems"), ({"type": "text"}, ".type"),
+]  # fmt: skip
+
+
+UNKNOWN = "?"
 
 
 class Case(NamedTuple):
-    """A schema; `place`: what its refusal names, None where it must be accepted."""
+    """A schema; `place`: what its refusal names, None where it must be accepted, UNKNOWN where it may be either."""
 
     name: str
     schema: dict[str, Any]
@@ -195,40 +226,55 @@ def recursive(pick: random.Random) -> dict[str, Any]:
     return {"$defs": {"node": whole}, **itself}
 
 
-def refused(pick: random.Random, number: int) -> Case:
-    """A function's parameters, with one keyword that cannot be guaranteed somewhere inside."""
-    schema, (keyword, value) = functions(pick), pick.choice(list(KEYWORDS.items()))
-    inner: dict[str, Any] = {"type": "array", "items": {"type": "string"}, keyword: value}
-    if keyword == "minContains":
-        inner["contains"] = {"type": "string"}
-    first = "contains" if keyword == "minContains" else keyword
+def holding(pick: random.Random, inner: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A function's parameters with a schema somewhere inside, and its place."""
+    schema = functions(pick)
     name = pick.choice(list(schema["properties"]))
     ways = {
         "": inner,
-        ".items": {"type": "array", "items": inner},
+        ".items": {"type": "array", "items": inner, "maxItems": 3},
         ".anyOf[1]": {"anyOf": [{"type": "null"}, inner]},
     }
     way = pick.choice(list(ways))
     schema["properties"][name] = ways[way]
-    return Case(f"refused {number}", schema, f"schema.properties.{name}{way}.{first}")
+    return schema, f"schema.properties.{name}{way}"
 
 
-STYLES = (github, functions, kubernetes, news, events, zod, recursive)
+def extended(pick: random.Random) -> dict[str, Any]:
+    return holding(pick, pick.choice(KEYWORDS))[0]
+
+
+STYLES = (github, functions, kubernetes, news, events, zod, recursive, extended)
 
 
 def cases(count: int, seed: int = 0) -> list[Case]:
-    """As many schemas, an eighth of which must be refused."""
+    """As many schemas, a sixteenth of which must be refused."""
     pick = random.Random(seed)
     made = []
     for i in range(count):
-        style = STYLES[i % 8] if i % 8 < len(STYLES) else None
-        made.append(refused(pick, i) if style is None else Case(f"{style.__name__} {i}", style(pick)))
+        style = STYLES[i % 8]
+        if i % 16 == 14:
+            inner, keyword = pick.choice(REFUSED)
+            schema, place = holding(pick, inner)
+            made.append(Case(f"refused {i}", schema, place + keyword))
+        else:
+            made.append(Case(f"{style.__name__} {i}", style(pick)))
     return made
+
+
+def stored(folder: Path, count: int, seed: int) -> list[Case]:
+    """As many published schemas, the same number from each folder; whether they are accepted is not known."""
+    pick, found = random.Random(seed), list[Case]()
+    folders = sorted({path.parent for path in folder.glob("*/*.json")})
+    for one in folders:
+        for path in pick.sample(sorted(one.glob("*.json")), count // len(folders)):
+            found.append(Case(f"{one.name}/{path.stem}", json.loads(path.read_text()), UNKNOWN))
+    return found
 
 
 def tools(count: int, seed: int = 1) -> list[Case]:
     pick = random.Random(seed)
-    return [Case(f"tool {i}", (functions, recursive, zod)[i % 3](pick)) for i in range(count)]
+    return [Case(f"tool {i}", (functions, recursive, zod, extended)[i % 4](pick)) for i in range(count)]
 
 
 def judged(case: Case, rng: np.random.Generator, answers: int, tally: Counter[str]) -> list[str]:
@@ -237,14 +283,22 @@ def judged(case: Case, rng: np.random.Generator, answers: int, tally: Counter[st
         made = compile(TOK, JSONSchema(case.schema))
     except GrammarError as error:
         tally["refused"] += 1
-        named = case.place is not None and str(error).startswith(f"{case.place} ")
-        return [] if named else [f"{case.name}: {error}"]
-    if case.place is not None:
+        named = case.place is not None and str(error).startswith((f"{case.place} ", f"{case.place}:"))
+        if case.place == UNKNOWN:
+            print(f"{case.name}: {str(error)[:200]}", file=sys.stderr)
+        return [] if named or case.place == UNKNOWN else [f"{case.name}: {error}"]
+    if case.place not in (None, UNKNOWN):
         return [f"{case.name}: accepted with {case.place}"]
+    tally["checked"] += made.fault is not None
     wrong = []
     for spare in (0, 2, 10, 40, 120, 250)[:answers]:
-        run = generate(made, made.shortest + spare, rng, TOK.vocab_size)
+        try:
+            run = generate(made, made.shortest + spare, rng, TOK.vocab_size)
+        except GaveUp:
+            tally["gave_up"] += 1
+            continue
         tally["answers"] += 1
+        tally["again"] += run.attempts - 1
         tally["tokens"] += len(run.tokens)
         problem = fault(case.schema, TOK.decode(run.tokens))
         wrong += [] if problem is None else [f"{case.name}: {problem}"]
@@ -258,7 +312,11 @@ def called(offered: list[Case], rng: np.random.Generator, answers: int, tally: C
     spec = ToolCalls(listed, marks.tool_call, marks.end_tool_call, at_most=2)
     made, wrong = compile(TOK, spec), []
     for _ in range(answers):
-        run = generate(made, made.shortest + int(rng.integers(300)), rng, TOK.vocab_size)
+        try:
+            run = generate(made, made.shortest + int(rng.integers(300)), rng, TOK.vocab_size)
+        except GaveUp:
+            tally["gave_up"] += 1
+            continue
         pieces = [b"\0" if i == marks.tool_call else TOK.pieces[i] for i in run.tokens]
         for call in b"".join(pieces).decode().split("\0")[1:]:
             tally["calls"] += 1
@@ -297,19 +355,22 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--suite", type=Path)
+    parser.add_argument("--schemas", type=Path)
     args = parser.parse_args()
     rng, tally, wrong = np.random.default_rng(args.seed), Counter(), []
     began = time.process_time()
-    for case in cases(args.count, args.seed):
+    schemas = stored(args.schemas, args.count, args.seed) if args.schemas else cases(args.count, args.seed)
+    for case in schemas:
         try:
             wrong += judged(case, rng, args.answers, tally)
         except Unjudged as error:
-            wrong.append(f"{case.name}: {error}")
+            tally["unjudged"] += 1
+            wrong += [] if case.place == UNKNOWN else [f"{case.name}: {error}"]
     offered = tools(34, args.seed + 1)
     for i in range(0, 34, 6):
         wrong += called(offered[i : i + 6], rng, 4 * args.answers, tally)
     of_suite = of_the_suite(args.suite, tally) if args.suite else []
-    row = {"schemas": args.count, "tools": 34, "wrong": len(wrong), "suite_wrong": len(of_suite), **tally}
+    row = {"schemas": len(schemas), "tools": 34, "wrong": len(wrong), "suite_wrong": len(of_suite), **tally}
     print(json.dumps(row | {"seed": args.seed, "cpu_seconds": round(time.process_time() - began, 1)}))
     for line in (*wrong, *of_suite):
         print("WRONG", line[:300], file=sys.stderr)

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 
+from mercury_jax.decode.constrained import RETRIES, ConstrainedRow
 from mercury_jax.decode.grammar import Grammar, JSONSchema, compile
 from mercury_jax.tokenizer import Tokenizer
 from tests.decode.grammar_schemas import SCHEMAS
@@ -32,12 +33,17 @@ def nano_tokenizer() -> Tokenizer:
     return Tokenizer.load(NANO)
 
 
+class GaveUp(Exception):
+    """No attempt gave an answer that satisfies what the grammar leaves to the check."""
+
+
 class Run(NamedTuple):
     """One answer, and what it took."""
 
     tokens: list[int]
     forced: int
     passes: int
+    attempts: int = 1
 
 
 def allowed(bits: np.ndarray) -> np.ndarray:
@@ -46,18 +52,24 @@ def allowed(bits: np.ndarray) -> np.ndarray:
 
 
 def generate(grammar: Grammar, budget: int, rng: np.random.Generator, vocab: int, sure: float = 0.9) -> Run:
-    """Decode with uniform logits: the frontier's token drawn under the mask, what lies behind it without one."""
-    walker = grammar.walk(budget)
-    forced, passes, step = 0, 0, walker.advance()
-    while True:
-        forced += sum(step.forced)
-        if step.ended:
-            return Run(walker.written, forced, passes)
-        tokens = rng.integers(0, vocab, WIDTH)
-        tokens[0] = rng.choice(allowed(walker.bits()))
-        step = walker.advance(tokens.tolist(), (rng.random(WIDTH) < sure).tolist())
-        assert step.commit or step.ended, "a pass without progress"
-        passes += 1
+    """Decode with uniform logits: the frontier's token drawn under the mask, what lies behind it without one.
+
+    Where the grammar enforces a part of its schema, answers are checked and decoded again, as `mj.sample` does.
+    """
+    row, passes = ConstrainedRow(grammar.walk(budget)), 0
+    for attempt in range(1, RETRIES + 2):
+        row.begin(0)
+        while not row.ended:
+            before = len(row.committed)
+            tokens = rng.integers(0, vocab, WIDTH)
+            tokens[0] = rng.choice(allowed(row.bits()))
+            row.propose(before, tokens.tolist(), [True, *(rng.random(WIDTH - 1) < sure).tolist()])
+            assert len(row.committed) > before or row.ended, "a pass without progress"
+            passes += 1
+        if (again := row.again(attempt)) is None:
+            return Run(row.committed, sum(row.forced), passes, attempt)
+        row = again
+    raise GaveUp(grammar.name)
 
 
 def fault(schema: Any, text: str) -> str | None:

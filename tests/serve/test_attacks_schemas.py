@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mercury_jax.decode import grammar as grammars
-from mercury_jax.serve import chat_completions
+from mercury_jax.decode.grammar import validation
 from tests.serve.api_client import CHAT, PAYLOAD, client_of, events, function_tool, post, schema_format
 from tests.serve.scripted_engine import ScriptedEngine, snapshot
 
@@ -118,8 +118,8 @@ def test_20_a_hidden_reference_is_refused(scripted_app, schema, no_network):
 def test_20_checking_an_answer_does_not_use_the_network(no_network):
     """Not even for a schema that compilation would refuse."""
     for kind in ({}, {"$schema": DIALECT.format(3)}, {"$schema": DIALECT.format(7)}):
-        valid = chat_completions._validator({**kind, "properties": {"a": OUTSIDE}}, "s")
-        assert not chat_completions._is_valid('{"a": 1}', valid) and chat_completions._is_valid("{}", valid)
+        valid = validation.validator({**kind, "properties": {"a": OUTSIDE}}, "s")
+        assert not validation.is_valid('{"a": 1}', valid) and validation.is_valid("{}", valid)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +140,16 @@ def test_20_an_external_reference_is_refused(scripted_app, target, no_network):
 
 def test_an_error_names_the_tool_and_the_place(scripted_app):
     """By its place in the request, also where only some of the tools may be called."""
-    labels = {"type": "object", "properties": {"labels": {"type": "array", "uniqueItems": True}}}
+    labels = {"type": "object", "properties": {"labels": {"type": "string", "pattern": "b(?=a)"}}}
     tools = [function_tool({"type": "object"}, "first"), function_tool(labels, "second")]
     tools[1]["function"]["strict"] = True
     one = {"type": "function", "function": {"name": "second"}}
     for choice in ("auto", "required", one):
         error = scripted_app.refuses({**PAYLOAD, "tools": tools, "tool_choice": choice})
-        assert error["message"].startswith("tools[1].function.parameters.properties.labels.uniqueItems ")
+        assert error["message"].startswith("tools[1].function.parameters.properties.labels.pattern: ")
         assert error["param"] == "tools[1].function.parameters"
     error = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(labels)})
-    assert error["message"].startswith("response_format.json_schema.schema.properties.labels.uniqueItems ")
+    assert error["message"].startswith("response_format.json_schema.schema.properties.labels.pattern: ")
     # No JSON Schema at all: refused without strict too.
     wrong_type, remote = ({"properties": {"a": {key: "x.json"}}} for key in ("type", "$ref"))
     for wrong, place in (

@@ -38,7 +38,7 @@ def test_every_example_is_a_valid_request():
     for path, body in bodies.items():
         schema = {**document, **body["schema"]}
         assert Draft202012Validator(schema).is_valid(body["example"]), path
-        assert parse_request(ENDPOINTS[path].request, body["example"]).model == "nano"
+        assert parse_request(ENDPOINTS[path].request, body["example"]).model_dump()["model"] == "nano"
     edit, apply = (bodies[f"/v1/{kind}/completions"]["example"]["messages"] for kind in ("edit", "apply"))
     assert parse_edit(check_messages(edit)[0]["content"]).region == "    return width"
     merged = apply_update(parse_apply(check_messages(apply)[0]["content"]))

@@ -266,9 +266,9 @@ def test_a_long_prompt_is_sent_to_the_device_one_chunk_at_a_time(engine, monkeyp
     """What the host sends ahead, another model on the device must wait for."""
     ready, encode = [], engine_module.programs.encode_prompt
 
-    def recorded(program, params, row, *rest):
+    def recorded(program, params, row, *rest, **more):
         ready.append(row.cache_length.is_ready())
-        return encode(program, params, row, *rest)
+        return encode(program, params, row, *rest, **more)
 
     monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 70)
     monkeypatch.setattr(engine_module.programs, "encode_prompt", recorded)

@@ -7,26 +7,25 @@ A grammar constrains what is committed, from left to right; what a diffusion mod
 the frontier reaches it. Needs the package llguidance (the extra `serve`), which is imported at first use.
 
 spec         what an answer may be asked to obey
+complement   the complement of a schema
+rewrite      keywords that llguidance lacks, by those that it has
 lark         specs as Lark grammars
+refusals     why a schema is refused, and what of it can be enforced
+validation   the check of a finished answer
 shortest     the shortest value of a JSON Schema
 vocabulary   a tokenizer in tokens and in bytes
 search       the shortest completion of an answer
 grammar      compiled grammars, and one answer as it grows
 """
 
-from mercury_jax.decode.grammar.grammar import (
-    COMPILE_SECONDS,
-    Grammar,
-    Walker,
-    WalkerStep,
-    compile,
-    enforceable,
-)
+from mercury_jax.decode.grammar.grammar import Grammar, Walker, WalkerStep, compile
+from mercury_jax.decode.grammar.refusals import COMPILE_SECONDS, enforceable
 from mercury_jax.decode.grammar.spec import (
     CallsOr,
     Choice,
     FreeOr,
     GrammarError,
+    JSONCanvas,
     JSONObject,
     JSONSchema,
     Lark,
@@ -39,6 +38,7 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 __all__ = [
-    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Lark",
-    "Place", "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds", "compile", "enforceable",
+    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONCanvas", "JSONObject",
+    "JSONSchema", "Lark", "Place", "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds",
+    "compile", "enforceable",
 ]  # fmt: skip

@@ -7,36 +7,37 @@ done by llguidance.
 
 from __future__ import annotations
 
+import importlib
 import json
-import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.decode.grammar.lark import LarkGrammar, json_rule, lark_grammar, llguidance
-from mercury_jax.decode.grammar.search import ANY, BEST, QUICK, START, EndSearch, Lex, advance_lex
-from mercury_jax.decode.grammar.spec import (
-    NAMED,
-    GrammarError,
-    JSONSchema,
-    Place,
-    Spec,
-    check_bounds,
-    schemas_inside,
+from mercury_jax import install
+from mercury_jax.decode.grammar.lark import CheckedValue, LarkGrammar, lark_grammar, llguidance
+from mercury_jax.decode.grammar.refusals import (
+    COMPILE_SECONDS,
+    EMPTY,
+    NOT_FOUND,
+    TOO_LARGE,
+    check_compiles,
+    is_checkable,
+    needs_fewer_parts,
+    plain_reason,
+    widened,
 )
+from mercury_jax.decode.grammar.search import ANY, BEST, QUICK, START, EndSearch, Lex, advance_lex
+from mercury_jax.decode.grammar.spec import GrammarError, Spec
 from mercury_jax.decode.grammar.vocabulary import GrammarVocabulary, Unit, vocabulary_of
 from mercury_jax.tokenizer import AnyTokenizer
 
-COMPILE_SECONDS = 5.0  # for one grammar
 MOST_CACHED = 128  # grammars
 MOST_CACHED_BYTES = 8 << 20  # of their texts
-MOST_ENFORCED = 256  # schemas of `enforceable` that are kept
-MOST_ENFORCED_BYTES = 16 << 10  # of one that is kept
 MOST_TOKENS = 16_384  # of the shortest answer
 
 _LIMITS = {
@@ -58,11 +59,14 @@ class Grammar:
         words: uint32 words of a grammar mask, ceil(V / 32).
         opening: Text that ends free text; empty: a special token does. None: the answer has no free text.
         free: Bit mask of the tokens that can neither be part of `opening` nor end free text; None without free text.
+        fault: Checks the text of a finished answer: None if it is valid, otherwise the number of characters that may
+            stay. The attribute is None where the grammar enforces the whole schema.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: LarkGrammar, deadline: float):
         self.vocabulary, self.name, self.words = vocabulary, source.name, vocabulary.words
         self.opening = source.opening
+        self.fault = answer_check(source.checked) if source.checked else None
         self.free = None if source.opening is None else vocabulary.without(source.opening[:1])
         text = llguidance().LLMatcher.grammar_from_lark(source.lark)
         self.tokens = _matcher(vocabulary.tokens, text, source, deadline)
@@ -76,14 +80,14 @@ class Grammar:
             if not found:
                 plan = self.search.find(self.units, START, MOST_TOKENS, ANY, late=late)
                 if plan is None and not self.search.missed:
-                    raise GrammarError(f"{source.name}: {_EMPTY}")
+                    raise GrammarError(f"{source.name}: {EMPTY}")
                 found = self._verified(plan)
             found += self._verified(self.search.find(self.units, START, MOST_TOKENS, BEST, late=early))
         except TimeoutError:
             if not found:
                 raise
         if not found:
-            raise GrammarError(f"{source.name}: {_NOT_FOUND}")
+            raise GrammarError(f"{source.name}: {NOT_FOUND}")
         self.plan = tuple(min(found, key=len))
         self.shortest = len(self.plan)
 
@@ -101,6 +105,25 @@ class Grammar:
         """Returns whether a text is a complete answer, in whatever tokens."""
         matcher, units = self.units.deep_copy(), list(text.encode(errors="replace"))
         return matcher.try_consume_tokens(units) == len(units) and matcher.is_accepting()
+
+    def sound(self, ids: Sequence[int]) -> tuple[int, bool] | None:
+        """Checks a finished answer.
+
+        Returns:
+            None if it is valid. Otherwise the number of tokens before the first value at fault, and whether that is a
+            single value: no object or list.
+        """
+        if self.fault is None:
+            return None
+        pieces = [self.vocabulary.pieces[i] for i in ids]
+        text = b"".join(pieces).decode(errors="replace")
+        if (characters := self.fault(text)) is None:
+            return None
+        ends, most = np.cumsum([len(piece) for piece in pieces]), len(text[:characters].encode())
+        return int(np.searchsorted(ends, most, side="right")), text[characters : characters + 1] not in (
+            "{",
+            "[",
+        )
 
     def walk(self, budget: int) -> Walker:
         """Starts an answer of at most `budget` tokens.
@@ -131,9 +154,10 @@ def compile(tokenizer: AnyTokenizer, spec: Spec) -> Grammar:
         GrammarError: A ValueError that says what is wrong: out of bounds, not supported, not satisfiable, or not
             compiled in time.
     """
+    deadline = time.monotonic() + COMPILE_SECONDS
     source = lark_grammar(spec)
     vocabulary = vocabulary_of(tokenizer)
-    key = (tokenizer.fingerprint, source.lark)
+    key = (tokenizer.fingerprint, source.lark, source.checked)
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)
@@ -143,7 +167,7 @@ def compile(tokenizer: AnyTokenizer, spec: Spec) -> Grammar:
 
     def work() -> Grammar:
         try:
-            return Grammar(vocabulary, source, time.monotonic() + COMPILE_SECONDS)
+            return _compiled(vocabulary, spec, source, deadline)
         finally:  # only now the worker is free again, also where nobody waits for it any longer
             _workers.release()
 
@@ -153,212 +177,54 @@ def compile(tokenizer: AnyTokenizer, spec: Spec) -> Grammar:
         raise GrammarError(f"{source.name}: takes longer than {COMPILE_SECONDS:g} s to compile") from None
     with _lock:
         _cache[key] = grammar
-        while len(_cache) > MOST_CACHED or sum(len(text) for _, text in _cache) > MOST_CACHED_BYTES:
+        while len(_cache) > MOST_CACHED or sum(len(text) for _, text, _ in _cache) > MOST_CACHED_BYTES:
             _cache.popitem(last=False)
     return grammar
 
 
-_cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+def _compiled(vocabulary: GrammarVocabulary, spec: Spec, source: LarkGrammar, deadline: float) -> Grammar:
+    """Compiles a grammar; where llguidance refuses it, without what a check of the finished answer finds."""
+    try:
+        return Grammar(vocabulary, source, deadline)
+    except GrammarError as error:
+        if not error.checkable and not str(error).endswith(NOT_FOUND):
+            raise
+        exact = error.checkable and not needs_fewer_parts(str(error))
+        wider = lark_grammar(spec, lambda schema, name: widened(schema, name, deadline, exact))
+        if wider.lark == source.lark:
+            raise
+    return Grammar(vocabulary, wider, deadline)
+
+
+def answer_check(checked: Sequence[CheckedValue]) -> Callable[[str], int | None]:
+    """Imports `validation` at first use: it needs the package jsonschema."""
+    try:
+        module = importlib.import_module("mercury_jax.decode.grammar.validation")
+    except ImportError:
+        raise GrammarError(f"schema needs the package jsonschema: {install.command('serve')}") from None
+    return module.answer_check(checked)
+
+
+_cache: OrderedDict[tuple[str, str, tuple[CheckedValue, ...]], Grammar] = OrderedDict()
 _lock = threading.Lock()
 _workers = threading.BoundedSemaphore(4)
 _pool = ThreadPoolExecutor(4, thread_name_prefix="grammar")
-
-
-_NOT_FOUND = "no answer was found within the limits of the search; a simpler schema may have one"
-_TOO_LARGE = "too large or too complex to compile"
-_MOST_LEFT_OUT = 64  # keywords of one schema
-_EMPTY = "nothing satisfies it"
-_UNKNOWN = "a grammar cannot express it"
-# Words of llguidance, and what a user reads instead; messages with the words of `_KEPT` are clear as they are.
-_REASONS = (
-    (
-        "oneOf constraints",
-        "its options are not exclusive; allowed: anyOf, or a constant that differs in each option",
-    ),
-    ("not disjoint", "its patterns can match the same name; allowed: patterns that exclude each other"),
-    ("Regex is empty", f"{_EMPTY}: no text matches all patterns, formats and lengths"),
-    ("Unsatisfiable schema", _EMPTY + ": {}"),
-    ("is greater than", _EMPTY + ": {}"),
-)
-_KEPT = (
-    "does not exist|supported|unclosed|repetition|nvalid|must be|xpected|nknown (special )?token|regex parse|"
-    "unknown name|lexer error|circular|Unknown common"
-)
-_LARGE = "fuel|limit|too (big|large|many|complex|deep)|exceed|stack"
-
-
-def enforceable(
-    schema: Mapping[str, Any], name: str, deadline: float | None = None
-) -> tuple[Mapping[str, Any], bool]:
-    """Leaves out of a schema what a grammar cannot enforce.
-
-    Args:
-        schema: A JSON Schema of an object.
-        name: What errors call it.
-        deadline: By `time.monotonic`; several schemas may share one. None: COMPILE_SECONDS from now.
-
-    Returns:
-        A schema that the same values satisfy, and possibly others; and whether something was left out.
-
-    Raises:
-        GrammarError: The schema is out of bounds, refers to what does not exist, or nothing satisfies it.
-    """
-    check_bounds(schema, name)
-    text = json.dumps(schema)
-    with _lock:
-        if found := _enforced.get((text, name)):
-            _enforced.move_to_end((text, name))
-    if not found:
-        until = time.monotonic() + COMPILE_SECONDS if deadline is None else deadline
-        found, complete = _enforceable(text, name, until)
-        if complete and len(text) <= MOST_ENFORCED_BYTES:
-            with _lock:
-                _enforced[text, name] = found
-                while len(_enforced) > MOST_ENFORCED:
-                    _enforced.popitem(last=False)
-    left, partly = found
-    return (left, True) if partly else (schema, False)
-
-
-# A conversation sends its tools with every turn.
-_enforced: OrderedDict[tuple[str, str], tuple[Mapping[str, Any], bool]] = OrderedDict()
-
-
-def _enforceable(text: str, name: str, until: float) -> tuple[tuple[Mapping[str, Any], bool], bool]:
-    """The answer of `enforceable`, and whether it is one that more time would not change."""
-    left = schema = json.loads(text)
-    if time.monotonic() > until:
-        return ({"type": "object"}, True), False
-    for _ in range(_MOST_LEFT_OUT):
-        error = _schema_error(left, name, until)
-        if error is None:
-            return (left, left is not schema), True
-        place = error.place
-        if not place or not place.keys or place.keys[-1] in ("$ref", "$schema") or _EMPTY in str(error):
-            raise error
-        left = _without(left, place.keys)
-        left = left if isinstance(left, Mapping) else {"type": "object"}
-        if time.monotonic() > until:
-            return ({"type": "object"}, True), False
-    return ({"type": "object"}, True), True
-
-
-def _schema_error(schema: Mapping[str, Any], name: str, deadline: float) -> GrammarError | None:
-    """Why a schema is refused; None where it is not."""
-    try:
-        for _, checked in lark_grammar(JSONSchema(schema, name)).schemas:
-            _check_compiles(checked, name, deadline)
-    except GrammarError as error:
-        return error
-    return None
-
-
-def _without(schema: Any, keys: Sequence[str | int]) -> Any:
-    """A copy of a schema without the keyword at a place; a whole schema there becomes true."""
-    key, *rest = keys
-    if isinstance(schema, list | tuple):
-        copy: Any = list(schema)
-        copy[int(key)] = _without(copy[int(key)], rest) if rest else True
-        return copy
-    copy = dict(schema)
-    value = copy.get(key)
-    if (
-        len(rest) == 1
-        and key in NAMED
-        and isinstance(value, Mapping)
-        and value.get(rest[0], True) is not True
-    ):
-        copy[key] = {**value, rest[0]: True}
-    elif (
-        rest
-        and isinstance(value, Mapping | list | tuple)
-        and (isinstance(value, Mapping) or int(rest[0]) < len(value))
-    ):
-        copy[key] = _without(value, rest)
-    elif key in copy:
-        del copy[key]
-        # Options that may hold at once are still options.
-        copy |= {"anyOf": value} if key == "oneOf" and "anyOf" not in copy else {}
-    else:  # the keyword was added when the schema was checked
-        return True
-    return copy
 
 
 def _matcher(view: Any, text: str, source: LarkGrammar, deadline: float) -> Any:
     package = llguidance()
     matcher = package.LLMatcher(view, text, log_level=0, limits=package.LLParserLimits(**_LIMITS))
     if matcher.is_error():
-        error = matcher.get_error()
-        for name, schema in source.schemas:
-            _check_compiles(schema, name, deadline)
-        raise GrammarError(f"{source.name}: {_plain(error)}")
+        reason = plain_reason(matcher.get_error())
+        if is_checkable(reason):
+            raise GrammarError(f"{source.name}: {reason}", checkable=True)
+        for name, schema, given in source.schemas:
+            check_compiles(schema, name, deadline, json.loads(given))
+        raise GrammarError(f"{source.name}: {reason}")
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise GrammarError(f"{source.name}: {_TOO_LARGE}")
+        raise GrammarError(f"{source.name}: {TOO_LARGE}", checkable=True)
     return matcher
-
-
-def _check_compiles(schema: Mapping[str, Any], name: str, deadline: float) -> None:
-    """Refuses a schema that llguidance cannot compile, with the place and the reason."""
-    if reason := _refusal(schema):
-        place, reason = _refused(schema, schema, Place(name), reason, deadline)
-        raise GrammarError(f"{place}: {reason}", place)
-
-
-def _refusal(schema: Mapping[str, Any]) -> str:
-    """Why llguidance cannot compile a schema; empty where it can."""
-    matcher = llguidance().LLMatcher
-    text = matcher.grammar_from_lark(f"start: {json_rule(schema)}\n")
-    message = matcher.validate_grammar(text)
-    return _plain(message) if message else ""
-
-
-def _refused(
-    schema: Mapping[str, Any],
-    root: Mapping[str, Any],
-    place: Place,
-    reason: str,
-    deadline: float,
-    followed: tuple[str, ...] = (),
-) -> tuple[Place, str]:
-    """The innermost place in a schema, or behind its references, that is refused for this reason; the reason there."""
-    definitions = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in root}
-    empty, needed = reason.startswith(_EMPTY), schema.get("required", ())
-    for keys, inner in schemas_inside(schema):
-        # Where nothing satisfies a schema, its optional properties and single options are not the reason.
-        if empty and not (keys[0] == "allOf" or (keys[0] == "properties" and keys[1] in needed)):
-            continue
-        if isinstance(inner, Mapping) and inner.get("$ref") not in followed and time.monotonic() < deadline:
-            said = _refusal({**definitions, **inner})
-            if said == reason or (empty and said.startswith(_EMPTY)):
-                at = place._replace(keys=(*place.keys, *keys))
-                return _refused(inner, root, at, said, deadline, followed)
-    for key in schema:
-        without = {name: value for name, value in schema.items() if name != key}
-        if not empty and time.monotonic() < deadline and _refusal({**definitions, **without}) != reason:
-            ref = (
-                re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema[key])) if key == "$ref" else None
-            )
-            inner = root.get(ref[1], {}).get(ref[2]) if ref else None
-            if ref is None or not isinstance(inner, Mapping) or ref[0] in followed:
-                return place / key, reason
-            at = Place(place.root, (ref[1], ref[2]))
-            return _refused(inner, root, at, reason, deadline, (*followed, ref[0]))
-    return place, reason
-
-
-def _plain(message: str) -> str:
-    """The cause in llguidance's message, in words that need no knowledge of it."""
-    lines = [line.strip() for line in message.split("<non-verbose/>")[0].splitlines() if line.strip()]
-    named = next((line.removeprefix("error:").strip() for line in lines if line.startswith("error:")), None)
-    cause = (named or (lines or [""])[0]).split("failed to compile JSON schema:")[-1]
-    cause = cause.removeprefix(" ").split(";")[0][:300]
-    for words, reason in _REASONS:
-        if words in cause:
-            return reason.format(cause.removeprefix("Unsatisfiable schema: "))
-    if re.search(_KEPT, cause):
-        return cause
-    return _TOO_LARGE if re.search(_LARGE, cause) else _UNKNOWN
 
 
 _MOST_BRIDGES = 6  # ends of the plan that a search may join

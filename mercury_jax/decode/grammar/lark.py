@@ -10,8 +10,8 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from mercury_jax import install
 from mercury_jax.decode.grammar.shortest import shortest_value
@@ -34,6 +34,7 @@ from mercury_jax.decode.grammar.spec import (
     check_bounds,
     check_schema,
     grammar_error,
+    patterns_inside,
 )
 
 MOST_OPTIONS = 10_000
@@ -58,36 +59,62 @@ class LarkGrammar(NamedTuple):
         lark: The text.
         name: What errors call it.
         macros: Texts that a search for the end of an answer may try.
-        schemas: The JSON Schemas in it, by what errors call them.
+        schemas: Of each JSON Schema in it what errors call it, the schema, and the user's in JSON.
         answer: A short answer, which must be verified. None: none was found.
         opening: Text that ends free text; empty: a special token does. None: the answer has no free text.
+        checked: What the grammar does not enforce as a whole, so that a finished answer has to be checked.
     """
 
     lark: str
     name: str
     macros: tuple[bytes, ...] = ()
-    schemas: tuple[tuple[str, Any], ...] = ()
+    schemas: tuple[tuple[str, Any, str], ...] = ()
     answer: tuple[int | str, ...] | None = None
     opening: bytes | None = None
+    checked: tuple[CheckedValue, ...] = ()
+
+
+class CheckedValue(NamedTuple):
+    """A schema as the user sent it, in JSON; what errors call it; and the tool whose arguments obey it, if any."""
+
+    schema: str
+    name: str
+    tool: str | None = None
+
+
+# From a user's schema and its name to one that llguidance compiles, and whether that allows other values too.
+Widen: TypeAlias = Callable[[Any, str], tuple[Any, bool]]
 
 
 class _Value(NamedTuple):
-    """A JSON value in a grammar: its rule, what errors call its schema, the schema, and what shortens a search."""
+    """A JSON value in a grammar.
+
+    Its rule; what errors call its schema, the schema as checked and as the user sent it; and what shortens a search.
+    """
 
     rule: str
     name: str
     schema: Any
+    given: str
     text: str | None
     macros: tuple[bytes, ...]
+    checked: tuple[CheckedValue, ...]
 
 
-def lark_grammar(spec: Spec) -> LarkGrammar:
-    """Writes the grammar of a spec."""
+def lark_grammar(spec: Spec, widen: Widen | None = None) -> LarkGrammar:
+    """Writes the grammar of a spec.
+
+    Args:
+        spec: The spec.
+        widen: Makes the schemas that stand in the grammar; None: `check_schema` does.
+    """
     if isinstance(spec, JSONSchema | JSONObject):
-        value = _json(spec)
+        value = _json(spec, widen)
         answer = None if value.text is None else (value.text,)
-        named = ((value.name, value.schema),)
-        return LarkGrammar(f"start: {value.rule}\n", value.name, value.macros, named, answer)
+        named = ((value.name, value.schema, value.given),)
+        return LarkGrammar(
+            f"start: {value.rule}\n", value.name, value.macros, named, answer, checked=value.checked
+        )
     if isinstance(spec, Regex):
         pattern = spec.pattern
         if not isinstance(pattern, str) or not 0 < len(pattern) <= MOST_PATTERN:
@@ -116,7 +143,7 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
     if isinstance(spec, Lark):
         return LarkGrammar(_of_user(spec.grammar), "grammar")
     if isinstance(spec, ToolCalls | FreeOr | CallsOr):
-        return _calls(spec)
+        return _calls(spec, widen)
     if isinstance(spec, Without):
         return LarkGrammar(_without(spec), "bad_words")
     raise grammar_error("schema", spec, "a JSON Schema or a spec of mercury_jax.grammar")
@@ -157,24 +184,30 @@ def _without(spec: Without) -> str:
     return lark
 
 
-def _json(spec: JSONSchema | JSONObject) -> _Value:
+def _json(spec: JSONSchema | JSONObject, widen: Widen | None) -> _Value:
     """A JSON value in a grammar."""
     given, name = (spec.schema, spec.name) if isinstance(spec, JSONSchema) else ({"type": "object"}, "schema")
     check_bounds(given, name)
     text = json.dumps(given)
-    return (_value if len(text) <= _MOST_CACHED else _value.__wrapped__)(text, name)
+    plain = widen is None and len(text) <= _MOST_CACHED
+    return _value(text, name, None) if plain else _value.__wrapped__(text, name, widen)
 
 
 @functools.lru_cache(256)  # a conversation sends its tools with every turn
-def _value(text: str, name: str) -> _Value:
-    schema, patterns = check_schema(json.loads(text), name)
+def _value(text: str, name: str, widen: Widen | None) -> _Value:
+    given = json.loads(text)
+    if widen is None:
+        schema, loose = check_schema(given, name)
+    else:
+        schema, loose = widen(given, name)
     short = shortest_value(schema, shortest_match)
     if short.none:
-        place = Place(name, short.place)
+        place = Place(name, short.place).within(given)
         raise GrammarError(f"{place}: nothing satisfies it", place)
     whole = {"allOf": [schema]} if isinstance(schema, bool) else schema
-    macros = (*_macros(patterns), *(tail.encode() for tail in short.tails))
-    return _Value(json_rule(whole), name, whole, short.text, macros)
+    macros = (*_macros(patterns_inside(schema)), *(tail.encode() for tail in short.tails))
+    checked = (CheckedValue(text, name),) if loose else ()
+    return _Value(json_rule(whole), name, whole, text, short.text, macros, checked)
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -189,7 +222,7 @@ def _macros(patterns: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(json.dumps(end, ensure_ascii=False)[1:-1].encode() for end in dict.fromkeys(ends))
 
 
-def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
+def _calls(spec: ToolCalls | FreeOr | CallsOr, widen: Widen | None) -> LarkGrammar:
     """The grammar of tool calls, alone or beside another form of answer."""
     calls = spec if isinstance(spec, ToolCalls) else spec.calls
     if not isinstance(calls, ToolCalls):
@@ -198,7 +231,8 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     if isinstance(tools, str) or not isinstance(tools, Sequence) or not 0 < len(tools) <= MOST_TOOLS:
         raise grammar_error("tools", tools, f"a list of 1..{MOST_TOOLS} tools")
     # 1. One rule per tool, for the JSON of its call.
-    made = [_body(calls, tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    made = [_body(calls, tool, f"tools[{i}]", widen) for i, tool in enumerate(tools)]
+    checked = tuple(value for body in made for value in body.checked)
     bodies = "".join(f"b{i}: {body.rule}\n" for i, body in enumerate(made))
     rules = f"body: {' | '.join(f'b{i}' for i in range(len(tools)))}\n{bodies}"
     if len(rules) > MOST_BYTES:
@@ -215,7 +249,7 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
         mark = lambda value: (value,) if isinstance(value, int | str) else tuple(value)
         one = (*mark(calls.open), min(texts, key=len), *mark(calls.close))
         call = one + (*mark(calls.separator), *one) * (max(least, 1) - 1)
-    named = tuple((body.name, body.schema) for body in made)
+    named = tuple((body.name, body.schema, body.given) for body in made)
     macros = tuple(dict.fromkeys(macro for body in made for macro in body.macros))
     first, *rest = _marks(calls.open, "open")
     opening, close = " ".join([first, *rest]), " ".join(_marks(calls.close, "close"))
@@ -227,14 +261,16 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     if isinstance(spec, CallsOr):
         if not isinstance(spec.answer, JSONSchema | JSONObject):
             raise grammar_error("CallsOr", spec.answer, "JSONSchema or JSONObject")
-        value = _json(spec.answer)
+        value = _json(spec.answer, widen)
         start = f"start: calls | answer\ncalls: {listed}\nanswer: {value.rule}\n"
         answer = call if value.text is None else (value.text,)
-        named, macros = (*named, (value.name, value.schema)), (*macros, *value.macros)
-        return LarkGrammar(start + rules, "tools and schema", macros, named, answer)
+        named, macros = (*named, (value.name, value.schema, value.given)), (*macros, *value.macros)
+        checked += value.checked
+        return LarkGrammar(start + rules, "tools and schema", macros, named, answer, checked=checked)
     if isinstance(spec, ToolCalls):
         start = f"start: {listed}\n" if least else f"start: ({listed})?\n"
-        return LarkGrammar(start + rules, "tools", macros, named, call if least else ())
+        answer = call if least else ()
+        return LarkGrammar(start + rules, "tools", macros, named, answer, checked=checked)
     # Free text up to what opens a call. Where a text opens it, that cannot be part of the free text. Free text without
     # calls is not blank: a reply of spaces alone would be no answer.
     text = "TEXT: /(?s:\\s*\\S.*)/\n"
@@ -246,10 +282,10 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     marks = [calls.open] if isinstance(calls.open, int | str) else calls.open
     mark = next(part for part in marks if part != "")
     mark = b"" if isinstance(mark, int) else mark.encode()
-    return LarkGrammar(start + rules, "tools", macros, named, opening=mark)
+    return LarkGrammar(start + rules, "tools", macros, named, opening=mark, checked=checked)
 
 
-def _body(calls: ToolCalls, tool: Any, where: str) -> _Value:
+def _body(calls: ToolCalls, tool: Any, where: str, widen: Widen | None) -> _Value:
     """{"name": "...", "arguments": {...}} of one tool; the schema keeps its own root, for its references."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise grammar_error(where, tool, 'an object with a "name"')
@@ -258,7 +294,7 @@ def _body(calls: ToolCalls, tool: Any, where: str) -> _Value:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise grammar_error(place, parameters, "a JSON Schema of an object")
-    inner = _json(JSONSchema({"type": "object", **parameters}, place))
+    inner = _json(JSONSchema({"type": "object", **parameters}, place), widen)
     # JSON texts, escaped for a regular expression between slashes.
     escape = lambda text: re.sub(
         r"[^\w\s\"<>'=:;,@#%&!~`-]", lambda found: "\\" + found.group(), json.dumps(text)
@@ -268,6 +304,7 @@ def _body(calls: ToolCalls, tool: Any, where: str) -> _Value:
     return inner._replace(
         rule=f'/\\{{{name}: ?{called}, ?{arguments}: ?/ {inner.rule} "}}"',
         text=None if inner.text is None else head + inner.text + "}",
+        checked=tuple(value._replace(tool=tool["name"]) for value in inner.checked),
     )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from mercury_jax.decode.grammar.complement import Complements
+from mercury_jax.decode.grammar.rewrite import rewritten_keywords, split_look_ahead
 from mercury_jax.decode.grammar.shortest import resolved
 
 # A special token by its id, a text, or several of these in a row.
@@ -34,6 +36,15 @@ class Place(NamedTuple):
     def __truediv__(self, key: str | int) -> Place:
         return self._replace(keys=(*self.keys, key))
 
+    def within(self, schema: Any) -> Place:
+        """Returns the innermost place on the way to this one that a schema has: others were made by rewriting it."""
+        for i, key in enumerate(self.keys):
+            inner: Any = dict(enumerate(schema)) if isinstance(schema, list | tuple) else schema
+            if not isinstance(inner, Mapping) or key not in inner:
+                return self._replace(keys=self.keys[:i])
+            schema = inner[key]  # type: ignore[index]
+        return self
+
     def __str__(self) -> str:
         plain = lambda key: (
             f".{key}" if re.fullmatch(r"[\w$-]+", key) else f"[{json.dumps(key, ensure_ascii=False)}]"
@@ -46,11 +57,12 @@ class GrammarError(ValueError):
 
     Attributes:
         place: The place in the schema that is refused. None: the error is not about one.
+        checkable: Whether a check of the finished answer finds what the grammar does not enforce there.
     """
 
-    def __init__(self, message: str, place: Place | None = None):
+    def __init__(self, message: str, place: Place | None = None, checkable: bool = False):
         super().__init__(message)
-        self.place = place
+        self.place, self.checkable = place, checkable
 
 
 def grammar_error(where: str | Place, value: object, allowed: str) -> GrammarError:
@@ -66,9 +78,9 @@ def grammar_error(where: str | Place, value: object, allowed: str) -> GrammarErr
 class JSONSchema:
     """A JSON value that validates against a schema (draft 2020-12, or the one that `$schema` names).
 
-    Properties come in the schema's order, with at most one space after a comma and a colon. Keywords that cannot be
-    guaranteed (`not`, `if`, `uniqueItems`, remote references, ...) are refused. A `format` that has no pattern here is
-    an annotation.
+    Properties come in the schema's order, with at most one space after a comma and a colon. Where a grammar enforces a
+    part of a schema only, as with `uniqueItems`, the finished answer is validated: see `Grammar.valid`. What neither
+    guarantees (remote and dynamic references) is refused. A `format` that has no pattern here is an annotation.
 
     Attributes:
         schema: The schema, or true for any JSON value.
@@ -172,6 +184,25 @@ class Without:
     after: str = ""
 
 
+@dataclass(frozen=True)
+class JSONCanvas:
+    """As JSONSchema, decoded out of order: for models with a mask and a canvas that they read both ways.
+
+    Keys and punctuation are on the canvas from the first pass, and values are solved from both sides. For `mj.sample`,
+    without other grammars in the call.
+
+    Attributes:
+        schema: An object whose properties are all required, and are constants, enums, booleans, integers with bounds,
+            texts with a largest length, or such objects.
+        name: What errors call the schema.
+        p: A value is written once its probability among the values of its hole is at least this.
+    """
+
+    schema: Mapping[str, Any]
+    name: str = "schema"
+    p: float = 0.9
+
+
 Spec: TypeAlias = JSONSchema | JSONObject | Regex | Choice | Lark | ToolCalls | FreeOr | CallsOr | Without
 
 MOST_BYTES = 256 << 10  # of a schema as JSON
@@ -183,10 +214,13 @@ MOST_PATTERN = 2_048  # characters of a regular expression
 # Keywords that hold one schema, a list of schemas, schemas by name, counts and numbers.
 _ONE = (
     "items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_COUNTS = (
+    "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains",
+)  # fmt: skip
 _YEAR = "^([1-9]|0[1-9]|00[1-9]|000[1-9])"  # many calendars have no year 0
 _LEAP = "[0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00"
 _DAY = f"^([0-9]{{4}}-(0[13-9]|1[0-2])|[0-9]{{4}}-02-([01][0-9]|2[0-8])|({_LEAP})-02-29)"
@@ -221,11 +255,7 @@ _NAME_FORMATS = {  # of property names
     "date": "^[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
     "ipv4": f"^{_V4}$",
 }
-_UNSUPPORTED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems",
-    "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$dynamicAnchor",
-    "$recursiveRef", "$recursiveAnchor",
-)  # fmt: skip
+_UNSUPPORTED = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor")
 _DIALECT = r"^https?://json-schema\.org/(draft-0[467]/|draft/20(?:19-09|20-12)/|)schema#?$"
 TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
 # Patterns with look-around that libraries write, without it: pydantic's Decimal.
@@ -234,23 +264,39 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 
 
 class CheckedSchema(NamedTuple):
-    """A schema that may be compiled, and the regular expressions in it."""
+    """A schema that may be compiled, and whether it allows values that the user's does not."""
 
     schema: dict[str, Any] | bool
-    patterns: list[str]
+    loose: bool
 
 
 class _Names(dict[int, str | None]):
-    """Patterns of names by the ids of their schemas, and how many names have become properties."""
+    """Patterns of names by the ids of their schemas; those being made; and how many names have become properties."""
 
-    listed = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.listed = set[int](), 0
 
 
-def check_schema(schema: Any, name: str = "schema") -> CheckedSchema:
-    """Checks the bounds of a schema, and rewrites it where a generated answer could fail a validator."""
+def check_schema(schema: Any, name: str = "schema", exact: bool = True) -> CheckedSchema:
+    """Checks the bounds of a schema, and rewrites what llguidance lacks or a generated answer could fail.
+
+    Args:
+        schema: As the user sent it.
+        name: What errors call it.
+        exact: Whether keywords may become several schemas; False: those are left to the check of the answer.
+    """
     check_bounds(schema, name)
-    patterns: list[str] = []
-    return CheckedSchema(_rewritten(schema, Place(name), patterns, schema, _Names()), patterns)
+    complements = Complements(schema, exact)
+    return CheckedSchema(_rewritten(schema, Place(name), complements, _Names()), complements.loose)
+
+
+def patterns_inside(schema: Any) -> list[str]:
+    """Returns the regular expressions of a checked schema."""
+    if not isinstance(schema, Mapping):
+        return []
+    inner = [pattern for _, one in schemas_inside(schema) for pattern in patterns_inside(one)]
+    return [*_patterns(schema, Place()), *inner]
 
 
 def check_bounds(schema: Any, name: str = "schema") -> None:
@@ -299,10 +345,8 @@ def _inside(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
         raise grammar_error(at, value, "JSON: an object, a list, a text, a number, true, false or null")
 
 
-def _rewritten(
-    schema: Any, where: Place, patterns: list[str], root: Any, known: _Names
-) -> dict[str, Any] | bool:
-    """Rewrites one schema and all schemas inside it; `root` is the whole, for references."""
+def _rewritten(schema: Any, where: Place, complements: Complements, known: _Names) -> dict[str, Any] | bool:
+    """Rewrites one schema and all schemas inside it."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -312,7 +356,7 @@ def _rewritten(
     }
     for key in _UNSUPPORTED:
         if key in new:
-            why = "is not supported: a grammar cannot guarantee it. Leave it out, and check the answer for it"
+            why = "is not supported: what it refers to depends on the path. Use $ref"
             raise GrammarError(f"{where / key} {why}", where / key)
     _check_numbers(new, where)
     _check_texts(new, where)
@@ -321,22 +365,32 @@ def _rewritten(
         scheme, end = ("http", "#") if "draft-" in draft else ("https", "")
         new = {"$schema": f"{scheme}://json-schema.org/{draft}schema{end}", **new} if draft else new
     _tighten(new)
-    _close_names(new, where, root, known)
-    if isinstance(new.get("pattern"), str):
-        new["pattern"] = _EQUAL_PATTERNS.get(new["pattern"], new["pattern"])
-    patterns += _patterns(new, where)
+    _close_names(new, where, complements, known)
+    _look_ahead(new, complements)
+    _patterns(new, where)
+    raw = dict(new)
     for key, value in new.items():
         place = where / key
         if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
                 raise grammar_error(place, value, "a list of schemas")
-            new[key] = [_rewritten(inner, place / i, patterns, root, known) for i, inner in enumerate(value)]
+            new[key] = [_rewritten(inner, place / i, complements, known) for i, inner in enumerate(value)]
         elif key in NAMED:
             if not isinstance(value, Mapping):
                 raise grammar_error(place, value, "an object of schemas")
-            new[key] = {n: _rewritten(inner, place / n, patterns, root, known) for n, inner in value.items()}
+            new[key] = {n: _rewritten(inner, place / n, complements, known) for n, inner in value.items()}
         elif key in _ONE:
-            new[key] = _rewritten(value, place, patterns, root, known)
+            new[key] = _rewritten(value, place, complements, known)
+        elif key == "dependencies" and isinstance(value, Mapping):
+            new[key] = {
+                n: d if isinstance(d, list) else _rewritten(d, place / n, complements, known)
+                for n, d in value.items()
+            }
+    negated = lambda key, inner: _rewritten(complements.negated(inner), where / key, complements, known)
+    try:
+        new = rewritten_keywords(complements, raw, new, negated)
+    except (AttributeError, LookupError, TypeError, RecursionError):
+        raise grammar_error(where, schema, "keywords with values of the right kind") from None
     format, every = new.get("format"), new.get("allOf", [])
     if format is not None and format not in _FORMATS:  # an annotation (JSON Schema 2020-12, 7.2.3)
         del new["format"]
@@ -378,11 +432,11 @@ def _says_nothing(schema: Mapping[str, Any], key: str) -> bool:
     return owner not in schema or (value is False and key in ("uniqueItems", "not", "$recursiveAnchor"))
 
 
-def _close_names(schema: dict[str, Any], where: Place, root: Any, known: _Names) -> None:
+def _close_names(schema: dict[str, Any], where: Place, complements: Complements, known: _Names) -> None:
     """Replaces `propertyNames` by properties or by a pattern of them; other properties are not allowed then."""
     if "propertyNames" not in schema:
         return
-    names, place = schema.pop("propertyNames"), where / "propertyNames"
+    names, place, root = schema.pop("propertyNames"), where / "propertyNames", complements.root
     own, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
     others = schema.get("patternProperties")
     if not isinstance(own, Mapping):
@@ -412,13 +466,12 @@ def _close_names(schema: dict[str, Any], where: Place, root: Any, known: _Names)
         pattern = _name_pattern(names, place, root, known)
         if pattern == "":
             return
-        # Whether a pattern matches a listed property is left to llguidance: Python's matching has no bound of time.
         allowed = pattern is not None and not own
-        schema |= {"properties": {}, "additionalProperties": False}
-        schema |= {} if extra is False or pattern is None else {"patternProperties": {pattern: extra}}
-    if not allowed or others:
-        what = "an enum of names; or a pattern, lengths or a format, and no other properties listed"
-        raise grammar_error(place, names, what)
+        if pattern is not None and not others:
+            # Whether it matches a listed property is left to the check: Python's matching has no bound of time.
+            schema["additionalProperties"] = False
+            schema |= {} if extra is False else {"patternProperties": {pattern: extra}}
+    complements.loose |= bool(not allowed or others)
 
 
 def _definition(schema: Any, root: Any) -> Any:
@@ -435,15 +488,18 @@ def _definition(schema: Any, root: Any) -> Any:
 def _name_pattern(names: Any, place: Place, root: Any, known: _Names, depth: int = 0) -> str | None:
     """A pattern of the names that a schema allows; empty for all, None where it has none.
 
-    `known` holds the patterns by the ids of their schemas; None where one is still being made, which ends cycles.
+    `known` holds the patterns by the ids of their schemas.
     """
     names = _definition(names, root)
+    if id(names) in known.begun:
+        raise grammar_error(place, "names that refer to themselves", "names with a pattern or an enum")
     if id(names) not in known:
-        known[id(names)] = None
+        known.begun.add(id(names))
         pattern = None if depth > MOST_DEPTH else _made_pattern(names, place, root, known, depth)
         if pattern and len(pattern) > MOST_PATTERN:
             raise grammar_error(place, f"a pattern of {len(pattern)} characters", f"at most {MOST_PATTERN}")
         known[id(names)] = pattern
+        known.begun.discard(id(names))
     return known[id(names)]
 
 
@@ -485,18 +541,12 @@ def _check_numbers(schema: dict[str, Any], where: Place) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
         raise grammar_error(where / "required", required, "a list of names")
-    # A key that is not listed may be generated twice, and a parser keeps one of the two.
-    if schema.get("minProperties", 0) > len(set(required)) + 1:
-        allowed = f"at most {len(set(required)) + 1}: the required properties and one more"
-        raise grammar_error(where / "minProperties", schema["minProperties"], allowed)
     for key in _NUMBERS:
         value = schema.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
             raise grammar_error(where / key, value, "a number of less than 300 digits")
-    step = schema.get("multipleOf", 1)
-    if step <= 0 or (step < 2**53 and math.frexp(step)[0] != 0.5 and step != int(step)):
-        allowed = "a whole number, or a power of two such as 0.5: parsers round multiples of other fractions"
-        raise grammar_error(where / "multipleOf", step, allowed)
+    if schema.get("multipleOf", 1) <= 0:
+        raise grammar_error(where / "multipleOf", schema["multipleOf"], "a number above 0")
 
 
 def _check_texts(schema: dict[str, Any], where: Place) -> None:
@@ -547,7 +597,19 @@ def _tighten(schema: dict[str, Any]) -> None:
             del schema[key]
 
 
-def _patterns(schema: dict[str, Any], where: Place) -> list[str]:
+def _look_ahead(schema: dict[str, Any], complements: Complements) -> None:
+    """Replaces a pattern that begins with look-ahead by patterns without it."""
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str) or len(pattern) > MOST_PATTERN:
+        return
+    schema["pattern"] = pattern = _EQUAL_PATTERNS.get(pattern, pattern)
+    if ahead := split_look_ahead(pattern):
+        complements.loose |= bool(ahead.absent)
+        schema["pattern"] = ahead.rest
+        schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": other} for other in ahead.present)]
+
+
+def _patterns(schema: Mapping[str, Any], where: Place) -> list[str]:
     named = schema.get("patternProperties", {})
     found = [
         *([schema["pattern"]] if "pattern" in schema else []),

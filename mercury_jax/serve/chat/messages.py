@@ -126,7 +126,8 @@ def _with_images(parts: Sequence[Any], name: str, no_images: str | None) -> list
             continue
         if no_images is not None:
             raise invalid_value(f"{name}[{i}].type", "image_url", no_images)
-        converted.append({"type": "image", "url": part.image_url.url, "detail": part.image_url.detail})
+        picture = part.image_url.model_dump()  # its address and its detail
+        converted.append({"type": "image", **picture})
     return converted
 
 

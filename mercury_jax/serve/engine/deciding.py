@@ -116,6 +116,6 @@ class DecisionWorker:
                 log.exception("a decision could not be read")
             together[0].found.set_exception(error)
             return
+        self._count(len(together))
         for waiting, output in zip(together, outputs, strict=True):
             waiting.found.set_result(output)
-        self._count(len(together))

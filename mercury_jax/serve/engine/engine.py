@@ -384,7 +384,7 @@ class Engine:
         if request.thinking and marks is not None:
             run.end_think = marks.close
         if request.grammar is not None:
-            run.gate = ConstrainedRow(request.grammar.walk(request.max_tokens))
+            run.gate = ConstrainedRow(request.grammar.walk(request.max_tokens), request.kept)
             if not request.thinking:
                 run.gate.begin(len(request.prompt))
         self._counts["cached_tokens"] += cached

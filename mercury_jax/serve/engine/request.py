@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from mercury_jax.decode.constrained import Kept
+
 if TYPE_CHECKING:
     from mercury_jax.decode.grammar import Grammar
     from mercury_jax.decode.sample import LogProbs
@@ -108,6 +110,7 @@ class EngineRequest:
         seed: Seed of the random draws.
         logprobs: Number of alternatives to return with each token's log-probability. None: no log-probabilities.
         grammar: Grammar that the answer must match; the thinking is not constrained.
+        kept: What the answer keeps of an earlier one under the same grammar.
         suffix: Token ids after the answer; the answer fills the hole between prompt and suffix. None: no suffix.
         prediction: Token ids that the answer is expected to be; without effect with `grammar`, `suffix` or `visible`.
         visible: Restrict the first token to ids that show text: no end of text, control token or space. Cannot be
@@ -135,6 +138,7 @@ class EngineRequest:
     seed: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    kept: Kept = Kept()
     suffix: tuple[int, ...] | None = None
     prediction: tuple[int, ...] = ()
     visible: bool = False

@@ -277,7 +277,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "name": "add", "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
     ({"tools": [ADD, ADD]}, "tools[1].name"),
     ({"tools": [{**ADD, "strict": True, "parameters": {
-        "type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}}]}, "tools[0].parameters"),
+        "type": "object", "properties": {"a": {"type": "string", "pattern": r"(a)\1"}}}}]}, "tools[0].parameters"),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
     ({"tool_choice": "required"}, "tool_choice"),
