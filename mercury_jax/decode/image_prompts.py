@@ -53,6 +53,16 @@ def split_conversation(
             plain.append(message)
             continue
         if not has_images(content):
+            urls = [
+                j
+                for j, part in enumerate(content)
+                if isinstance(part, Mapping) and part.get("type") == "image_url"
+            ]
+            if urls and allowed and lm.model.vision is not None:
+                shape = (
+                    'text, or {"type": "image", "image": a path, bytes or an array}: image_url is for HTTP'
+                )
+                raise refuse(f"{name}[{urls[0]}].type", "image_url", shape)
             plain.append({**message, "content": chat.join_parts(content, name)})
             continue
         if lm.model.vision is None:

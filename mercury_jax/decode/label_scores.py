@@ -32,7 +32,8 @@ from mercury_jax.types import LM, Cache, Model, Params, Pass
 ROWS_PER_PASS = 64
 CACHE_BYTES = 2 << 30  # of the rows of a pass together; fewer rows share a pass where states are long
 PREFILL_CHUNK = 1024  # tokens of a state that one pass encodes
-WIDTH_QUANTUM = 32  # the width of a reading pass is a multiple of it
+WIDTH_QUANTUM = 32  # the width of a reading pass is a multiple of it, or NARROW
+NARROW = 8
 
 Label = tuple[int, ...]
 
@@ -146,9 +147,48 @@ def label_log_p(
 ) -> tuple[list[np.ndarray], int]:
     """Computes log p(label | prompt) of each label.
 
+    Where a prompt needs several rows, the rest of each prompt is encoded first, so that its rows share it.
+
     Returns:
         Log-probabilities of the labels of each prompt [L], float64; and the number of reading passes.
     """
+    if encoded.cache is None or len(rows_of(lm, prompts)) == len(prompts):
+        return _read_labels(lm, prompts, encoded)
+    found, passes = list[np.ndarray](), 0
+    for i in range(0, len(prompts), encoded.rows):
+        group = prompts[i : i + encoded.rows]
+        own = [prompt._replace(state=k) for k, prompt in enumerate(group)]
+        log_p, made = _read_labels(lm, own, _encode_prompts(lm, group, encoded))
+        found, passes = found + log_p, passes + made
+    return found, passes
+
+
+def _encode_prompts(lm: LM, prompts: Sequence[LabelledPrompt], encoded: EncodedStates) -> EncodedStates:
+    """Encodes the rest of each prompt behind its state, but for its last token; each has a row of the cache then."""
+    count = 1 << (len(prompts) - 1).bit_length()
+    state = np.array([p.state for p in prompts], np.int32)
+    start = np.array([encoded.prefixes[p.state] for p in prompts], np.int32)
+    with jax.ensure_compile_time_eval():
+        most = jnp.asarray([len(p.ids) - 1 for p in prompts], jnp.int32)
+        lengths = np.maximum(np.asarray(lm.model.encodable(most)), start)
+    tokens = np.zeros((len(prompts), bucket(max(1, int((lengths - start).max())), WIDTH_QUANTUM)), np.int32)
+    for row, prompt, begin, end in zip(tokens, prompts, start, lengths, strict=True):
+        row[: end - begin] = prompt.ids[begin:end]
+    given = (_filled(x, count) for x in (state, tokens, start, lengths))
+    with inputs.explain_wrong_params(lm):
+        cache = _extend(lm.model, lm.params, encoded.cache, *given)
+    return encoded._replace(prefixes=lengths.tolist(), cache=cache)
+
+
+def _filled(rows: np.ndarray, count: int) -> Array:
+    """Fills a pass with copies of the last row, so that few shapes are compiled."""
+    return jnp.asarray(np.pad(rows, [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1), mode="edge"))
+
+
+def _read_labels(
+    lm: LM, prompts: Sequence[LabelledPrompt], encoded: EncodedStates
+) -> tuple[list[np.ndarray], int]:
+    """Reads all edges of the tries, and sums them over the path of each label."""
     rows, found, passes = rows_of(lm, prompts), dict[Edge, float](), 0
     lengths = sorted({len(r.given) + r.canvas for r in rows})
     # Rows of several lengths share a pass only if the model does not see padding.
@@ -222,7 +262,9 @@ def _read_rows(
     start = np.array([encoded.prefixes[prompts[r.prompt].state] for r in rows], np.int32)
     size = np.array([len(r.given) for r in rows], np.int32)
     used = size + np.array([r.canvas for r in rows], np.int32) - start
-    width = bucket(int(used.max()), WIDTH_QUANTUM) if model.hides_padding else int(used.max())
+    width = int(used.max())
+    if model.hides_padding:
+        width = bucket(width, NARROW if width <= NARROW else WIDTH_QUANTUM)
     with jax.ensure_compile_time_eval():
         text = np.asarray(model.encodable(jnp.asarray(size))) - start
     tokens = np.zeros((len(rows), width), np.int32)
@@ -242,9 +284,7 @@ def _read_rows(
         at[i, : len(row.reads)] = [position - start[i] for position, _ in row.reads]
         wanted[i, : len(row.reads)] = [edge.token for _, edge in row.reads]
     state = np.array([prompts[r.prompt].state for r in rows], np.int32)
-    # Copies of the last row fill the pass, so that few shapes are compiled.
-    fill = lambda x: np.pad(x, [(0, count - len(rows))] + [(0, 0)] * (x.ndim - 1), mode="edge")
-    given = ReadPass(*(jnp.asarray(fill(x)) for x in (state, tokens, start, used, text, at, wanted)))
+    given = ReadPass(*(_filled(x, count) for x in (state, tokens, start, used, text, at, wanted)))
     with inputs.explain_wrong_params(lm):
         log_p = _read(model, lm.corruption, encoded.slots, lm.params, encoded.cache, given)
     return np.asarray(log_p)[: len(rows)].astype(np.float64)
@@ -265,6 +305,23 @@ def _encode(
     clean = jnp.zeros(lengths.shape) if model.config.timed else None
     everyone = jnp.ones(lengths.shape, bool)
     given = Pass(tokens, cache, begin, used, begin + used, everyone, time=clean, length=lengths)
+    return model.forward(params, given)[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _extend(
+    model: Model,
+    params: Params,
+    cache: Cache,
+    state: Int[Array, "N"],
+    tokens: Int[Array, "N T"],
+    start: Int[Array, "N"],
+    lengths: Int[Array, "N"],
+) -> Cache:
+    """Copies the cache of each prompt's state, and encodes the tokens of the prompt behind it."""
+    clean = jnp.zeros(lengths.shape) if model.config.timed else None
+    everyone, cache = jnp.ones(lengths.shape, bool), jax.tree.map(lambda x: x[state], cache)
+    given = Pass(tokens, cache, start, lengths - start, lengths, everyone, time=clean, length=lengths)
     return model.forward(params, given)[1]
 
 

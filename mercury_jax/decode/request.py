@@ -694,7 +694,8 @@ def _grammars(lm: LM, request: Request) -> list[ConstrainedRow | None]:
         name = f"schema[{i}]" if several else "schema"
         spec = JSONSchema(one, name) if isinstance(one, Mapping | bool) else one
         if spec is not None and not isinstance(spec, Spec):
-            raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
+            reason = ": a JSONCanvas is for mj.sample alone" if isinstance(one, grammar.JSONCanvas) else ""
+            raise refuse("schema", one, f"a JSON Schema, or a spec of mercury_jax.grammar{reason}")
         try:
             compiled = None if spec is None else grammar.compile(lm.tokenizer, spec)
             walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]

@@ -17,7 +17,7 @@ from mercury_jax.decode.defaults import EFFORTS
 # Names of the vendor's models that are built into clients. By default each of them is an alias of the first model.
 VENDOR_MODELS = (
     "mercury", "mercury-2", "mercury-2.5", "mercury-3", "mercury-coder", "mercury-coder-small",
-    "mercury-coder-small-beta", "mercury-edit", "mercury-edit-2", "mercury-decide",
+    "mercury-coder-small-beta", "mercury-edit", "mercury-edit-2", "mercury-decide", "jev-latest",
 )  # fmt: skip
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 ANY_HOST = "*"

@@ -106,20 +106,24 @@ def test_an_answer_does_not_depend_on_the_other_questions_and_states(name):
 
 
 def test_eight_questions_take_one_pass_and_share_the_state(monkeypatch):
-    lm, calls, read = family("autoregressive"), [], label_scores._read
-    counted = lambda model, corruption, slots, params, cache, given: (
-        calls.append((given, cache)) or read(model, corruption, slots, params, cache, given)
-    )
-    monkeypatch.setattr(label_scores, "_read", counted)
+    lm, calls = family("autoregressive"), {"_encode": [], "_extend": [], "_read": []}
+    for name, made in calls.items():
+        program = getattr(label_scores, name)
+        record = lambda *args, made=made, program=program: made.append(args) or program(*args)
+        monkeypatch.setattr(label_scores, name, record)
     named = {f"q{i}": YES_NO(f"{i}?") for i in range(8)}
     found = mj.decide(lm, STATE, named)
-    [(given, cache)] = calls
     assert found.forwards == 1 and len(found.answers) == 8
-    # The cache has one row, and each row of the pass only feeds what is its own.
-    assert {x.shape[0] for x in jax.tree.leaves(cache)} == {1}
-    shared = int(given.start[0])
+    assert [len(made) for made in calls.values()] == [1, 1, 1]
+    # The state is encoded in one row, the rest of each question behind it, and the labels behind the questions.
+    [(_, _, cache, tokens, _, [shared])] = calls["_encode"]
     sizes = [len(prompts(lm, question).ids) for question in named.values()]
-    assert shared > len(lm.tokenizer.encode(STATE)) and (given.start == shared).all()
+    assert len(tokens) == 1 and {x.shape[0] for x in jax.tree.leaves(cache)} == {1}
+    assert shared > len(lm.tokenizer.encode(STATE))
+    [(_, _, _, state, tokens, start, lengths)] = calls["_extend"]
+    assert set(state.tolist()) == {0} and set(start.tolist()) == {shared} and tokens.shape[0] == 8
+    assert lengths.tolist() == [size - 1 for size in sizes]
+    assert calls["_read"][0][-1].tokens.shape[1] <= label_scores.NARROW
     assert found.prompt_tokens == shared + sum(size - shared for size in sizes)
 
 
