@@ -49,7 +49,7 @@ TONES = {
     "neutral": "described in the leaflet,mentioned on page four,on the second floor,listed in the table,"
     "on Tuesday,the same size as the other one,delivered at noon,made in 2014",
 }
-READS = 4
+READS = 2
 
 
 class Labelled(NamedTuple):

@@ -344,7 +344,8 @@ class CompiledPrograms:
         if self.buckets.bidirectional:
             return row
         lm, program = self.buckets.lm, self.buckets.program(capacity, sampling.TRUNCATION)
-        row = programs.encode_prompt(program, lm.params, row, PREFILL_WIDTH, np.int32(0))
+        # The same arguments by name as in the engine: another call is another program.
+        row = programs.encode_prompt(program, lm.params, row, PREFILL_WIDTH, np.int32(0), images=None)
         if lm.model.vision is None:
             return row
         # Images of the default detail; the first image of another one compiles its programs.
