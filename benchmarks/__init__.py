@@ -14,7 +14,6 @@ pipeline        batches from shards: tokens per second, start and resume, memory
 training        the training loop against one written by hand
 serving         a server under load: latencies, batching, agents
 grammar_models  constrained answers under published schemas: how many are invalid
-canvas_json     passes for valid JSON, out of order and by the gate
 grammar_cost    the share of a denoising step that grammars take on the host
 structure       counts of files, functions and documentation of the package
 """

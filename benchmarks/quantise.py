@@ -26,8 +26,7 @@ from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.compilation import hardware
 from mercury_jax.config import at_least, refuse
-from mercury_jax.decode import likelihood
-from mercury_jax.decode.logits import logits as denoising_logits
+from mercury_jax.decode import likelihood, score
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.evaluate import code
 from mercury_jax.evaluate.runner import EvalReport, Z, paired
@@ -286,7 +285,7 @@ def nats_per_token(lm: LM, piece: MaskedText) -> float:
         return float(total) / len(piece.canvas)
     assert lm.corruption.mask is not None
     noised = np.where(piece.hidden, lm.corruption.mask, piece.canvas)
-    logits = np.array(denoising_logits(lm, noised, prompt=piece.before.tolist()), np.float64)
+    logits = np.array(score.logits(lm, noised, prompt=piece.before.tolist()), np.float64)
     logits[..., list(lm.corruption.forbidden)] = NEVER
     most = logits.max(-1)
     total = most + np.log(np.exp(logits - most[..., None]).sum(-1))

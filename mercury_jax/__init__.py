@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mercury_jax.decode.edit import edit
     from mercury_jax.decode.infill import Hole, infill
     from mercury_jax.decode.inputs import Effort
-    from mercury_jax.decode.logits import logits
     from mercury_jax.decode.methods import cache_refresh
     from mercury_jax.decode.methods.block_drafter import with_block_drafter
     from mercury_jax.decode.methods.drafting import Draft
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.rollout import rollout
     from mercury_jax.decode.sample import Output, sample
     from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, StoppingCriterion
-    from mercury_jax.decode.score import Score, score
+    from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.search import best_of_n, smc
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.state import Method
@@ -70,8 +69,7 @@ _PUBLIC = {
     "decode.sample": ("Output", "sample"),
     "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
     "decode.sampler": ("LogitsProcessor", "Rule", "Sampler", "StoppingCriterion"),
-    "decode.logits": ("logits",),
-    "decode.score": ("Score", "score"),
+    "decode.score": ("Score", "logits", "score"),
     "decode.session": ("Session",),
     "decode.stream": ("stream",),
     "hub": ("hub",),

@@ -24,7 +24,7 @@ from mercury_jax.decode.answer_text import check_stops, continuation_prompt, vis
 from mercury_jax.decode.build_config import build_config, check_functions
 from mercury_jax.decode.constrained import ALL_IDS, ConstrainedRow, Grammars
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
-from mercury_jax.decode.grammar.spec import GrammarError, JSONCanvas, JSONSchema, Spec, Without
+from mercury_jax.decode.grammar.spec import GrammarError, JSONSchema, Spec, Without
 from mercury_jax.decode.inputs import EffortLike
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
@@ -57,7 +57,7 @@ from mercury_jax.types import LM, Key
 LogitBias: TypeAlias = Mapping[int, float] | Sequence[Mapping[int, float] | None]
 Stops: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None]
 Schema: TypeAlias = Mapping[str, Any] | bool | Spec  # a JSON Schema, or a spec of `mj.grammar`
-Schemas: TypeAlias = Schema | JSONCanvas | Sequence[Schema | None]
+Schemas: TypeAlias = Schema | Sequence[Schema | None]
 
 
 class Request(NamedTuple):
@@ -694,8 +694,7 @@ def _grammars(lm: LM, request: Request) -> list[ConstrainedRow | None]:
         name = f"schema[{i}]" if several else "schema"
         spec = JSONSchema(one, name) if isinstance(one, Mapping | bool) else one
         if spec is not None and not isinstance(spec, Spec):
-            reason = ": a JSONCanvas is for mj.sample alone" if isinstance(one, grammar.JSONCanvas) else ""
-            raise refuse("schema", one, f"a JSON Schema, or a spec of mercury_jax.grammar{reason}")
+            raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
         try:
             compiled = None if spec is None else grammar.compile(lm.tokenizer, spec)
             walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]

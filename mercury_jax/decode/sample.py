@@ -25,8 +25,7 @@ from mercury_jax import decode
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.answer_text import closed_thinking, decode_answer, end_stopped_rows, watched_rows
-from mercury_jax.decode.canvas import solve_canvases
-from mercury_jax.decode.grammar.spec import JSONCanvas, Spec
+from mercury_jax.decode.grammar.spec import Spec
 from mercury_jax.decode.inputs import (
     MAX_TOKENS,
     EffortLike,
@@ -35,11 +34,8 @@ from mercury_jax.decode.inputs import (
     Seeds,
     WholeNumbers,
     check_lm,
-    check_max_tokens,
     check_whole,
-    encode_prompts,
     explain_wrong_params,
-    row_seeds,
 )
 from mercury_jax.decode.methods.acceptance import check_verifier
 from mercury_jax.decode.methods.block_drafter import with_block_drafter
@@ -97,12 +93,7 @@ def sample(
     passes: int | None = None,
     history: bool = False,
     mesh: Mesh | None = None,
-    schema: Mapping[str, Any]
-    | bool
-    | Spec
-    | JSONCanvas
-    | Sequence[Mapping[str, Any] | bool | Spec | None]
-    | None = None,
+    schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
     draft: Draft | LM | BlockDrafter | str | Path | None = None,
     bad_words: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     draft_text: str | Sequence[str | None] | None = None,
@@ -151,7 +142,7 @@ def sample(
         schema: Constraint on every answer, but not on its thinking: a JSON Schema, a spec of `mj.grammar`, or a list
             with one of these (or None) per prompt. Where a grammar enforces a part of a schema only (`uniqueItems`),
             answers are validated at the end, and decoded again from the value at fault, up to 16 times. Needs the extra
-            `serve`. Not with state, passes, guidance or mesh. An `mj.grammar.JSONCanvas` decodes out of order.
+            `serve`. Not with state, passes, guidance or mesh.
         draft: A diffusion model with the same tokenizer, or an `mj.Draft` of one; or what `mj.load_drafter` reads: a
             block drafter that was trained for `lm`, "smollm2-drafter", "lookup". It drafts blocks, and `lm`, a model
             that predicts the next token, verifies each block in one pass. The answers are those of `lm` alone, in the
@@ -211,8 +202,6 @@ def sample(
         mesh=mesh, schema=schema, bad_words=bad_words, n=n, stop=stop, draft=draft, passes=passes,
         draft_text=draft_text, reads_images=True,
     ).checked()  # fmt: skip
-    if isinstance(schema, JSONCanvas):
-        return _sample_canvas(lm, request, schema, began)
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)
     else:
@@ -296,37 +285,6 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
         for i in range(count if history else 0):
             frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
     return session, frames, total
-
-
-def _sample_canvas(lm: LM, request: Request, spec: JSONCanvas, began: float) -> Output:
-    """Decodes JSON out of order; few arguments of `sample` have a meaning there."""
-    default = Request(schema=spec)
-    for name in ("sampler", "plan", "effort", "stop", "logit_bias", "guidance", "negative", "logprobs", "state", "mesh",
-                 "draft", "bad_words", "passes"):  # fmt: skip
-        if (value := getattr(request, name)) is not None and value != getattr(default, name):
-            raise refuse(name, value, f"{getattr(default, name)} with a JSONCanvas as the schema")
-    prompts, _ = encode_prompts(lm, request.prompt)
-    most = np.repeat(check_max_tokens(lm, prompts, request.max_tokens), request.n)
-    seeds = row_seeds(request.seed, len(prompts), request.n)
-    temperature = np.asarray(0.0 if request.temperature is None else request.temperature)
-    if temperature.ndim or not isinstance(seeds, np.ndarray):
-        raise refuse("temperature or seed", "one for each prompt, or a key", "one number with a JSONCanvas")
-    ids = [p.ids for p in prompts for _ in range(request.n)]
-    made = solve_canvases(lm, ids, spec, most, float(temperature), seeds)
-    return Output(
-        texts=[lm.tokenizer.decode(tokens.tolist()) for tokens in made.tokens],
-        tokens=made.tokens,
-        forwards=made.forwards,
-        evaluated=made.forwards,
-        finish=["stop"] * len(ids),
-        seconds=time.perf_counter() - began,
-        thinking=[None] * len(ids),
-        passes=made.passes,
-        encoded=np.zeros(len(ids), int),
-        n=request.n,
-        first=np.array([len(one) for one in ids]),
-        tokenizer=lm.tokenizer,
-    )
 
 
 def _run_constrained(

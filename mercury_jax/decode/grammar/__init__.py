@@ -25,7 +25,6 @@ from mercury_jax.decode.grammar.spec import (
     Choice,
     FreeOr,
     GrammarError,
-    JSONCanvas,
     JSONObject,
     JSONSchema,
     Lark,
@@ -38,7 +37,7 @@ from mercury_jax.decode.grammar.spec import (
 )
 
 __all__ = [
-    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONCanvas", "JSONObject",
+    "COMPILE_SECONDS", "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject",
     "JSONSchema", "Lark", "Place", "Regex", "Spec", "ToolCalls", "Walker", "WalkerStep", "Without", "check_bounds",
     "compile", "enforceable",
 ]  # fmt: skip

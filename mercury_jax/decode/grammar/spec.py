@@ -184,25 +184,6 @@ class Without:
     after: str = ""
 
 
-@dataclass(frozen=True)
-class JSONCanvas:
-    """As JSONSchema, decoded out of order: for models with a mask and a canvas that they read both ways.
-
-    Keys and punctuation are on the canvas from the first pass, and values are solved from both sides. For `mj.sample`,
-    without other grammars in the call.
-
-    Attributes:
-        schema: An object whose properties are all required, and are constants, enums, booleans, integers with bounds,
-            texts with a largest length, or such objects.
-        name: What errors call the schema.
-        p: A value is written once its probability among the values of its hole is at least this.
-    """
-
-    schema: Mapping[str, Any]
-    name: str = "schema"
-    p: float = 0.9
-
-
 Spec: TypeAlias = JSONSchema | JSONObject | Regex | Choice | Lark | ToolCalls | FreeOr | CallsOr | Without
 
 MOST_BYTES = 256 << 10  # of a schema as JSON
