@@ -15,5 +15,7 @@ training        the training loop against one written by hand
 serving         a server under load: latencies, batching, agents
 grammar_models  constrained answers under published schemas: how many are invalid
 grammar_cost    the share of a denoising step that grammars take on the host
+decisions       the probabilities of typed decisions, and decisions a second of a server
+predicted       a text of 200 lines rewritten with one change, from a prediction
 structure       counts of files, functions and documentation of the package
 """

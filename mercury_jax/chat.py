@@ -48,9 +48,16 @@ def check_message(message: object, name: str, parts: bool = False) -> str:
     return role
 
 
-def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
-    """Joins the text parts of a message content with line breaks."""
-    kinds = "text (this model reads text only)"
+TEXT_ONLY = "text (this model reads text only)"  # the types of parts of a content
+
+
+def join_parts(
+    parts: Sequence[Any],
+    name: str,
+    refuse: Callable[[str, Any, str], Exception] = refuse,
+    kinds: str = TEXT_ONLY,
+) -> str:
+    """Joins the text parts of a message content with line breaks. Errors list the allowed types `kinds`."""
     return "\n".join(text_part(part, f"{name}[{i}]", kinds, refuse) for i, part in enumerate(parts))
 
 

@@ -75,7 +75,7 @@ def brief(value: object) -> str:
 
 
 LONGEST = 400  # characters of a value in an error
-MANY = 20  # above this number of names, only the most similar one is listed
+MANY = 16  # above this number of names, only the most similar one is listed
 
 
 def count(number: int, noun: str) -> str:
@@ -92,15 +92,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str], most: int = MANY) -> str:
     """Describes the allowed names after an unknown name, for the argument `allowed` of `refuse`.
 
     Args:
         name: The unknown name. `lr` also matches `optim.lr`.
         names: Names that exist.
+        most: Number of names up to which all of them are listed.
 
     Returns:
-        The most similar name first, if one is similar, then all names if there are at most `MANY`. A name that begins
+        The most similar name first, if one is similar, then all names if there are at most `most`. A name that begins
         with the unknown one comes before others. Of many names without a similar one, the three most similar.
     """
     bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
@@ -111,7 +112,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
     if not close:  # `widht` means `model.width`; of several with the same last part the first
         ends = {last(n): n for n in reversed(bare)}
         close = [ends[n] for n in similar(last(name), ends)]
-    if len(names) <= MANY:
+    if len(names) <= most:
         every = ", ".join(names)
         return f"{bare[close[0]]} is the nearest; all: {every}" if close else every
     close = [bare[n] for n in close or difflib.get_close_matches(name, bare, n=3, cutoff=0)]

@@ -221,7 +221,8 @@ def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[st
         return 0 if words else BAD_INPUT
     if words[0] not in commands:
         other = SYNONYMS.get(words[0]) if commands is COMMANDS else None
-        raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], list(commands)))
+        names = list(commands)  # all are listed: who types an unknown command looks for the one there is
+        raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], names, len(names)))
     cache_compiled_programs()
     if words[0] not in ("gpu", "compile"):  # these choose flags for each of their processes
         loops_as_graphs()

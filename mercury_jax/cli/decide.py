@@ -196,4 +196,9 @@ def run_calibrate(argv: Sequence[str]) -> int:
             f"calibration error {one['ece']:.3f}  nats {one['nats']:.3f}"
         )
     show.say(f"temperature {temperature:.3f} of {len(answers)} questions, written to {out}")
+    low, high = calibration.TEMPERATURES
+    if not 1.01 * low < temperature < high / 1.01:
+        show.say(
+            f"that is an end of the range tried ({low:g} to {high:g}): label more questions, easy and hard ones"
+        )
     return 0

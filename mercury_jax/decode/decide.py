@@ -23,6 +23,7 @@ from mercury_jax.decode.label_scores import (
     LabelledPrompt,
     encode_states,
     label_log_p,
+    rows_of,
     rows_that_fit,
 )
 from mercury_jax.decode.questions import (
@@ -287,7 +288,7 @@ def ask(
             text = prompt_of(question, order_of(question, read, count))
             ids = _prompt_ids(lm, state, text, chat)
             noise_seed = int(np.random.SeedSequence((settings.seed, at, read)).generate_state(1)[0])
-            prompts.append(LabelledPrompt(index, ids, labels, noise_seed))
+            prompts.append(LabelledPrompt(index, ids, labels, rows_of(lm, ids, labels), noise_seed))
         asked.append(Asked(index, name, question, prompts))
     return asked
 

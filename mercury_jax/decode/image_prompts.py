@@ -1,8 +1,8 @@
 """Images in conversations: the parts of messages, their placeholders in a prompt, and their soft tokens in rows.
 
 `split_conversation` reads the image parts of messages. The chat template writes one placeholder for each image, and
-`place` expands it to as many as the image has soft tokens. `soft_tokens` runs the vision tower; `passes.prefill`
-brings the result into the KV cache. After the prefill a row with images decodes like any other row.
+`place` expands it to as many as the image has soft tokens. `soft_tokens` runs the vision tower; `image_prefill` brings
+the result into the KV cache.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mercury_jax.images import Image, prepare, read
 from mercury_jax.types import LM, ImageTokens, Vision
 
 NO_TOWER = "text: this model has no vision tower, which a checkpoint of DiffusionGemma has"
+PARTS = 'text, or image: {"type": "image", "image": a path, bytes or an array}'
 PART_KEYS = ("type", "image", "detail")  # of an image part
 
 
@@ -53,17 +54,8 @@ def split_conversation(
             plain.append(message)
             continue
         if not has_images(content):
-            urls = [
-                j
-                for j, part in enumerate(content)
-                if isinstance(part, Mapping) and part.get("type") == "image_url"
-            ]
-            if urls and allowed and lm.model.vision is not None:
-                shape = (
-                    'text, or {"type": "image", "image": a path, bytes or an array}: image_url is for HTTP'
-                )
-                raise refuse(f"{name}[{urls[0]}].type", "image_url", shape)
-            plain.append({**message, "content": chat.join_parts(content, name)})
+            kinds = PARTS if allowed and lm.model.vision is not None else chat.TEXT_ONLY
+            plain.append({**message, "content": chat.join_parts(content, name, kinds=kinds)})
             continue
         if lm.model.vision is None:
             raise refuse(f"{name}: type", "image", NO_TOWER)
@@ -83,7 +75,7 @@ def split_conversation(
 def _read_part(tower: Vision, part: Any, name: str) -> str | Image:
     """Reads one part of a content: a text, or an image."""
     if not isinstance(part, Mapping) or part.get("type") != "image":
-        return chat.text_part(part, name, "text or image")
+        return chat.text_part(part, name, PARTS)
     if unknown := next((key for key in part if key not in PART_KEYS), None):
         raise refuse(f"key of {name}", unknown, ", ".join(PART_KEYS))
     return prepare(read(part.get("image"), f"{name}.image"), tower.config, part.get("detail", "auto"))
@@ -143,7 +135,7 @@ def soft_tokens(lm: LM, rows: Sequence[Sequence[Image]], slots: int) -> ImageTok
 
     Returns:
         Embeddings [B, P, D] of the soft tokens of each row, one image after the other, and [B, S] the first and the
-        last position of the image at each slot; see `passes.prefill`.
+        last position of the image at each slot; see `image_prefill`.
     """
     tower = lm.model.vision
     assert tower is not None

@@ -38,6 +38,32 @@ NARROW = 8
 Label = tuple[int, ...]
 
 
+class Edge(NamedTuple):
+    """An edge of a trie: a token of a label, behind the tokens before it."""
+
+    prefix: Label
+    token: int
+
+
+class Row(NamedTuple):
+    """One row of a reading pass, before padding.
+
+    Attributes:
+        given: Ids that the row begins with: prompt and prefix.
+        canvas: Number of noise tokens after them.
+        reads: (absolute position whose hidden state is read, edge).
+    """
+
+    given: list[int]
+    canvas: int
+    reads: list[tuple[int, Edge]]
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens."""
+        return len(self.given) + self.canvas
+
+
 class LabelledPrompt(NamedTuple):
     """A prompt, and the labels that may follow it.
 
@@ -45,12 +71,14 @@ class LabelledPrompt(NamedTuple):
         state: Index of the state with which it begins. Prompts of one state share their first tokens.
         ids: Ids of the prompt, at least one.
         labels: Ids of each label; none is the beginning of another.
+        rows: The rows that read every edge of the trie of its labels, from `rows_of`.
         seed: Seed of the noise on the canvas.
     """
 
     state: int
     ids: list[int]
     labels: list[Label]
+    rows: list[Row]
     seed: int
 
 
@@ -70,32 +98,8 @@ class EncodedStates(NamedTuple):
     cache: Cache | None
 
 
-class Edge(NamedTuple):
-    """An edge of a trie: a token of a label, read in some row."""
-
-    prompt: int
-    prefix: Label
-    token: int
-
-
-class Row(NamedTuple):
-    """One row of a reading pass, before padding.
-
-    Attributes:
-        prompt: Index of the prompt.
-        given: Ids that the row begins with: prompt and prefix.
-        canvas: Number of noise tokens after them.
-        reads: (absolute position whose hidden state is read, edge).
-    """
-
-    prompt: int
-    given: list[int]
-    canvas: int
-    reads: list[tuple[int, Edge]]
-
-
 def rows_that_fit(lm: LM, tokens: int) -> int:
-    """Returns how many rows of so many tokens may share a pass: a power of two, at most `ROWS_PER_PASS`."""
+    """Returns the largest number of rows of `tokens` tokens in a pass: a power of two, at most `ROWS_PER_PASS`."""
     cache = jax.eval_shape(lambda: lm.model.empty_cache(1, QUANTUM))
     slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / QUANTUM
     most = int(min(ROWS_PER_PASS, max(1, CACHE_BYTES // max(1, slot * tokens))))
@@ -113,7 +117,7 @@ def encode_states(lm: LM, prompts: Sequence[LabelledPrompt]) -> EncodedStates:
     common = [min(_common(rows), min(map(len, rows)) - 1) for rows in ids]
     with jax.ensure_compile_time_eval():
         prefixes = np.asarray(model.encodable(jnp.asarray(common, jnp.int32))).tolist()
-    longest = max(len(row.given) + row.canvas for row in rows_of(lm, prompts))
+    longest = max(row.length for p in prompts for row in p.rows)
     if longest > model.config.context:
         raise refuse(
             "state and question", f"{longest} tokens", f"at most {model.config.context}, the context"
@@ -152,7 +156,7 @@ def label_log_p(
     Returns:
         Log-probabilities of the labels of each prompt [L], float64; and the number of reading passes.
     """
-    if encoded.cache is None or len(rows_of(lm, prompts)) == len(prompts):
+    if encoded.cache is None or all(len(p.rows) == 1 for p in prompts):
         return _read_labels(lm, prompts, encoded)
     found, passes = list[np.ndarray](), 0
     for i in range(0, len(prompts), encoded.rows):
@@ -189,55 +193,50 @@ def _read_labels(
     lm: LM, prompts: Sequence[LabelledPrompt], encoded: EncodedStates
 ) -> tuple[list[np.ndarray], int]:
     """Reads all edges of the tries, and sums them over the path of each label."""
-    rows, found, passes = rows_of(lm, prompts), dict[Edge, float](), 0
-    lengths = sorted({len(r.given) + r.canvas for r in rows})
+    rows = [(i, row) for i, p in enumerate(prompts) for row in p.rows]
+    found, passes = [dict[Edge, float]() for _ in prompts], 0
     # Rows of several lengths share a pass only if the model does not see padding.
-    alike = (
-        [rows]
-        if lm.model.hides_padding
-        else [[r for r in rows if len(r.given) + r.canvas == n] for n in lengths]
-    )
-    groups = [same[i : i + encoded.rows] for same in alike for i in range(0, len(same), encoded.rows)]
+    lengths = sorted({row.length for _, row in rows})
+    alike = [rows] if lm.model.hides_padding else [[r for r in rows if r[1].length == n] for n in lengths]
+    groups = [same[k : k + encoded.rows] for same in alike for k in range(0, len(same), encoded.rows)]
     for group in groups:
         log_p = _read_rows(lm, group, prompts, encoded)
         inputs.refuse_nan(np.isnan(log_p.sum(axis=1)), "the reading pass")
         passes += 1
-        for row, values in zip(group, log_p, strict=False):
-            found |= {edge: float(value) for (_, edge), value in zip(row.reads, values, strict=False)}
-    path = lambda i, label: sum(found[Edge(i, label[:k], label[k])] for k in range(len(label)))
-    return [np.array([path(i, label) for label in p.labels]) for i, p in enumerate(prompts)], passes
+        for (i, row), values in zip(group, log_p, strict=True):
+            found[i] |= {edge: float(value) for (_, edge), value in zip(row.reads, values, strict=False)}
+    path = lambda edges, label: sum(edges[Edge(label[:k], label[k])] for k in range(len(label)))
+    return [
+        np.array([path(e, label) for label in p.labels]) for e, p in zip(found, prompts, strict=True)
+    ], passes
 
 
-def rows_of(lm: LM, prompts: Sequence[LabelledPrompt]) -> list[Row]:
-    """Lays out the rows that read every edge of the tries of all prompts."""
-    config, rows = lm.model.config, []
-    for i, (_, ids, labels, _) in enumerate(prompts):
-        children: dict[Label, dict[int, None]] = {}
-        for label in labels:
-            for k in range(len(label)):
-                children.setdefault(label[:k], {})[label[k]] = None
-        if config.autoregressive:
-            # One row for each longest prefix; it also reads the shorter prefixes that no earlier row has read.
-            ends = [a for a in children if not any(b != a and b[: len(a)] == a for b in children)]
-            unread = dict(children)
-            for end in ends:
-                nodes = [end[:k] for k in range(len(end) + 1) if end[:k] in unread]
-                reads = [(len(ids) + len(n) - 1, Edge(i, n, t)) for n in nodes for t in unread.pop(n)]
-                rows.append(Row(i, [*ids, *end], 0, reads))
-            continue
-        longest = len(ids) + max(map(len, labels))
-        for node, tokens in children.items():
-            size = len(ids) + len(node)
-            if config.pattern == "bidirectional":
-                canvas, at = longest + 1 - size, size
-            elif config.predicts_block_start and size % config.block == 0:
-                canvas, at = 0, size - 1  # the last token of a block predicts the first one of the next
-            else:  # the rest of a block, or the canvas after a prompt of any length
-                canvas, at = (
-                    config.block - (size % config.block if config.pattern == "block_causal" else 0),
-                    size,
-                )
-            rows.append(Row(i, [*ids, *node], canvas, [(at, Edge(i, node, t)) for t in tokens]))
+def rows_of(lm: LM, ids: list[int], labels: Sequence[Label]) -> list[Row]:
+    """Lays out the rows that read every edge of the trie of the labels of a prompt."""
+    config, rows = lm.model.config, list[Row]()
+    children: dict[Label, dict[int, None]] = {}
+    for label in labels:
+        for k in range(len(label)):
+            children.setdefault(label[:k], {})[label[k]] = None
+    if config.autoregressive:
+        # One row for each longest prefix; it also reads the shorter prefixes that no earlier row has read.
+        ends = [a for a in children if not any(b != a and b[: len(a)] == a for b in children)]
+        unread = dict(children)
+        for end in ends:
+            nodes = [end[:k] for k in range(len(end) + 1) if end[:k] in unread]
+            reads = [(len(ids) + len(n) - 1, Edge(n, t)) for n in nodes for t in unread.pop(n)]
+            rows.append(Row([*ids, *end], 0, reads))
+        return rows
+    longest = len(ids) + max(map(len, labels))
+    for node, tokens in children.items():
+        size = len(ids) + len(node)
+        if config.pattern == "bidirectional":
+            canvas, at = longest + 1 - size, size
+        elif config.predicts_block_start and size % config.block == 0:
+            canvas, at = 0, size - 1  # the last token of a block predicts the first one of the next
+        else:  # the rest of a block, or the canvas after a prompt of any length
+            canvas, at = config.block - (size % config.block if config.pattern == "block_causal" else 0), size
+        rows.append(Row([*ids, *node], canvas, [(at, Edge(node, t)) for t in tokens]))
     return rows
 
 
@@ -254,14 +253,14 @@ class ReadPass(NamedTuple):
 
 
 def _read_rows(
-    lm: LM, rows: Sequence[Row], prompts: Sequence[LabelledPrompt], encoded: EncodedStates
+    lm: LM, placed: Sequence[tuple[int, Row]], prompts: Sequence[LabelledPrompt], encoded: EncodedStates
 ) -> Float[np.ndarray, "R K"]:
-    """Runs one reading pass."""
-    model = lm.model
+    """Runs one reading pass over rows, each with the index of its prompt."""
+    model, rows, own = lm.model, [row for _, row in placed], [prompts[i] for i, _ in placed]
     count = 1 << (len(rows) - 1).bit_length()
-    start = np.array([encoded.prefixes[prompts[r.prompt].state] for r in rows], np.int32)
+    start = np.array([encoded.prefixes[p.state] for p in own], np.int32)
     size = np.array([len(r.given) for r in rows], np.int32)
-    used = size + np.array([r.canvas for r in rows], np.int32) - start
+    used = np.array([r.length for r in rows], np.int32) - start
     width = int(used.max())
     if model.hides_padding:
         width = bucket(width, NARROW if width <= NARROW else WIDTH_QUANTUM)
@@ -270,7 +269,7 @@ def _read_rows(
     tokens = np.zeros((len(rows), width), np.int32)
     noise = None
     if any(r.canvas for r in rows):
-        seeds = np.array([prompts[r.prompt].seed for r in rows], np.uint32)
+        seeds = np.array([p.seed for p in own], np.uint32)
         longest = bucket(max(r.canvas for r in rows), WIDTH_QUANTUM)
         noise = np.asarray(_noise(lm.corruption, longest, np.pad(seeds, (0, count - len(rows)))))
     for i, row in enumerate(rows):
@@ -283,7 +282,7 @@ def _read_rows(
     for i, row in enumerate(rows):
         at[i, : len(row.reads)] = [position - start[i] for position, _ in row.reads]
         wanted[i, : len(row.reads)] = [edge.token for _, edge in row.reads]
-    state = np.array([prompts[r.prompt].state for r in rows], np.int32)
+    state = np.array([p.state for p in own], np.int32)
     given = ReadPass(*(_filled(x, count) for x in (state, tokens, start, used, text, at, wanted)))
     with inputs.explain_wrong_params(lm):
         log_p = _read(model, lm.corruption, encoded.slots, lm.params, encoded.cache, given)

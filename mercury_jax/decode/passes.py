@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,15 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
     return jnp.where(causal, 0.0, jax.vmap(time)(state.without_cache()))
 
 
+# soft(start [B], used [B], slots [B, T]) -> used [B], and the soft tokens among the tokens of the slots
+SoftTokens: TypeAlias = Callable[[Array, Array, Array], tuple[Array, ImageTokens | None]]
+
+
+def text_only(start: Int[Array, "B"], used: Int[Array, "B"], slots: Int[Array, "B T"]) -> tuple[Array, None]:
+    """Is the `soft` of rows without images."""
+    return used, None
+
+
 def prefill(
     config: DecodeConfig,
     params: Params,
@@ -124,7 +133,7 @@ def prefill(
     width: int,
     limit: Int[Array, ""] | None = None,
     passes: int | None = None,
-    images: ImageTokens | None = None,
+    soft: SoftTokens = text_only,
 ) -> State:
     """Encodes committed tokens in passes of `width` tokens, for prompts that are much longer than a canvas.
 
@@ -133,9 +142,8 @@ def prefill(
             `config.own_prefill` tokens left, which `step` encodes.
         passes: Number of passes, by a `fori_loop` that is differentiable; None: as many as the longest row needs, by a
             `while_loop`.
-        images: Soft tokens of the rows' images: their embeddings [B, P, D] in the order of their positions, and for
-            each slot [B, S] the first and the last position of the image there. `width` is at least the tokens of the
-            longest image, since the soft tokens of an image attend to each other. None: no images.
+        soft: soft(start, used, slots) -> how many tokens of each row the pass encodes, and what replaces the embeddings
+            of some of them.
     """
     if config.method.prefill is not None:
         state = config.method.prefill(config, params, state)
@@ -149,17 +157,8 @@ def prefill(
 
     def body(state: State) -> State:
         # tokens [B, width]: the next tokens of each row, of which the first used[b] are encoded.
-        used = jnp.minimum(pending(state), width)
         slots = state.cache_length[:, None] + jnp.arange(width)
-        soft = None
-        if images is not None:
-            # A pass ends before an image that it does not hold whole.
-            soft, following = (
-                tokens_at(images, slots),
-                tokens_at(images, state.cache_length[:, None] + used[:, None]),
-            )
-            cut = (following.end > 0) & (following.start < state.cache_length[:, None] + used[:, None])
-            used = jnp.where(cut, following.start - state.cache_length[:, None], used[:, None])[:, 0]
+        used, images = soft(state.cache_length, jnp.minimum(pending(state), width), slots)
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.tokens.shape[1] - 1), axis=1)
         everyone = jnp.ones_like(state.done)
         end = state.cache_length + used
@@ -167,8 +166,9 @@ def prefill(
         no_self_cond = jax.tree.map(zeros, state.self_cond)
         clean = jnp.zeros(end.shape) if config.model.config.timed else None  # time 0: text without noise
         start, length = state.cache_length, state.limits.max_end
-        given = Pass(tokens, state.cache, start, used, end, everyone, no_self_cond, clean, length=length)
-        given = given._replace(images=soft)
+        given = Pass(
+            tokens, state.cache, start, used, end, everyone, no_self_cond, clean, images=images, length=length
+        )
         _, cache = config.model.forward(params, given)
         return state._replace(cache=cache, cache_length=end)
 
@@ -178,14 +178,6 @@ def prefill(
         return jax.lax.fori_loop(0, passes, lambda _, s: varying(body(s), axes), state)
     many = lambda state: jnp.any(pending(state) > (config.own_prefill if limit is None else 0))
     return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
-
-
-def tokens_at(images: ImageTokens, slots: Int[Array, "B T"]) -> ImageTokens:
-    """Selects the soft tokens at some slots from those of whole rows (`prefill`)."""
-    at = lambda x: jnp.take_along_axis(x, jnp.minimum(slots, x.shape[1] - 1), axis=1)
-    number = jnp.maximum(at(jnp.cumsum(images.end > 0, axis=1) - 1), 0)  # [B, T] in the embeddings of the row
-    embeddings = jnp.take_along_axis(images.embeddings, number[..., None], axis=1)
-    return ImageTokens(embeddings, at(images.start), at(images.end))
 
 
 def run_until_done(

@@ -79,7 +79,7 @@ def answer_labels(question: Question) -> tuple[str, ...]:
 
 
 def descriptions(question: Question) -> list[JSON | None]:
-    """Returns the description of each label, None where there is none."""
+    """Returns the description of each label; None for a label without a description."""
     if isinstance(question, YesNo):
         return [question.yes, question.no]
     if isinstance(question, Scale):

@@ -25,6 +25,7 @@ from mercury_jax.decode.build_config import build_config, check_functions
 from mercury_jax.decode.constrained import ALL_IDS, ConstrainedRow, Grammars
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.grammar.spec import GrammarError, JSONSchema, Spec, Without
+from mercury_jax.decode.image_prefill import encode_images_program
 from mercury_jax.decode.inputs import EffortLike
 from mercury_jax.decode.methods import guidance
 from mercury_jax.decode.methods.cache_refresh import CachePolicy
@@ -36,7 +37,6 @@ from mercury_jax.decode.session import (
     Session,
     first_state_program,
     forked_prefill_program,
-    image_prefill_program,
     prefill_program,
 )
 from mercury_jax.decode.state import (
@@ -365,7 +365,7 @@ def start(lm: LM, request: Request) -> Session:
             chosen = [pictures[i] for i in fork.first] if fork is not None else pictures
             chosen += [()] * (0 if fork is not None else batch - len(pictures))
             images, width = image_prompts.soft_tokens(lm, chosen, slots), max(width, longest)
-            state = image_prefill_program(config, lm.params, state, fork, width, images)
+            state = encode_images_program(config, lm.params, state, width, np.int32(slots), images, fork)
         elif width is not None and fork is not None:
             state = forked_prefill_program(config, lm.params, state, fork, width)
         elif width is not None and pending > config.own_prefill:

@@ -18,10 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params, refuse_nan
-from mercury_jax.decode.passes import prefill, run_limited, run_until_done
+from mercury_jax.decode.passes import SoftTokens, prefill, run_limited, run_until_done, text_only
 from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
-from mercury_jax.types import LM, ImageTokens, Params
+from mercury_jax.types import LM, Params
 
 
 @dataclass(frozen=True)
@@ -133,28 +133,14 @@ def forked_prefill(
     state: State,
     fork: Fork,
     width: int,
-    images: ImageTokens | None = None,
+    soft: SoftTokens = text_only,
 ) -> State:
     """Encodes each prompt once, and copies its KV cache to all rows that share it."""
     # [B] rows -> [P] prompts -> prefill -> [B] rows
     prompts = jax.tree.map(lambda x: x[fork.first], state)
-    prompts = prefill(config, params, prompts, width, jnp.asarray(state.tokens.shape[1]), images=images)
+    prompts = prefill(config, params, prompts, width, jnp.asarray(state.tokens.shape[1]), soft=soft)
     cache = jax.tree.map(lambda x: x[fork.source], prompts.cache)
     return state._replace(cache=cache, cache_length=prompts.cache_length[fork.source])
-
-
-def image_prefill(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    fork: Fork | None,
-    width: int,
-    images: ImageTokens,
-) -> State:
-    """Encodes all prompts, whose images are in the order of the rows, or of the prompts of a fork."""
-    if fork is not None:
-        return forked_prefill(config, params, state, fork, width, images)
-    return prefill(config, params, state, width, jnp.asarray(state.tokens.shape[1]), images=images)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -201,7 +187,6 @@ def run_session(
 first_state_program = jax.jit(first_state, static_argnums=0)
 prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
 forked_prefill_program = jax.jit(forked_prefill, static_argnums=(0, 4), donate_argnums=2)
-image_prefill_program = jax.jit(image_prefill, static_argnums=(0, 4), donate_argnums=2)
 run_program = jax.jit(run_session, static_argnums=(0, 3), donate_argnums=2)
 
 

@@ -119,14 +119,11 @@ def probabilities(answers: Sequence[Answer], temperature: float | None = None) -
 
 def fit_temperature(answers: Sequence[Answer], right: Sequence[int]) -> float:
     """Finds the temperature at which the right labels are most likely, by golden-section search of its logarithm."""
-    nats = lambda log_t: (
-        -np.mean(
-            [
-                np.log(max(p[i], 1e-300))
-                for p, i in zip(probabilities(answers, np.exp(log_t)), right, strict=True)
-            ]
-        )
-    )
+
+    def nats(log_t: float) -> float:
+        found = probabilities(answers, float(np.exp(log_t)))
+        return -float(np.mean([np.log(max(p[i], 1e-300)) for p, i in zip(found, right, strict=True)]))
+
     low, high = np.log(TEMPERATURES)
     ratio = (np.sqrt(5) - 1) / 2
     while high - low > 1e-3:

@@ -167,6 +167,10 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
     predicted = body.prediction.text if body.prediction is not None else ""
     service.check_size(len(predicted), "prediction")
     prediction = tuple(lm.tokenizer.encode(predicted)) if predicted else ()
+    if prediction and (body.rule is not None or body.rule_params):
+        raise errors.invalid_request(
+            "rule", "rule cannot be combined with prediction, which is verified left to right"
+        )
     temperature, warning = body.temperature, None
     if options.strict_temperature:
         temperature, warning = engine_requests.vendor_temperature(body.temperature)

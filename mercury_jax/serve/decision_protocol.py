@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
@@ -37,7 +37,7 @@ class AskedQuestions(NamedTuple):
     questions: dict[str, Question]
 
 
-class DecisionsRequest(RequestModel):
+class ReadFields(RequestModel):
     """The fields that both forms have. `reads` and the following ones are this server's own."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -50,14 +50,6 @@ class DecisionsRequest(RequestModel):
     """Share of the largest entropy from which an answer is in doubt."""
     seed: int = Field(0, ge=0, lt=1 << 31)
     """Seed of the noise, for models that denoise random tokens."""
-
-    def asked(self) -> AskedQuestions:
-        """Returns the request in the form that the model reads."""
-        raise NotImplementedError
-
-    def answered(self, out: DecideOutput, model: str) -> Mapping[str, Any]:
-        """Writes the response."""
-        raise NotImplementedError
 
 
 # --- Mercury's form
@@ -105,7 +97,7 @@ class ScoreQuestion(RequestModel):
 NamedQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
 
 
-class MercuryDecisionsRequest(DecisionsRequest):
+class MercuryDecisionsRequest(ReadFields):
     """Body of POST /v1/decisions in Mercury's form, and of POST /v1/systemone."""
 
     state: Content
@@ -318,7 +310,7 @@ class LevelsQuestion(RequestModel):
 ListedQuestion = Annotated[PredicateQuestion | OptionsQuestion | LevelsQuestion, Field(discriminator="type")]
 
 
-class OpenAIDecisionsRequest(DecisionsRequest):
+class OpenAIDecisionsRequest(ReadFields):
     """Body of POST /v1/decisions in OpenAI's form."""
 
     input: str | Annotated[list[DecisionItem], Field(min_length=1, max_length=2048, fail_fast=True)]
@@ -416,6 +408,9 @@ def _text(content: str | Sequence[Any], param: str) -> str:
         else:
             texts.append(part.refusal if isinstance(part, DecisionRefusalPart) else part.text)
     return "\n".join(texts)
+
+
+DecisionsRequest: TypeAlias = MercuryDecisionsRequest | OpenAIDecisionsRequest
 
 
 def parse_decisions(data: Mapping[str, Any]) -> DecisionsRequest:

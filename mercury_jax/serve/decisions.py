@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.decode.decide import DecideOutput, ask, check_settings
-from mercury_jax.decode.label_scores import rows_of
 from mercury_jax.serve import errors
 from mercury_jax.serve.decision_protocol import DecisionsRequest, MercuryDecisionsRequest, parse_decisions
 from mercury_jax.serve.errors import ApiError
@@ -100,8 +99,8 @@ def _submit(service: Service, body: DecisionsRequest) -> tuple[None, list[Future
         asked = ask(lm, state, questions, settings)
     except ValueError as error:
         raise errors.invalid_request("questions", str(error)) from None
-    rows = rows_of(lm, [prompt for one in asked for prompt in one.prompts])
-    longest, total = max(len(r.given) + r.canvas for r in rows), sum(len(r.given) + r.canvas for r in rows)
+    lengths = [row.length for one in asked for prompt in one.prompts for row in prompt.rows]
+    longest, total = max(lengths), sum(lengths)
     if longest > service.engine.context:
         detail = f"State and question need {longest} tokens; allowed: up to {service.engine.context}."
         raise errors.context_length_exceeded(service.engine.context, detail, "state")

@@ -123,7 +123,7 @@ class AnswerWriter(Protocol):
 
         Args:
             i: Number of the answer.
-            snapshot: The snapshot.
+            snapshot: The newest state of the answer.
             delta: What the parser made of it.
             parser: The parser of the answer, for previews.
 
@@ -137,7 +137,7 @@ class AnswerWriter(Protocol):
 
         Args:
             i: Number of the answer.
-            answer: The answer.
+            answer: The complete answer.
 
         Returns:
             The events.
@@ -148,7 +148,7 @@ class AnswerWriter(Protocol):
         """Writes the events behind all answers.
 
         Args:
-            answers: The answers.
+            answers: All of them, by number.
             usage: Their tokens.
 
         Returns:
@@ -160,7 +160,7 @@ class AnswerWriter(Protocol):
         """Writes the events that end a stream with an error, whose status 200 has been sent already.
 
         Args:
-            error: The error.
+            error: What ended the answers.
 
         Returns:
             The events.
@@ -171,7 +171,7 @@ class AnswerWriter(Protocol):
         """Makes a response that is not streamed.
 
         Args:
-            answers: The answers.
+            answers: All of them, by number.
             usage: Their tokens.
 
         Returns:

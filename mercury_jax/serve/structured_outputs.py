@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mercury_jax.decode import grammar as grammars
 from mercury_jax.serve.errors import invalid_request
 from mercury_jax.serve.http import check_json, refuse_constant
-from mercury_jax.serve.protocol import GUIDED_FIELDS, UNUSED, SampledRequest, StructuredOutputs
+from mercury_jax.serve.protocol import GUIDED_FIELDS, SampledRequest, StructuredOutputs
 
 # What each field, or field of `structured_outputs`, asks for.
 KINDS = {
@@ -38,8 +38,13 @@ def output_spec(body: SampledRequest) -> OutputSpec | None:
     if isinstance(inner, StructuredOutputs):
         names = inner.field_names().items()
         fields |= {f"structured_outputs.{name}": getattr(inner, field) for name, field in names}
-    used = [name for name, value in fields.items() if value not in UNUSED]
+    used = [name for name, value in fields.items() if value is not None and value is not False]
     if not used:
+        if inner is not None:
+            kinds = ", ".join(StructuredOutputs.field_names())
+            raise invalid_request(
+                "structured_outputs", f"structured_outputs is empty; allowed: one of {kinds}"
+            )
         return None
     param = used[0]
     wanted = getattr(body, "response_format", None)
@@ -64,10 +69,17 @@ def _spec(kind: str, value: Any, param: str) -> Any:
         case "json_object":
             return grammars.JSONObject()
         case "regex":
-            return grammars.Regex(value)
+            return grammars.Regex(_not_empty(value, param))
         case "choice":
-            return grammars.Choice(value)
-    return grammars.Lark(value)
+            return grammars.Choice(_not_empty(value, param))
+    return grammars.Lark(_not_empty(value, param))
+
+
+def _not_empty(value: Any, param: str) -> Any:
+    """Refuses an expression, a grammar or a list of choices without content."""
+    if not value:
+        raise invalid_request(param, f"{param} is empty; allowed: a constraint, or null for none")
+    return value
 
 
 def _read_schema(text: str, param: str) -> Any:

@@ -1,6 +1,7 @@
 """decide: probabilities of labels against exhaustive scoring, reads, passes, and what is refused."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -21,15 +22,23 @@ STATE = "def value(x):\n    return total"
 # Labels of one and of several tokens, with a common beginning, and one that is the beginning of another.
 LABELS = ("x", "xy", "count", "counter of values", "total")
 FAMILIES = {
-    "autoregressive": ("block_causal", 1),
+    "autoregressive": ("block_causal", 1, "uniform"),
     "causal_encoder": ("causal_encoder", 8),
     "block_causal": ("block_causal", 8),
+    "block_start": ("block_causal", 8),  # the last token of a block predicts the first one of the next
     "bidirectional": ("bidirectional", 8),
 }
 
 
+@functools.cache
 def family(name):
-    return tiny(*FAMILIES[name])
+    lm = tiny(*FAMILIES[name])
+    if name not in ("autoregressive", "block_start"):
+        return lm
+    own = {"mask": None, "predicts_next": True} if name == "autoregressive" else {"alignment": "shifted"}
+    config = dataclasses.replace(lm.model.config, **own)
+    assert config.autoregressive or config.predicts_block_start
+    return dataclasses.replace(lm, model=models.build(config))
 
 
 def with_context(lm, context):
@@ -52,17 +61,21 @@ def softmax(x):
 
 
 def test_labels_of_an_autoregressive_model_have_the_probabilities_of_exhaustive_scoring():
-    lm = family("autoregressive")
-    prompt = prompts(lm, CHOICE(LABELS))
-    assert len({len(label) for label in prompt.labels}) > 1 and {label[-1] for label in prompt.labels} == {3}
-    scores = mj.score(lm, [prompt.ids] * len(LABELS), [list(label) for label in prompt.labels]).log_p
-    found = decide(lm, STATE, CHOICE(LABELS))
+    lm, question = family("autoregressive"), CHOICE(LABELS)
+    # The conversation that a user would score: the state, the question, and each label with the end of the text.
+    asked = f"{STATE}\n\n{mj.questions.prompt_of(question, range(len(LABELS)))}"
+    answers = [[*lm.tokenizer.encode(label), lm.model.config.eos] for label in LABELS]
+    assert len(set(map(len, answers))) > 1
+    scores = mj.score(lm, [{"role": "user", "content": asked}], answers).log_p
+    found = decide(lm, STATE, question)
     np.testing.assert_allclose(found.log_p[0], scores, atol=1e-4)
     np.testing.assert_allclose(found.probabilities, softmax(scores), atol=1e-4)
     assert found.label == LABELS[int(np.argmax(scores))] and found.confidence == found.probabilities.max()
 
 
-@pytest.mark.parametrize("name", slow_except(list(FAMILIES)[1:], "block_causal", "bidirectional"))
+@pytest.mark.parametrize(
+    "name", slow_except(list(FAMILIES)[1:], "block_causal", "block_start", "bidirectional")
+)
 def test_labels_of_a_denoiser_are_read_token_by_token_at_the_start_of_a_canvas(name):
     lm = family(name)
     prompt = prompts(lm, CHOICE(LABELS))
@@ -75,7 +88,7 @@ def test_labels_of_a_denoiser_are_read_token_by_token_at_the_start_of_a_canvas(n
             size = (
                 longest + 1 - k
                 if name == "bidirectional"
-                else 8 - (len(given) % 8) * (name == "block_causal")
+                else 8 - (len(given) % 8) * (name != "causal_encoder")
             )
             [[logits, *_]] = mj.logits(lm, [lm.corruption.mask] * size, given)
             logits = logits.at[np.array(lm.corruption.forbidden)].set(-jnp.inf)

@@ -10,7 +10,7 @@ from PIL import Image
 
 import mercury_jax as mj
 from mercury_jax.decode import image_prompts, inputs
-from mercury_jax.decode.passes import prefill
+from mercury_jax.decode.image_prefill import encode_images
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.types import ImageTokens, Pass
 from tests.image_models import conversation, image_lm, picture
@@ -139,7 +139,7 @@ def test_the_cache_does_not_depend_on_the_passes_of_the_prefill(width):
     )
     found = image_prompts.soft_tokens(lm, [request.prompts[0].images], state.tokens.shape[1])
     limit = jnp.asarray(state.tokens.shape[1])
-    narrow = jax.jit(prefill, static_argnums=(0, 3))(config, lm.params, bare, width, limit, images=found)
+    narrow = jax.jit(encode_images, static_argnums=(0, 3))(config, lm.params, bare, width, limit, found)
     known = len(request.prompts[0].ids)
     assert int(narrow.cache_length[0]) == int(state.cache_length[0]) == known
     for a, b in zip(jax.tree.leaves(narrow.cache), jax.tree.leaves(state.cache)):
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     assert refused(lm, conversation(b"text")).startswith(f"{part}[0].image is ")
     assert refused(lm, conversation(one.astype(np.float32))).startswith(f"{part}[0].image is ")
     assert refused(lm, conversation(one, detail="most")).startswith("detail is 'most'")
-    assert "text or image" in refused(
+    assert "text, or image" in refused(
         lm, [{"role": "user", "content": [{"type": "video"}, *conversation(one)[0]["content"]]}]
     )
     wrong = [{**conversation(one)[0], "role": "assistant"}, *conversation()]

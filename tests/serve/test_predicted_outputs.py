@@ -123,3 +123,8 @@ def test_a_model_that_cannot_verify_starts_from_the_prediction(pattern, kind):
 )
 def test_what_is_no_prediction_is_refused(scripted_app, prediction, words):
     assert words in scripted_app.refuses({**PAYLOAD, "prediction": prediction})["message"]
+
+
+def test_a_rule_beside_a_prediction_is_refused(scripted_app):
+    asked = {**PAYLOAD, "prediction": {"type": "content", "content": "932"}, "rule": "confidence"}
+    assert "rule cannot be combined with prediction" in scripted_app.refuses(asked)["message"]

@@ -10,7 +10,7 @@ spec         what an answer may be asked to obey
 complement   the complement of a schema
 rewrite      keywords that llguidance lacks, by those that it has
 lark         specs as Lark grammars
-refusals     why a schema is refused, and what of it can be enforced
+refusals     why a schema is refused; the part of a schema that a grammar can enforce
 validation   the check of a finished answer
 shortest     the shortest value of a JSON Schema
 vocabulary   a tokenizer in tokens and in bytes

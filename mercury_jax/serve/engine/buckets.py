@@ -26,6 +26,7 @@ from mercury_jax.decode import image_prompts
 from mercury_jax.decode.build_config import choose_method, draft_width, with_rings
 from mercury_jax.decode.chunked_vocab import ChunkedVocab
 from mercury_jax.decode.constrained import no_free_text, no_tokens
+from mercury_jax.decode.image_prefill import encode_images_program
 from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import QUANTUM, DecodeConfig, State, bucket as padded_size, slots_for
 from mercury_jax.images import Detail, Image
@@ -344,8 +345,7 @@ class CompiledPrograms:
         if self.buckets.bidirectional:
             return row
         lm, program = self.buckets.lm, self.buckets.program(capacity, sampling.TRUNCATION)
-        # The same arguments by name as in the engine: another call is another program.
-        row = programs.encode_prompt(program, lm.params, row, PREFILL_WIDTH, np.int32(0), images=None)
+        row = programs.encode_prompt(program, lm.params, row, PREFILL_WIDTH, np.int32(0))
         if lm.model.vision is None:
             return row
         # Images of the default detail; the first image of another one compiles its programs.
@@ -353,7 +353,7 @@ class CompiledPrograms:
         image = Image(np.zeros((c.patch * c.pool, c.patch * c.pool, 3), np.uint8), c.patch, c.pool, c.tokens)
         soft = image_prompts.soft_tokens(lm, [[image]], capacity)
         width = max(PREFILL_WIDTH, image_prompts.longest_image([[image]]))
-        return programs.encode_prompt(program, lm.params, row, width, np.int32(0), images=soft)
+        return encode_images_program(program, lm.params, row, width, np.int32(0), soft)
 
 
 def _yield_to_requests() -> None:

@@ -29,6 +29,7 @@ from mercury_jax.config import refuse
 from mercury_jax.decode import image_prompts
 from mercury_jax.decode.constrained import ConstrainedRow
 from mercury_jax.decode.decide import Asked, DecideOutput, Settings
+from mercury_jax.decode.image_prefill import encode_images_program
 from mercury_jax.decode.state import State
 from mercury_jax.images import Image
 from mercury_jax.models import cache
@@ -357,13 +358,16 @@ class Engine:
         request, upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
         program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
         image = next((image for image in request.images if image.end > prefill.upto), None)
-        width, soft = PREFILL_WIDTH, None
         if image is not None and image.at < upto:
-            upto, width = image.end, max(width, image_prompts.longest_image([[image]]))
+            upto, width = image.end, max(PREFILL_WIDTH, image_prompts.longest_image([[image]]))
             soft = image_prompts.soft_tokens(self.lm, [[image]], prefill.row.tokens.shape[1])
-        prefill.row = programs.encode_prompt(
-            program, self.lm.params, prefill.row, width, np.int32(upto), images=soft
-        )
+            prefill.row = encode_images_program(
+                program, self.lm.params, prefill.row, width, np.int32(upto), soft
+            )
+        else:
+            prefill.row = programs.encode_prompt(
+                program, self.lm.params, prefill.row, PREFILL_WIDTH, np.int32(upto)
+            )
         prefill.upto = upto
 
     def _start_request(self, slots: Slots, handle: RequestHandle) -> None:
