@@ -24,7 +24,6 @@ import mercury_jax as mj
 from mercury_jax import compilation
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Int, option
-from mercury_jax.decode.decide import Settings, ask
 from mercury_jax.decode.questions import MultipleChoice, Question
 from mercury_jax.evaluate import calibration, wilson
 from mercury_jax.evaluate.calibration import LabelledState
@@ -125,11 +124,9 @@ def yes_no(text: str) -> Question:
     return MultipleChoice(["yes", "no"], text)
 
 
-def measure(lm: mj.LM, asked: Sequence[Labelled], reads: int) -> tuple[list[Any], np.ndarray, float]:
-    """The answers, the indices of the right labels, and the seconds that the questions took, one state a call."""
-    began = time.perf_counter()
-    answers, right = calibration.decide_all(lm, [one.one for one in asked], reads=reads, temperature=1.0)
-    return answers, right, time.perf_counter() - began
+def measure(lm: mj.LM, asked: Sequence[Labelled], reads: int) -> tuple[list[Any], np.ndarray]:
+    """The answers, and the indices of the right labels."""
+    return calibration.decide_all(lm, [one.one for one in asked], reads=reads, temperature=1.0)
 
 
 def flips(found: Sequence[Any], reversed_: Sequence[Any]) -> dict[str, Any]:
@@ -142,13 +139,12 @@ def flips(found: Sequence[Any], reversed_: Sequence[Any]) -> dict[str, Any]:
 def quality_rows(lm: mj.LM, count: int, seed: int) -> list[dict[str, Any]]:
     """A row for each number of reads, before and after calibration, and for each kind of question."""
     tuning, asked = (questions(n, half, seed) for half, n in ((0, count // 2), (1, count)))
-    calibration.decide_all(lm, [one.one for one in asked[:6]], reads=READS)  # compiles
     rows = []
     for reads in (1, READS):
-        fitted_on, labels, _ = measure(lm, tuning, reads)
+        fitted_on, labels = measure(lm, tuning, reads)
         temperature = calibration.fit_temperature(fitted_on, labels.tolist())
-        answers, right, seconds = measure(lm, asked, reads)
-        backwards, _, _ = measure(lm, [one.reversed() for one in asked], reads)
+        answers, right = measure(lm, asked, reads)
+        backwards, _ = measure(lm, [one.reversed() for one in asked], reads)
         for kind in ("all", "things", "sums", "tones"):
             at = [i for i, one in enumerate(asked) if kind in ("all", one.kind)]
             chosen = [answers[i] for i in at]
@@ -157,7 +153,7 @@ def quality_rows(lm: mj.LM, count: int, seed: int) -> list[dict[str, Any]]:
                 rows.append({
                     "model": lm.name, "questions": kind, "reads": reads, "calibration": name, "temperature": t,
                     **figures, **flips(chosen, [backwards[i] for i in at]),
-                    "ms_per_decision": 1000 * seconds / len(asked), "tuning": len(tuning), "seed": seed,
+                    "tuning": len(tuning), "seed": seed,
                 })  # fmt: skip
     return rows
 
@@ -167,18 +163,19 @@ def approximation_row(lm: mj.LM, count: int, seed: int) -> dict[str, Any]:
 
     The chain rule from left to right is compared with the bound of `mj.score`, which averages over all orders.
     """
-    asked = [one for one in questions(count, 1, seed) if one.question.labels != ["yes", "no"]]  # type: ignore
+    labelled = [one for one in questions(count, 1, seed) if one.question.labels != ["yes", "no"]]  # type: ignore
     differences = []
-    for one in asked:
+    for one in labelled:
         found = mj.decide(lm, one.state, {"q": one.question})["q"]  # type: ignore[index]
-        [prompt] = ask(lm, one.state, {"q": one.question}, Settings())[0].prompts
-        scores = mj.score(lm, [prompt.ids] * len(prompt.labels), [list(x) for x in prompt.labels], samples=64)
+        assert isinstance(one.question, MultipleChoice)
+        labels = list(one.question.labels)
+        asked = f"{one.state}\n\n{mj.questions.prompt_of(one.question, range(len(labels)))}"
+        scores = mj.score(lm, [{"role": "user", "content": asked}], labels, samples=64, thinking=False)
         bound = calibration.calibrated(np.asarray(scores.log_p), 1.0)
         differences.append(0.5 * np.abs(bound - found.probabilities).sum())
     return {
-        "model": lm.name, "figure": "total variation from the bound over all orders", "n": len(asked),
+        "model": lm.name, "figure": "total variation from the bound over all orders", "n": len(labelled),
         "mean": float(np.mean(differences)), "largest": float(np.max(differences)),
-        "tokens_per_label": float(np.mean([len(x) for x in prompt.labels])),
     }  # fmt: skip
 
 
@@ -226,7 +223,7 @@ class Decisions:
     count: Int = 100
     """Questions of each of the three kinds."""
     clients: Annotated[str | None, option("N,N")] = None
-    """Time a server with so many clients instead."""
+    """Instead of the quality, time a server with each of these numbers of clients."""
     seconds: Int = 20
     """How long each number of clients asks."""
     seed: Int = 0
@@ -242,11 +239,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.clients is not None:
         from qa.clients.served import serving
 
-        flags = ["--model", f"m={args.model or 'nano'}", "--queue", "64"]
-        with serving(*flags) as server:
+        name = args.model or "nano"
+        with serving("--model", name, "--queue", "64") as server:
             server.wait("/ready")
             counts = [int(x) for x in args.clients.split(",")]
-            rows = serving_rows(server.url, "m", counts, float(args.seconds))
+            rows = serving_rows(server.url, name, counts, float(args.seconds))
     else:
         lm = mj.load(args.model)
         rows = quality_rows(lm, args.count, args.seed)
