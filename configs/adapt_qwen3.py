@@ -8,8 +8,9 @@ themselves and what is before them, and position i predicts its own token. `--mo
 i - 1 predict token i, as Qwen3 did and as Fast-dLLM v2 (arXiv 2509.26328) keeps it, which is made of Qwen2.5.
 `--blocks 0 1 200 4 600 16` lets the block grow, from single tokens to the model's 16 (LLaDA2, arXiv 2512.15745).
 
-Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]}, whose last answer is learnt. A model
-that keeps its knowledge needs as much text as its authors used (SDAR 50B tokens, Fast-dLLM v2 1B): add
+Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]} or of another form that
+docs/fine-tuning.md lists. The last answer is learnt, with --turns all each answer. A model that keeps its knowledge
+needs as much text as its authors used (SDAR 50B tokens, Fast-dLLM v2 1B): add
 `data=data.mixture((data.text("corpus/**/*.txt"), 0.8), (data.chat("chats/*.jsonl"), 0.2))` in a copy of this recipe.
 """
 

@@ -3,9 +3,10 @@
     mercury train configs/sft_diffusion_gemma.py --init google/diffusiongemma-26B-A4B-it --chats "chats/*.jsonl"
     mercury train configs/sft_diffusion_gemma.py --init FOLDER --chats FILE.jsonl --lora.rank 8
 
-Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]}, whose last answer is learnt. It is
-rendered with the checkpoint's own chat template. The noise is uniform over the ids of the tokenizer: no id is a mask.
-In full fine-tuning the router stays as it is, so that no expert is starved by a small set of chats.
+Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]} or of another form that
+docs/fine-tuning.md lists. The last answer is learnt, with --turns all each answer. A conversation is rendered with the
+checkpoint's own chat template. The noise is uniform over the ids of the tokenizer: no id is a mask. In full fine-tuning
+the router stays as it is, so that no expert is starved by a small set of chats.
 
 The reference's own recipe for LoRA: rank 8 on all matrices, Adam with b1 0.95 and b2 0.99, a rate of 1.5e-4 that falls
 to a tenth over 2,000 steps, clipping at 1.

@@ -3,9 +3,10 @@
     mercury train configs/sft_llada.py --init GSAI-ML/LLaDA-8B-Instruct --chats "chats/*.jsonl"
     mercury train configs/sft_llada.py --init FOLDER --chats FILE.jsonl --lora.rank 8 --optim.lr 2e-4
 
-Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]}, whose last answer is learnt. It is
-rendered with the checkpoint's own chat template; prompts are never masked, and an answer's loss is divided by its own
-length (arXiv 2502.09992, algorithm 2). Parameters are fp32, the arithmetic has the checkpoint's dtype.
+Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]} or of another form that
+docs/fine-tuning.md lists. The last answer is learnt, with --turns all each answer. A conversation is rendered with the
+checkpoint's own chat template; prompts are never masked, and an answer's loss is divided by its own length (arXiv
+2502.09992, algorithm 2). Parameters are fp32, the arithmetic has the checkpoint's dtype.
 
 The authors' own fine-tuning: 3 epochs, batches of 256, AdamW with weight decay 0.1 and a rate of 2.5e-5 that falls
 linearly over the last tenth of the run.

@@ -29,9 +29,10 @@ from mercury_jax.models import drafter
 from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training import data as pipelines, distributed, loop, lora, report
+from mercury_jax.training.data.conversations import end_of_answer
 from mercury_jax.training.data.corpus import Shards
 from mercury_jax.training.data.pipeline import PackedIterator
-from mercury_jax.training.data.sources import end_of_answer, find_paths
+from mercury_jax.training.data.sources import find_paths
 from mercury_jax.training.objectives import layout_of
 from mercury_jax.training.recipe import InitModel, TrainConfig
 from mercury_jax.training.step import check_objective, make_evaluator

@@ -34,7 +34,7 @@ COMMANDS = {
     "calibrate": ("decide:run_calibrate", "fit the probabilities of decisions to labelled questions"),
     "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
-    "data": ("data", "tokenise a corpus once, for training at scale; look into it"),
+    "data": ("data", "look at training data; tokenise a corpus once, for training at scale"),
     "report": ("report", "draw the curves of training runs"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
@@ -46,6 +46,7 @@ COMMANDS = {
 DATA = {
     "pack": ("data:run_pack", "tokenise texts, chats or problems into shards"),
     "info": ("data:run_info", "describe shards, and show some of their documents"),
+    "show": ("data_show", "which tokens of conversations are trained on, and how well rows are used"),
     "answers": ("data_answers", "a model's own greedy answers to prompts, for a drafter"),
 }
 BENCHES = {
@@ -196,11 +197,12 @@ def _bench(words: list[str]) -> int:
 def _data(words: list[str]) -> int:
     """usage: mercury data WHAT [OPTIONS]
 
-    Corpora for training at scale: tokenised once, then mapped into memory.
+    Training data: see what is trained on; tokenise a corpus once, and map it into memory.
 
     {commands}
 
     examples:
+      mercury data show chats.jsonl --model runs/mine/model --turns all
       mercury data pack "books/**/*.txt" --tokenizer tokenizer.model --out packed
       mercury data info packed
 

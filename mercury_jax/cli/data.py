@@ -74,10 +74,11 @@ class DataPack:
     hf: Annotated[str | None, option("NAME[:CONFIG]")] = None
     """Instead of SOURCE: stream this Hugging Face dataset; needs the package `datasets`."""
     part: Annotated[str | None, option("NAME")] = None
-    """With --hf: its split. Default: train."""
+    """With --hf and hf:NAME: the split. Default: train."""
     chats: Annotated[Repeated[tuple[str, ...]], option("GLOB")] = ()
-    """Instead of SOURCE: JSONL of {"messages": [{"role", "content"}, ...]}, of which the last assistant turn is learnt;
-    repeatable."""
+    """Instead of SOURCE: files of conversations, or hf:NAME of a Hugging Face dataset; repeatable."""
+    turns: Annotated[Literal["last", "all"], option("last|all")] = "last"
+    """With --chats: train on the last assistant turn of each conversation, or on all of them."""
     generated: Annotated[str | None, option("TASK")] = None
     """Instead of SOURCE: the problems of a task, see `mercury info`."""
     count: OptionalInt = None
@@ -133,6 +134,7 @@ def run_pack(argv: Sequence[str]) -> int:
 
 def _reader(args: DataPack) -> DocumentReader:
     """What to read; options that belong to another kind of source are refused."""
+    from mercury_jax.training.data.chats import HUB
     from mercury_jax.training.data.documents import Files, HubStream, Problems
     from mercury_jax.training.data.sources import generated
 
@@ -148,11 +150,12 @@ def _reader(args: DataPack) -> DocumentReader:
         raise refuse("SOURCE", " ".join(given), allowed)
     belongs = {
         "bad_lines": ("SOURCE", "--chats"),
-        "part": ("--hf",), "field": ("SOURCE", "--hf"), "count": ("--generated",), "thinking": ("--generated",),
+        "turns": ("--chats",), "part": ("--hf", "--chats"), "field": ("SOURCE", "--hf"), "count": ("--generated",),
+        "thinking": ("--generated",),
         "prefill": ("--generated",), "seed": ("--generated",),
     }  # fmt: skip
     for name, owners in belongs.items():
-        if getattr(args, name) not in (None, False, "stop") and given[0] not in owners:
+        if getattr(args, name) not in (None, False, "stop", "last") and given[0] not in owners:
             raise refuse(
                 f"--{name.replace('_', '-')}", getattr(args, name), f"with {' and '.join(owners)} only"
             )
@@ -164,7 +167,17 @@ def _reader(args: DataPack) -> DocumentReader:
     field = args.field or "text"
     if args.hf is not None:
         return HubStream(args.hf, args.part or "train", field)
-    return Files(args.chats or args.source, field, chats=bool(args.chats), bad_lines=args.bad_lines)
+    hub = [name for name in args.chats if name.startswith(HUB)]
+    if hub:
+        if len(args.chats) > 1:
+            raise refuse(
+                "--chats", " ".join(args.chats), f"{hub[0]} alone; pack the others into another folder"
+            )
+        name, part = hub[0].removeprefix(HUB), args.part or "train"
+        return HubStream(name, part, chats=True, turns=args.turns, bad_lines=args.bad_lines)
+    if args.part is not None:
+        raise refuse("--part", args.part, "with --hf, or --chats hf:NAME")
+    return Files(args.chats or args.source, field, bool(args.chats), args.turns, args.bad_lines)
 
 
 def _tokenizer(args: DataPack) -> AnyTokenizer:

@@ -32,8 +32,9 @@ from mercury_jax.decode.state import ArrayLike
 from mercury_jax.noise import Corruption
 from mercury_jax.rl.rollouts import PolicyBatches, copy_params, seed_of
 from mercury_jax.tasks.task import read_json_lines
+from mercury_jax.training.data.conversations import end_of_answer, read_string
 from mercury_jax.training.data.packing import DataSplit
-from mercury_jax.training.data.sources import end_of_answer, find_paths, read_string, side_of
+from mercury_jax.training.data.sources import find_paths, side_of
 from mercury_jax.training.recipe import TrainConfig
 from mercury_jax.types import LM, Key, Loss, Model, Params
 

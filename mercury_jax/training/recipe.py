@@ -40,16 +40,10 @@ from mercury_jax.config import (
     to_dict,
 )
 from mercury_jax.training import find_recipe
+from mercury_jax.training.data.chats import HUB, Chat
+from mercury_jax.training.data.conversations import BadLines, Turns
 from mercury_jax.training.data.packing import check_blocks
-from mercury_jax.training.data.sources import (
-    BadLines,
-    BatchSource,
-    Chat,
-    DataSource,
-    Mixture,
-    find_paths,
-    mixture,
-)
+from mercury_jax.training.data.sources import BatchSource, DataSource, Mixture, find_paths, mixture
 from mercury_jax.training.lora import LoraConfig, check_pattern
 from mercury_jax.training.objectives.objective import Objective
 from mercury_jax.training.optim import OptimConfig
@@ -115,7 +109,8 @@ class TrainConfig:
         model: Sizes of the model, or the checkpoint of `init` (`InitModel`).
         objective: Loss of a batch, from `training.objectives` or a function of one's own.
         data: Sources of text and their weights; None where `chats` is set.
-        chats: Glob of JSONL files with conversations, instead of `data`; trains on the last answer.
+        chats: Files or a dataset with conversations, instead of `data`; see `data.chat`.
+        turns: Of `chats`: train on the last answer of each conversation, or on all of them.
         bad_lines: Lines of `chats` that are no conversation, or do not fit a row: stop, or skip them.
         noise: Noise of the diffusion, and its schedule.
         optim: Optimiser, learning rate and their schedule.
@@ -165,6 +160,7 @@ class TrainConfig:
         "what training.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ...",
     ] = None
     chats: str = ""
+    turns: Turns = "last"
     bad_lines: BadLines = "stop"
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -220,6 +216,10 @@ class TrainConfig:
             (
                 self.bad_lines != "stop" and self.data is not None and not self.chats, "bad_lines",
                 "stop without chats; a source has its own: data.chat(..., bad_lines='skip')",
+            ),
+            (
+                self.turns != "last" and self.data is not None and not self.chats, "turns",
+                "last without chats; a source has its own: data.chat(..., turns='all')",
             ),
             (
                 self.profile != (0, 0) and not 1 <= first <= last <= self.steps, "profile",
@@ -307,14 +307,15 @@ class TrainConfig:
             ValueError: The recipe has neither, or `chats` matches no file.
         """
         if self.chats:
-            find_paths(self.chats, "chats")
-            return mixture((Chat(self.chats, bad_lines=self.bad_lines), 1.0))
+            if not self.chats.startswith(HUB):
+                find_paths(self.chats, "chats")
+            return mixture((Chat(self.chats, turns=self.turns, bad_lines=self.bad_lines), 1.0))
         if isinstance(self.data, BatchSource):
             raise refuse(
                 "data", type(self.data).__name__, "documents: a mixture, or a source of training.data"
             )
         if not isinstance(self.data, Mixture):
-            allowed = "a glob of JSONL files with conversations, since this recipe has no other data"
+            allowed = "files with conversations, since this recipe has no other data"
             raise refuse("chats", self.chats, allowed)
         return self.data
 

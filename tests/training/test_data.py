@@ -262,5 +262,5 @@ def test_bad_lines_stop_or_are_skipped_and_counted(tmp_path, capsys):
     assert "skipped 3 of 6 lines; the first: " in told and "skipped 1 of 3 lines" in told
     manifest = pack(Files((str(path),), chats=True, bad_lines="skip"), tokenizer(), tmp_path / "packed")
     assert manifest["skipped"] == 3 and manifest["train"]["documents"] == 3
-    with pytest.raises(ValueError, match=r"c\.jsonl:3: content is None"):
+    with pytest.raises(ValueError, match=r"c\.jsonl:3: messages\[1\]\.content is None"):
         pack(Files((str(path),), chats=True), tokenizer(), tmp_path / "stopped")

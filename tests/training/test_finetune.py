@@ -175,7 +175,7 @@ def test_chats_are_rendered_by_the_checkpoints_template_and_end_as_it_ends_an_an
     "fields, words",
     [
         (dict(init=""), "init is ''; allowed: a checkpoint, since this recipe takes its model from it"),
-        (dict(chats=""), "chats is ''; allowed: a glob of JSONL files with conversations"),
+        (dict(chats=""), "chats is ''; allowed: files with conversations"),
         (dict(chats="nothing/*.jsonl"), "chats is 'nothing/"),
     ],
 )

@@ -277,7 +277,10 @@ LINES = {
     "b.chat": ('{"messages": [{"role": "assistant", "content": "a"}]}', "follows another turn"),
     "c.chat": ('{"messages": [{"role": "user", "content": "a"}]}', "follows another turn"),
     "d.chat": (conversation("a", "a").replace("user", "king"), r"d\.chat:1: .*king"),
-    "e.chat": (conversation("a", "a").replace("content", "text", 1), r"e\.chat:1: content is None"),
+    "e.chat": (
+        conversation("a", "a").replace("content", "text", 1),
+        r"e\.chat:1: messages\[0\]\.content is None",
+    ),
     "f.chat": (
         conversation("q", "a" * 500),
         r"row is 128; allowed: \d+ positions .* or more, for .*f\.chat:1",

@@ -500,7 +500,7 @@ def test_what_cannot_be_packed_is_refused_by_name(tmp_path, monkeypatch):
         ("full", read("one.jsonl"), {}, "out is .*full'; allowed: a new or empty folder"),
         ("e", read("one.jsonl"), {"held_out": 0.9999999}, "a share that leaves some"),
         ("f", read("one.jsonl"), {"held_out": 1}, "held_out is 1"),
-        ("h", Files((f"{tmp_path}/latin.txt",), chats=True), {}, r"chats is .*latin\.txt"),
+        ("h", Files((f"{tmp_path}/latin.txt",), chats=True), {}, r"latin\.txt:1: not JSON"),
     ):
         with pytest.raises(ValueError, match=message):
             pack(tmp_path / name, reader, **more)

@@ -4,6 +4,8 @@ mix = mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))
 batches = build(mix, tokenizer, model.layout, rows=16, row=512, seed=0)
 
 sources       data sources: the values that a recipe holds, and how each of them is read
+chats         the source of conversations
+conversations the forms of a conversation, and the examples that it becomes
 packing       cutting, laying out and packing documents
 pipeline      a mixture of sources as an iterator of batches; the only module that imports grain
 corpus        a corpus that was tokenised once: its files, and the source `Shards`
@@ -18,15 +20,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mercury_jax.training.data.chats import Chat, chat
 from mercury_jax.training.data.corpus import Shards, shards
 from mercury_jax.training.data.sources import (
     BatchSource,
-    Chat,
     DataSource,
     Generated,
     Mixture,
     Text,
-    chat,
     generated,
     hf,
     jsonl,

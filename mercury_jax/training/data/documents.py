@@ -1,8 +1,8 @@
-"""Reading the documents of a corpus for `mercury data pack`: from files of any size, in bounded memory.
+"""Reading the documents of a corpus, from files of any size in bounded memory, for `mercury data pack` and `chats`.
 
     Files(("books/*.txt", "web/*.jsonl.gz"))   text files, JSONL, Parquet, plain or compressed
     HubStream("org/name")                      a Hugging Face dataset, streamed
-    Files(("chats.jsonl",), chats=True)        conversations
+    Files(("chats.jsonl",), chats=True)        conversations, of any form that `conversations` knows
     Problems(generated("add3"), 100_000)       the problems of a task
 
 Each reader yields `records()` in a fixed order. A record is a raw line or text. Parsing and tokenising take most of the
@@ -18,8 +18,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,17 +29,16 @@ from mercury_jax import install
 from mercury_jax.config import NonNegativeInt, PositiveInt, check_fields, refuse
 from mercury_jax.tasks.task import parse_json_line
 from mercury_jax.tokenizer import AnyTokenizer
-from mercury_jax.training.data.packing import DataSplit, Example
-from mercury_jax.training.data.sources import (
+from mercury_jax.training.data.conversations import (
+    KEYS,
     BadLines,
-    Generated,
-    encode_turns,
-    find_paths,
+    Turns,
+    encode_conversation,
+    read_conversation,
     read_string,
-    read_turns,
-    side_of,
-    without_links,
 )
+from mercury_jax.training.data.packing import DataSplit, Example
+from mercury_jax.training.data.sources import Generated, find_paths, side_of, without_links
 
 LONGEST_TEXT = 2**20  # characters; a longer text is cut after a line, and each part becomes a document
 LONGEST_LINE = 2**26  # largest number of bytes of a line of JSONL
@@ -102,7 +102,8 @@ class Files:
     Attributes:
         globs: Globs of paths; `**` descends into folders.
         field: Key or column of the text.
-        chats: The lines are conversations, {"messages": [{"role", "content"}, ...]}.
+        chats: The lines and rows are conversations; a file .json is then a list of them.
+        turns: The assistant turns of a conversation that are trained on.
         bad_lines: What happens to a line or row without a text or conversation: "stop" with an error that names it, or
             "skip" and count it.
     """
@@ -110,6 +111,7 @@ class Files:
     globs: tuple[str, ...]
     field: str = "text"
     chats: bool = False
+    turns: Turns = "last"
     bad_lines: BadLines = "stop"
 
     @property
@@ -120,11 +122,7 @@ class Files:
     @functools.cached_property
     def paths(self) -> list[str]:
         """The files, sorted within each glob."""
-        found = without_links([path for pattern in self.globs for path in find_paths(pattern)])
-        for path in found:
-            if self.chats and _format(path) != "json":
-                raise refuse("chats", path, "files that end in .jsonl, .jsonl.gz or .jsonl.zst")
-        return found
+        return without_links([path for pattern in self.globs for path in find_paths(pattern)])
 
     def facts(self) -> dict[str, Any]:
         """Implements `DocumentReader`, with a digest of names, sizes and modification times."""
@@ -135,6 +133,7 @@ class Files:
             digest.update(json.dumps([path, stat.st_size, stat.st_mtime_ns]).encode())
         what = {"globs": list(self.globs), "field": self.field, "chats": self.chats}
         what |= {"bad_lines": self.bad_lines} if self.bad_lines != "stop" else {}
+        what |= {"turns": self.turns} if self.turns != "last" else {}
         return {**what, "files": len(self.paths), "files_digest": digest.hexdigest()}
 
     def size(self) -> int | None:
@@ -145,10 +144,15 @@ class Files:
 
     def records(self, held_out: float) -> Iterator[Record]:
         """Implements `DocumentReader`."""
-        read = {"text": _read_text, "json": self._read_lines, "parquet": self._read_table}
+        read = {
+            "text": _read_text,
+            "lines": self._read_lines,
+            "parquet": self._read_table,
+            "list": _read_list,
+        }
         for path in self.paths:
             try:
-                yield from read[_format(path)](path)
+                yield from read[self._format(path)](path)
             except Exception as error:
                 # A cut-off file raises EOFError, a damaged one an error of the package that reads its format.
                 package = type(error).__module__.partition(".")[0]
@@ -156,6 +160,15 @@ class Files:
                     raise
                 reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
                 raise refuse("SOURCE", path, f"a file that can be read ({reason})") from None
+
+    def _format(self, path: str) -> Literal["text", "lines", "list", "parquet"]:
+        """Decides by its name how a file is read."""
+        name = path.removesuffix(".gz").removesuffix(".zst")
+        if name.endswith(".parquet"):
+            return "parquet"
+        if self.chats and path.endswith(".json"):
+            return "list"
+        return "lines" if self.chats or name.endswith((".jsonl", ".ndjson")) else "text"
 
     def _read_lines(self, path: str) -> Iterator[Record]:
         # `readline` with a limit: a file without line breaks would otherwise be read into memory as one line.
@@ -175,18 +188,20 @@ class Files:
     def _read_table(self, path: str) -> Iterator[Record]:
         parquet = _package("pyarrow.parquet", path)
         with parquet.ParquetFile(path) as file:
-            if self.field not in file.schema_arrow.names:
-                allowed = ", ".join(file.schema_arrow.names) + f", the columns of {path}"
-                raise refuse("field", self.field, allowed)
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=[self.field]):
-                for value in batch.column(0):
-                    place = f"{path}:{number}"
-                    if value.as_py() is None and self.bad_lines == "skip":
-                        yield Record(place, BAD_LINE)
-                    else:
-                        yield from text_records(place, read_string(f"{place}: {self.field}", value.as_py()))
-                    number += 1
+            names = file.schema_arrow.names
+            if not self.chats and self.field not in names:
+                raise refuse("field", self.field, ", ".join(names) + f", the columns of {path}")
+            wanted = [name for name in names if name in KEYS] if self.chats else [self.field]
+            batches = file.iter_batches(batch_size=256, columns=wanted or None)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                place = f"{path}:{number}"
+                if self.chats:
+                    yield _row_record(place, row)
+                elif row[self.field] is None and self.bad_lines == "skip":
+                    yield Record(place, BAD_LINE)
+                else:
+                    yield from text_records(place, read_string(f"{place}: {self.field}", row[self.field]))
 
 
 @dataclass(frozen=True)
@@ -194,20 +209,30 @@ class HubStream:
     """A Hugging Face dataset, streamed without a copy on the disk; needs the package `datasets`.
 
     Attributes:
-        name: Name of the dataset, or NAME:CONFIG.
+        name: Name of the dataset, NAME:CONFIG, or a folder that `Dataset.save_to_disk` has written.
         part: Split of the dataset.
         field: Column of the text.
+        chats: The rows are conversations.
+        turns: The assistant turns of a conversation that are trained on.
+        bad_lines: What happens to a row without a conversation: "stop" with an error, or "skip" and count it.
     """
 
     name: str
     part: str = "train"
     field: str = "text"
+    chats: bool = False
+    turns: Turns = "last"
+    bad_lines: BadLines = "stop"
 
-    prompts = False
+    @property
+    def prompts(self) -> bool:
+        """Implements `DocumentReader`."""
+        return self.chats
 
     def facts(self) -> dict[str, Any]:
         """Implements `DocumentReader`."""
-        return {"hf": self.name, "part": self.part, "field": self.field}
+        facts = {"hf": self.name, "part": self.part, "field": self.field}
+        return facts | {"turns": self.turns, "bad_lines": self.bad_lines} if self.chats else facts
 
     def size(self) -> int | None:
         """Implements `DocumentReader`: unknown."""
@@ -216,13 +241,30 @@ class HubStream:
     def records(self, held_out: float) -> Iterator[Record]:
         """Implements `DocumentReader`."""
         datasets = _package("datasets", f"--hf {self.name}")
-        name, _, config = self.name.partition(":")
-        rows = datasets.load_dataset(name, config or None, split=self.part, streaming=True)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self._rows(datasets)):
+            place = f"{self.name}:{number}"
+            if self.chats:
+                yield _row_record(place, row)
+                continue
             if self.field not in row:
                 raise refuse("field", self.field, ", ".join(row))
-            place = f"{self.name}:{number}"
             yield from text_records(place, read_string(f"{place}: {self.field}", row[self.field]))
+
+    def _rows(self, datasets: Any) -> Iterable[Any]:
+        saved = [
+            os.path.exists(os.path.join(self.name, name)) for name in ("state.json", "dataset_dict.json")
+        ]
+        name, _, config = self.name.partition(":")
+        try:
+            if not any(saved):
+                return datasets.load_dataset(name, config or None, split=self.part, streaming=True)
+            rows = datasets.load_from_disk(self.name)
+        except Exception as error:  # of the package, the network or the file system
+            reason = str(error).split("\n")[0]
+            raise refuse("SOURCE", self.name, f"a dataset that can be read ({reason})") from None
+        if isinstance(rows, Mapping) and self.part not in rows:
+            raise refuse("part", self.part, ", ".join(rows))
+        return rows[self.part] if isinstance(rows, Mapping) else rows
 
 
 @dataclass(frozen=True)
@@ -274,11 +316,13 @@ def encode_record(
         return
     texts = [record]
     if isinstance(record.value, bytes):
-        assert isinstance(reader, Files)
+        assert isinstance(reader, Files | HubStream)
         values = parse_json_line(record.place, record.value)
         if reader.chats:
-            turns = read_turns(record.place, values)
-            yield side_of(json.dumps(turns), held_out), encode_turns(tokenizer, record.place, turns)
+            conversation = read_conversation(record.place, values)
+            side = side_of(conversation.text, held_out)
+            for example in encode_conversation(tokenizer, record.place, conversation, reader.turns):
+                yield side, example
             return
         text = read_string(f"{record.place}: {reader.field}", values.get(reader.field))
         texts = text_records(record.place, text)
@@ -301,6 +345,24 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
         yield Record(place, rest)
 
 
+def _row_record(place: str, row: Mapping[str, Any]) -> Record:
+    """Makes a record of a row with a conversation; values that JSON does not have become text."""
+    return Record(place, json.dumps(row, default=str).encode())
+
+
+def _read_list(path: str) -> Iterator[Record]:
+    """Reads a file that is one JSON list of objects."""
+    try:
+        rows = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise refuse("SOURCE", path, f"a JSON list of conversations ({error})") from None
+    if not isinstance(rows, list):
+        raise refuse(
+            "SOURCE", path, "a JSON list of conversations; a file with one in each line ends in .jsonl"
+        )
+    yield from (_row_record(f"{path}[{number}]", row) for number, row in enumerate(rows))
+
+
 def _read_text(path: str) -> Iterator[Record]:
     """Reads a file that is one text."""
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig") as file:
@@ -308,14 +370,6 @@ def _read_text(path: str) -> Iterator[Record]:
             yield from text_records(path, file.read)
         except UnicodeDecodeError as error:
             raise refuse("SOURCE", path, f"UTF-8 text ({error.reason})") from None
-
-
-def _format(path: str) -> Literal["text", "json", "parquet"]:
-    """Decides by its name how a file is read."""
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    if name.endswith(".parquet"):
-        return "parquet"
-    return "json" if name.endswith((".jsonl", ".ndjson")) else "text"
 
 
 def _open(path: str) -> IO[bytes]:

@@ -2,9 +2,9 @@
 
     mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))
 
-`Text` is running text, `Chat` conversations, `Generated` the problems of `mercury_jax.tasks`. To add a source, write a
-frozen dataclass with the two methods of `DataSource` and use it in a recipe. A source reads and checks its files when
-it is opened; an error names the file and the line, before any training.
+`Text` is running text, `Generated` the problems of `mercury_jax.tasks`, `chats.Chat` conversations. To add a source,
+write a frozen dataclass with the two methods of `DataSource` and use it in a recipe. A source reads and checks its
+files when it is opened; an error names the file and the line, before any training.
 
 An open source is a `Stream`, in which example i is a pure function of (seed, i). If an epoch has N examples, example i
 is number i mod N of epoch i // N, in an order and with cuts drawn for that epoch. To resume, only i must be saved.
@@ -16,9 +16,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import json
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -29,17 +27,16 @@ import numpy as np
 
 from mercury_jax.config import AtLeast, PositiveInt, Share, check_fields, refuse, refuse_if
 from mercury_jax.tasks import Problem, Task, draw, find
-from mercury_jax.tasks.task import parse_json_line, read_json_lines, read_lines, read_text
+from mercury_jax.tasks.task import read_json_lines, read_text
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.training.data import packing
+from mercury_jax.training.data.conversations import read_string
 from mercury_jax.training.data.filling import RowStream
 from mercury_jax.training.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LM, LaidOutDocument, Layout, Params
 
-BadLines = Literal["stop", "skip"]
 Chunk: TypeAlias = Annotated[int, AtLeast(2)]  # largest number of tokens of a piece of text
 Seed = tuple[int, ...]
-Messages = list[dict[str, str]]  # the turns of a conversation, {"role", "content"}
 Document = tuple[str, str]  # (path or path:line for error messages, text)
 
 
@@ -220,7 +217,7 @@ class Text:
                 values = ((f"{self.where}:{i}", value) for i, value in enumerate(table[self.field]))
             found = [(place, read_string(f"{place}: {self.field}", value)) for place, value in values]
         found = [(place, text) for place, text in found if text]
-        sides = _sides(self.where, self.held_out, [text for _, text in found])
+        sides = sides_of(self.where, self.held_out, [text for _, text in found])
         return [document for document, side in zip(found, sides) if side == split]
 
     def open(self, settings: StreamSettings) -> Stream | None:
@@ -254,11 +251,11 @@ class Text:
             infill = here.split == "train" and rng.random() < self.infill
             return packing.keep_spans(laid, rng) if infill else laid
 
-        return stream_of(at, settings, size, _identity(encoded))
+        return stream_of(at, settings, size, identity_of(encoded))
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`."""
-        return _shuffled_parts([text for _, text in self.documents("train")], seed)
+        return shuffled_parts([text for _, text in self.documents("train")], seed)
 
 
 def text(glob: str, *, chunk: int | None = None, infill: float = 0.3, held_out: float = 0.0) -> Text:
@@ -332,102 +329,6 @@ def stdlib(*, chunk: int | None = None, infill: float = 0.3) -> Text:
         The source.
     """
     return Text(kind="stdlib", where="python-stdlib", chunk=chunk, infill=infill)
-
-
-# --- conversations
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Conversations, lines `{"messages": [{"role", "content"}, ...]}`; the loss is on the last assistant turn.
-
-    In a recipe: `data.chat("chats/*.jsonl", held_out=0.1)`.
-
-    Attributes:
-        kind: Always "chat".
-        where: A glob of JSONL files; `**` descends into folders.
-        held_out: Share of the conversations that are held out, selected by a hash of their text; at least one if the
-            share is above 0.
-        bad_lines: What happens to a line that is no conversation (`content: null` of a tool call, for example) or does
-            not fit a row: "stop" with an error that names it, or "skip" it and print how many were skipped.
-    """
-
-    kind: Literal["chat"] = field(default="chat", init=False)
-    where: str
-    _: KW_ONLY
-    held_out: Share = 0.0
-    bad_lines: BadLines = "stop"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def conversations(self, split: DataSplit) -> list[tuple[str, Messages]]:
-        """Reads the conversations of one side of the split.
-
-        Args:
-            split: "train" or "test".
-
-        Returns:
-            Pairs (place, messages). Each conversation ends with the assistant turn that is trained on.
-
-        Raises:
-            ValueError: A line is not such a conversation. The message names the file and the line.
-        """
-        read = lambda place, line: read_turns(place, parse_json_line(place, line))
-        lines = (line for path in find_paths(self.where) for line in read_lines(path, "glob"))
-        found = self._good([(place, read, place, line) for place, line in lines])
-        sides = _sides(self.where, self.held_out, [json.dumps(messages) for _, messages in found])
-        return [conversation for conversation, side in zip(found, sides) if side == split]
-
-    def _good(self, calls: list[tuple[Any, ...]]) -> list[tuple[str, Any]]:
-        """Calls functions on the lines, (place, function, arguments...); errors stop, or the lines are skipped."""
-        found, errors = list[tuple[str, Any]](), list[ValueError]()
-        for place, function, *args in calls:
-            try:
-                found.append((place, function(*args)))
-            except ValueError as error:
-                if self.bad_lines == "stop":
-                    raise
-                errors.append(error)
-        if errors:
-            told = f"{self.where}: skipped {len(errors)} of {len(calls)} lines; the first: {errors[0]}"
-            print(told, file=sys.stderr)
-        return found
-
-    def open(self, settings: StreamSettings) -> Stream | None:
-        """Implements `DataSource.open`.
-
-        Raises:
-            ValueError: A conversation cannot be rendered or does not fit a row. The message names the file and line.
-        """
-
-        def encoded(place: str, messages: Messages) -> Example:
-            example = encode_turns(settings.tokenizer, place, messages)
-            for layout in settings.layouts or (settings.layout,):
-                # refuses one that does not fit
-                packing.lay_out(settings._replace(layout=layout), example, place)
-            return example
-
-        conversations = self.conversations(settings.split)
-        found = self._good([(place, encoded, place, messages) for place, messages in conversations])
-        n = len(found)
-        order = functools.lru_cache(2)(
-            lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
-        )
-
-        def at(here: StreamSettings, index: int) -> LaidOutDocument:
-            place, example = found[order(index // n)[index % n]]
-            return packing.lay_out(here, packing.fill_up(here, example, index), place)
-
-        return stream_of(at, settings, n, _identity([x.ids for _, x in found])) if found else None
-
-    def texts(self, seed: Seed) -> Iterator[str]:
-        """Implements `DataSource.texts`."""
-        found = self.conversations("train")
-        return _shuffled_parts(["\n".join(m["content"] for m in messages) for _, messages in found], seed)
-
-
-chat = Chat
 
 
 # --- problems with checkable answers
@@ -548,7 +449,7 @@ generated = Generated
 # --- reading files
 
 
-def _identity(documents: list[np.ndarray]) -> str:
+def identity_of(documents: list[np.ndarray]) -> str:
     """Computes a digest of the tokens of all documents, which stands for the content wherever its files are."""
     found = hashlib.blake2b(digest_size=16)
     for ids in documents:
@@ -566,7 +467,7 @@ def _place(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
-def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
+def sides_of(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
     """Chooses the side of each text; refuses an empty corpus and one without a text to train on."""
     if not texts:
         raise refuse("glob", where, "files with at least one document; these are empty")
@@ -632,59 +533,7 @@ def _matches(parts: list[str]) -> list[str]:
     return list(found)
 
 
-def read_turns(place: str, record: Mapping[str, object]) -> Messages:
-    """Reads a conversation up to its last assistant turn, which is trained on."""
-    given = record.get("messages")
-    if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
-        raise refuse(f"{place}: messages", given, "a list of objects with role and content")
-    parts = [part for m in given if isinstance(m.get("content"), list) for part in m["content"]]
-    if any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
-        raise refuse(f"{place}: content", "an image", "text: models are trained on text only")
-    turns = [{k: read_string(f"{place}: {k}", _joined(m.get(k))) for k in ("role", "content")} for m in given]
-    while turns and turns[-1]["role"] != "assistant":
-        turns.pop()
-    if len(turns) < 2:
-        raise refuse(f"{place}: messages", given, "an assistant turn that follows another turn")
-    return turns
-
-
-def _joined(content: object) -> object:
-    """Joins a content of text parts, [{"type": "text", "text": ...}, ...]; other values are returned unchanged."""
-    parts = content if isinstance(content, list) else []
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
-    ok = texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(map(str, texts)) if ok else content
-
-
-def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Example:
-    """Encodes a conversation whose last turn is trained on."""
-    try:
-        prompt = tokenizer.render(turns[:-1])
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
-    ids = [*prompt, *tokenizer.encode(turns[-1]["content"]), end_of_answer(tokenizer)]
-    return Example(np.array(ids, np.int32), len(prompt), True)
-
-
-def end_of_answer(tokenizer: AnyTokenizer) -> int:
-    """Finds the id that ends an answer in a chat."""
-    ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
-    return tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
-
-
-def read_string(name: str, value: object) -> str:
-    """Checks that a value is a string that UTF-8 can encode."""
-    if not isinstance(value, str):
-        raise refuse(name, value, "a string")
-    # JSON can escape a lone surrogate ("\ud800"), which Python accepts in a string but UTF-8 does not.
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise refuse(name, value[:40], "valid Unicode, without lone surrogates") from None
-    return value
-
-
-def _shuffled_parts(texts: list[str], seed: Seed) -> Iterator[str]:
+def shuffled_parts(texts: list[str], seed: Seed) -> Iterator[str]:
     """Yields parts of at most 8,000 characters in random order, so that a small budget covers many files."""
     parts = [text[i : i + 8_000] for text in texts for i in range(0, len(text), 8_000)]
     return (parts[i] for i in np.random.default_rng(seed).permutation(len(parts)))
