@@ -2,13 +2,14 @@
 
 300 labelled questions are of three kinds: what kind of thing a word names, small sums, the tone of plain sentences.
 Half of them are answered by yes or no, half by one of several labels. A temperature is fitted to 150 other questions,
-of other words, sums and sentences. A row says how good the probabilities are with one read and with several, before
-and after calibration, and how often an answer changes when the labels are listed in reverse order. With `--clients`, a
-server is started, and rows say how many decisions it answers in a second.
+of other words, sums and sentences. A row says how good the probabilities are with one read, with several, and less
+those about a blank state, before and after calibration, and how often an answer changes when the labels are listed in
+reverse order. With `--clients`, a server is started, and rows say how many decisions it answers in a second.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -24,6 +25,7 @@ import mercury_jax as mj
 from mercury_jax import compilation
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Int, option
+from mercury_jax.decode.decide import Answer
 from mercury_jax.decode.questions import MultipleChoice, Question
 from mercury_jax.evaluate import calibration, wilson
 from mercury_jax.evaluate.calibration import LabelledState
@@ -49,6 +51,7 @@ TONES = {
     "on Tuesday,the same size as the other one,delivered at noon,made in 2014",
 }
 READS = 2
+BLANK = "N/A"  # a state that says nothing
 
 
 class Labelled(NamedTuple):
@@ -124,9 +127,25 @@ def yes_no(text: str) -> Question:
     return MultipleChoice(["yes", "no"], text)
 
 
-def measure(lm: mj.LM, asked: Sequence[Labelled], reads: int) -> tuple[list[Any], np.ndarray]:
-    """The answers, and the indices of the right labels."""
-    return calibration.decide_all(lm, [one.one for one in asked], reads=reads, temperature=1.0)
+def measure(
+    lm: mj.LM, asked: Sequence[Labelled], reads: int, less_blank: bool = False
+) -> tuple[list[Answer], np.ndarray]:
+    """The answers, on request less those about a state that says nothing, and the indices of the right labels."""
+    ask = lambda labelled: calibration.decide_all(
+        lm, [one.one for one in labelled], reads=reads, temperature=1.0
+    )
+    answers, right = ask(asked)
+    if less_blank:
+        blanks, _ = ask([one._replace(state=BLANK) for one in asked])
+        answers = [less(answer, blank) for answer, blank in zip(answers, blanks, strict=True)]
+    return answers, right
+
+
+def less(answer: Answer, blank: Answer) -> Answer:
+    """Takes the log-likelihoods about a blank state away, as in contextual calibration (arXiv 2102.09690)."""
+    log_p = answer.log_p - blank.log_p
+    [probabilities] = calibration.probabilities([dataclasses.replace(answer, log_p=log_p)], 1.0)
+    return dataclasses.replace(answer, log_p=log_p, probabilities=probabilities)
 
 
 def flips(found: Sequence[Any], reversed_: Sequence[Any]) -> dict[str, Any]:
@@ -137,23 +156,23 @@ def flips(found: Sequence[Any], reversed_: Sequence[Any]) -> dict[str, Any]:
 
 
 def quality_rows(lm: mj.LM, count: int, seed: int) -> list[dict[str, Any]]:
-    """A row for each number of reads, before and after calibration, and for each kind of question."""
+    """A row for each way to ask, before and after calibration, and for each kind of question."""
     tuning, asked = (questions(n, half, seed) for half, n in ((0, count // 2), (1, count)))
     rows = []
-    for reads in (1, READS):
-        fitted_on, labels = measure(lm, tuning, reads)
+    for reads, less_blank in ((1, False), (READS, False), (1, True)):
+        fitted_on, labels = measure(lm, tuning, reads, less_blank)
         temperature = calibration.fit_temperature(fitted_on, labels.tolist())
-        answers, right = measure(lm, asked, reads)
-        backwards, _ = measure(lm, [one.reversed() for one in asked], reads)
+        answers, right = measure(lm, asked, reads, less_blank)
+        backwards, _ = measure(lm, [one.reversed() for one in asked], reads, less_blank)
         for kind in ("all", "things", "sums", "tones"):
             at = [i for i, one in enumerate(asked) if kind in ("all", one.kind)]
             chosen = [answers[i] for i in at]
             for name, t in (("before", 1.0), ("after", temperature)):
                 figures = calibration.quality(calibration.probabilities(chosen, t), right[at].tolist(), seed)
                 rows.append({
-                    "model": lm.name, "questions": kind, "reads": reads, "calibration": name, "temperature": t,
-                    **figures, **flips(chosen, [backwards[i] for i in at]),
-                    "tuning": len(tuning), "seed": seed,
+                    "model": lm.name, "questions": kind, "reads": reads, "less_blank": less_blank,
+                    "calibration": name, "temperature": t, **figures,
+                    **flips(chosen, [backwards[i] for i in at]), "tuning": len(tuning), "seed": seed,
                 })  # fmt: skip
     return rows
 

@@ -107,6 +107,50 @@ def pretrained() -> str:
     return markdown(head, lines)
 
 
+def decisions() -> str:
+    head = "model | reads | calibration | right | Brier | calibration error | answers that change"
+    rows = []
+    for row in read("decisions-2026-11-28", questions="all"):
+        (low, high), flips = row["accuracy_interval"], row["flips_interval"]
+        spread = lambda name, row=row: "{:.3f} ({:.3f} to {:.3f})".format(row[name], *row[f"{name}_interval"])
+        rows.append((
+            row["model"], asked(row), row["calibration"],
+            f"{percent(row['accuracy'])}% ({percent(low)} to {percent(high)})", spread("brier"), spread("ece"),
+            f"{percent(row['flips'])}% ({percent(flips[0])} to {percent(flips[1])})",
+        ))  # fmt: skip
+    return markdown(head, rows)
+
+
+def asked(row: Row) -> str:
+    """How a question was asked."""
+    return f"{row['reads']}, less a blank state" if row["less_blank"] else str(row["reads"])
+
+
+def decisions_by_kind() -> str:
+    rows = read("decisions-2026-11-28", calibration="after")
+    cells = {(x["model"], asked(x), x["questions"]): percent(x["accuracy"]) for x in rows}
+    ways = dict.fromkeys((x["model"], asked(x)) for x in rows)
+    kinds = ("things", "sums", "tones")
+    head = "model | reads | " + " | ".join(kinds)
+    return markdown(head, [[*way, *(cells[*way, kind] for kind in kinds)] for way in ways])
+
+
+def decisions_served() -> str:
+    rows = [row for row in read("decisions-2026-11-28") if "clients" in row]
+    head = "model | clients | decisions a second | milliseconds (median)"
+    rate = lambda row: f"{row['decisions_per_second']:.1f}"
+    return markdown(head, [[x["model"], x["clients"], rate(x), f"{x['p50_ms']:.0f}"] for x in rows])
+
+
+def predicted() -> str:
+    head = "prediction | passes | seconds | the same text"
+    rows = read("predicted-2026-11-28")
+    cells = [
+        (x["prediction"], x["passes"], f"{x['seconds']:.1f}", "yes" if x["equal"] else "no") for x in rows
+    ]
+    return markdown(head, cells)
+
+
 def overhead() -> str:
     lines = []
     for batch in (1, 8):
@@ -307,7 +351,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         effort, pretrained, overhead, cache, cache_blocks, peer, training, serving, quantisation,
-        quantisation_pretrained, programs, plan, h200_models, h200_grouped, h200_attention,
+        quantisation_pretrained, programs, plan, h200_models, h200_grouped, h200_attention, decisions,
+        decisions_by_kind, decisions_served, predicted,
     )
 }  # fmt: skip
 
