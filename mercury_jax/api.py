@@ -26,7 +26,7 @@ from mercury_jax.hub.family import plain_build, writers
 from mercury_jax.hub.generation import describe
 from mercury_jax.hub.tokenizer import unpack
 from mercury_jax.models import drafter
-from mercury_jax.models.weight_quant import check_not_quantised
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training import data as pipelines, distributed, loop, lora, report
 from mercury_jax.training.data.conversations import end_of_answer
@@ -250,7 +250,7 @@ def _with_model(config: TrainConfig) -> TrainConfig:
 def _first(config: TrainConfig, on: Mesh) -> LM | None:
     """Loads the model that the run starts from onto the mesh; None if training starts from new parameters.
 
-    Parameters are loaded in at least fp32; with LoRA, the frozen base keeps the dtype of the checkpoint.
+    Parameters are loaded in at least fp32. With LoRA, the frozen base keeps the checkpoint's dtype or is quantised.
     """
     if not config.init:
         return None
@@ -261,8 +261,14 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
         dtype = None  # the base is never updated, so it needs no more precision than the checkpoint has
     fits = mask is not None and hub.takes_mask(config.init, mask, ignore_config=trusted)
     own_mask = mask if fits else None
-    first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on, ignore_config=trusted)
-    check_not_quantised(first.params)
+    quantise = config.lora.quantise or None
+    first = hub.load(
+        config.init, dtype=dtype, mask=own_mask, mesh=on, ignore_config=trusted, quantise=quantise
+    )
+    weights = jax.tree.leaves(first.params, is_leaf=lambda x: isinstance(x, QuantisedWeight))
+    if not config.lora.rank and any(isinstance(x, QuantisedWeight) for x in weights):
+        allowed = "an unquantised checkpoint; of this one, adapters can be trained: --lora.rank 8"
+        raise refuse("init", config.init, allowed)
     # The tokenizer of an autoregressive checkpoint has no mask token: the recipe's mask id is added.
     return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))
 

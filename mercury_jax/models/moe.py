@@ -76,7 +76,7 @@ def apply_experts(
     """Computes the weighted sum of the outputs of each token's experts.
 
     For token n it is the sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, with the matrices of expert
-    ids[n, j]. Differentiable in x, in weights, and in stacks that are not quantised.
+    ids[n, j]. Differentiable in x, in weights, and in stacks that are not quantised and their low-rank additions.
 
     Args:
         first: With expert parallelism, the id of the first of the E experts on this device. Experts of other devices
@@ -274,9 +274,7 @@ def tiled(
     run, tile = (_all_experts if together else _tiled), tile_rows(len(rows), count)
     if together:  # a second step would read all matrices again for a few rows
         tile *= 2
-    if not (_quantised(gate_up) or _quantised(down)):
-        run = _DIFFERENTIABLE[run]
-    return run(act, tile, rows, offsets, gate_up, down)
+    return _DIFFERENTIABLE[run](act, tile, rows, offsets, gate_up, down)
 
 
 def _read_in_place(w: Stack, dtype: Any) -> bool:
@@ -348,7 +346,7 @@ def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M 
     """Runs the backward pass in the same loop.
 
     Hidden units are computed again for each tile, and the gradients of each expert are summed in place. In a stack with
-    a low-rank addition only the two factors get a gradient, because the base is frozen.
+    a low-rank addition only the two factors get a gradient, because the base is frozen; in a quantised stack nothing.
     """
     rows, offsets, gate_up, down = saved
     tiles = tiles_of(offsets, len(rows), tile)
@@ -367,19 +365,26 @@ def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M 
 
     zeros = jax.tree.map(jnp.zeros_like, (padded_rows, (_learnt(gate_up), _learnt(down))))
     dx, (dw, dv) = jax.lax.fori_loop(0, tiles.count, step, zeros)
-    no_gradient = lambda w: jax.tree.map(jnp.zeros_like, w)  # for the frozen bases; never read
-    dw, dv = (_with_learnt(no_gradient(w), d) for w, d in ((gate_up, dw), (down, dv)))
+    dw, dv = (_with_learnt(jax.tree.map(_no_gradient, w), d) for w, d in ((gate_up, dw), (down, dv)))
     return dx[: len(rows)], np.zeros(offsets.shape, jax.dtypes.float0), dw, dv
 
 
 def _learnt(w: Any) -> Any:
-    """Returns the part of a stack that has a gradient: the LoRA factors, or the whole stack."""
-    return (w.a, w.b) if isinstance(w, LoraWeight) else w
+    """Returns the part of a stack that has a gradient: the LoRA factors, nothing quantised, or the whole stack."""
+    return (w.a, w.b) if isinstance(w, LoraWeight) else () if isinstance(w, QuantisedWeight) else w
 
 
 def _with_learnt(w: Any, learnt: Any) -> Any:
     """Replaces the part of a stack that `_learnt` returns."""
-    return dataclasses.replace(w, a=learnt[0], b=learnt[1]) if isinstance(w, LoraWeight) else learnt
+    if isinstance(w, LoraWeight):
+        return dataclasses.replace(w, a=learnt[0], b=learnt[1])
+    return w if isinstance(w, QuantisedWeight) else learnt
+
+
+def _no_gradient(x: Array) -> Any:
+    """The gradient of a frozen array, which is never read; of integers it has no values."""
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _differentiable(run: Callable[..., Array]) -> Callable[..., Array]:

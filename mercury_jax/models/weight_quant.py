@@ -179,12 +179,15 @@ def check_not_quantised(params: Params) -> None:
 # --- products
 
 
+# A gradient converts the values again: kept from the forward pass, the converted matrices of all layers would take the
+# memory that quantisation saves.
+@functools.partial(jax.checkpoint, static_argnums=2)
 def multiply(x: Rows, w: QuantisedWeight, count: int) -> Float[Array, "*o"]:
     """Contracts the last `count` axes of x with the inputs of a quantised matrix without batch axes.
 
     Without groups, the values are converted inside of the product and the scales multiply its result: nothing of the
     size of the matrix is written to memory. With groups, one kernel writes the matrix in the dtype of x, which the
-    product reads; its memory is free again after the product.
+    product reads; its memory is free again after the product. Differentiable in x.
     """
     values, inputs = ungrouped(w), tuple(range(w.values.ndim - count, w.values.ndim))
     if isinstance(w, RowQuantisedWeight) and not isinstance(x, QuantisedRows):

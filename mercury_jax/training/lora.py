@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 from mercury_jax.config import NonNegativeInt, PositiveFloat, check_fields, refuse
-from mercury_jax.sharding import ShardingRule, gather, matrix_axes
+from mercury_jax.sharding import ShardingRule, gather, matrix_axes, path_name
 from mercury_jax.types import Key, LoraWeight, Model, Params, accumulation_dtype
 
 TARGETS = r"(attention|mlp|moe)/"  # matrices of attention, of feed-forwards and of experts
@@ -38,10 +38,17 @@ class LoraConfig:
     rank: NonNegativeInt = 0  # columns of A; 0: no adapters, all parameters are trained
     alpha: PositiveFloat | None = None  # adapters are scaled by alpha / rank; None: the rank, a factor of 1
     targets: str = TARGETS  # regular expression, searched in the paths of matrices: block_0/attention/q/w
+    # Rounds the frozen matrices while they are loaded, to int8 or fp8 with a scale for each output (QLoRA, arXiv
+    # 2305.14314, in another format). "": as the checkpoint has them, which may itself be quantised.
+    quantise: Literal["", "int8", "fp8"] = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "lora.")
         check_pattern("lora.targets", self.targets)
+        if self.quantise and not self.rank:
+            raise refuse(
+                "lora.quantise", self.quantise, '"" without adapters: rounded parameters cannot be trained'
+            )
 
     @property
     def scale(self) -> float:
@@ -250,6 +257,7 @@ def _sums(x: Array) -> Array:
     associative, so the result does not depend on how the array is sharded.
     """
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    kind = jnp.uint4 if x.dtype in (jnp.int4, jnp.float4_e2m1fn) else kind
     bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)  # float64: one more axis, of two words
     # The flat index of each element, made of iotas instead of a reshape, which would gather a sharded array.
     position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
@@ -273,7 +281,7 @@ def digest(params: Params) -> str:
     Returns:
         32 hexadecimal digits.
     """
-    leaves = _flat(params)
+    leaves = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     found = hashlib.sha256()
     for path in sorted(leaves):
         x = leaves[path]

@@ -16,6 +16,7 @@ from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.models import moe
 from mercury_jax.models.ops import dot
+from mercury_jax.models.weight_quant import QuantisedWeight, dequantise
 from mercury_jax.ops.experts.grouped_matmul import offsets_of
 from mercury_jax.training import lora, optim, step as steps
 from mercury_jax.training.lora import LoraConfig
@@ -94,6 +95,73 @@ def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
     factors = [(w.a, w.b) for w in (up, down)]
     ours, merged = (jax.value_and_grad(loss, (0, 1))(rows, factors, flag) for flag in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), ours, merged)
+
+
+# --- a quantised base
+
+
+def random_quantised(dtype, groups, zeros, permuted):
+    """A matrix [6, 5, inputs 16] in a format, with three groups of inputs at most."""
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.integers(-7, 8, (6, 5, 16))).astype(dtype)
+    scale = jnp.asarray(rng.uniform(0.1, 1, (6, 5)), jnp.float32)
+    each = jnp.asarray(rng.uniform(0.5, 2, (6, 5, groups)), jnp.bfloat16) if groups else None
+    zero = jnp.asarray(rng.integers(-3, 4, (6, 5, groups))).astype(dtype) if zeros else None
+    group = jnp.asarray(rng.integers(0, groups, 16), jnp.int32) if permuted else None
+    return QuantisedWeight(values, scale, each, zero, group)
+
+
+@pytest.mark.parametrize(
+    "dtype, groups, zeros, permuted",
+    [("int8", 0, False, False), ("float8_e4m3fn", 0, False, False), ("int4", 4, True, False), ("int4", 4, True, True)],
+)  # fmt: skip
+def test_a_gradient_through_a_quantised_matrix_is_exact_and_keeps_no_converted_copy(
+    dtype, groups, zeros, permuted
+):
+    w = random_quantised(dtype, groups, zeros, permuted)
+    x = jax.random.normal(KEY, (3, 16))
+    y, pull = jax.vjp(lambda x: dot(x, w, 1), x)
+    wanted, pull_exact = jax.vjp(lambda x: dot(x, dequantise(w), 1), x)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(pull(y)[0], pull_exact(y)[0], rtol=1e-5, atol=1e-4)
+    kept = [x for x in jax.tree.leaves(pull) if x.size >= w.values.size]
+    assert {x.dtype for x in kept} <= {w.values.dtype}
+    assert len(lora.digest({"w": w})) == 32 and lora.digest({"w": w}) != lora.digest(
+        {"w": w._replace(values=w.values.at[0, 0, 0].add(1))}
+    )
+
+
+@pytest.mark.parametrize("family", slow_except(["LLaDA", "DiffusionGemma"], "LLaDA"))
+def test_adapters_on_a_quantised_base_learn_as_on_the_exact_one(tmp_path, family):
+    base, lines = checkpoint(tmp_path / "base", family), chats(tmp_path / "chats.jsonl")
+    exact = recipe(family, base, lines, tmp_path / "exact", 4, steps=20, save_every=20)
+    mj.train(exact)
+    rounded = dataclasses.replace(
+        exact,
+        lora=LoraConfig(rank=4, quantise="int8"),
+        out=str(tmp_path / "rounded"),
+        steps=10,
+        save_every=10,
+    )
+    mj.train(rounded)
+    rounded = dataclasses.replace(rounded, steps=20, resume=True)
+    result = mj.train(rounded)
+    np.testing.assert_allclose(losses(tmp_path / "rounded"), losses(tmp_path / "exact"), rtol=0.02)
+    stored = jax.tree.leaves(result.params, is_leaf=lambda x: isinstance(x, QuantisedWeight))
+    assert sum(isinstance(x, QuantisedWeight) for x in stored) > 7
+    adapters = [mj.load(base, adapter=tmp_path / name / "adapter") for name in ("exact", "rounded")]
+    assert jax.tree.structure(adapters[0].params) == jax.tree.structure(adapters[1].params)
+    with pytest.raises(
+        ValueError, match="lora.quantise is ''; allowed: 'int8', as in the checkpoint to resume"
+    ):
+        mj.train(dataclasses.replace(rounded, lora=LoraConfig(rank=4)))
+
+
+def test_a_quantised_base_is_trained_with_adapters_only(tmp_path):
+    with pytest.raises(ValueError, match="lora.quantise is 'int8'; allowed: \"\" without adapters"):
+        LoraConfig(quantise="int8")
+    with pytest.raises(ValueError, match="lora.quantise is '4bit'; allowed"):
+        LoraConfig(rank=4, quantise="4bit")  # type: ignore[arg-type]
 
 
 @pytest.mark.long
