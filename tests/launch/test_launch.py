@@ -242,6 +242,10 @@ def test_the_jobset_has_what_its_api_requires():
     gpus = "nvidia.com/gpu"
     assert container["resources"]["requests"][gpus] == container["resources"]["limits"][gpus]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    claim = yaml.safe_load((LAUNCH / "gke/volume-runs.yaml").read_text())
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "runs"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     # The kernels are checked first, with the devices and the cache of the training.
     (check,) = pod["initContainers"]
     assert (check["image"], check["resources"]) == (container["image"], container["resources"])
