@@ -14,7 +14,8 @@ KILLS       ?= 100
 BIN         := $(VENV)/bin
 PIP         := -m pip install -qq --disable-pip-version-check
 PYTEST      := $(BIN)/python -m pytest
-COMPILE     := $(RELEASE)/bin/uv pip compile -q --no-emit-index-url --no-header --no-annotate --extra serve --extra hub --extra plot
+LOCK        := $(RELEASE)/bin/uv pip compile -q --no-emit-index-url --no-header --no-annotate
+COMPILE     := $(LOCK) --extra serve --extra hub --extra plot
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all lint types docs site links parity real notebooks colab lm-eval wheel hashes windows sbom browser clients load fuzz chaos multihost deviceless setup clean
@@ -31,7 +32,7 @@ lint: $(VENV)/.dev  ## formatting, lint and who imports whom, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh qa/wheel.sh launch/slurm/*.sbatch launch/tpu/*.sh
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh qa/wheel.sh launch/*.sh launch/slurm/*.s* launch/tpu/*.sh
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
 docs: $(VENV)/.docs  ## the site, in docs/_build/html; a warning is an error
@@ -56,8 +57,12 @@ lm-eval: $(LMEVAL)/.ready  ## lm-evaluation-harness on local tasks
 	JAX_PLATFORMS=cpu $(LMEVAL)/bin/python -m pytest qa/harness_leg.py $(ARGS)
 wheel: $(VENV)/.dev  ## the wheel in an empty environment: demo, init, train, chat, serve
 	qa/wheel.sh $(BIN)/python $(CONSTRAINTS)
-hashes: $(RELEASE)/.ready  ## constraints/hashed.txt again, after constraints/default.txt changed
+hashes: $(RELEASE)/.ready  ## constraints/hashed*.txt again, after constraints/default.txt changed
 	$(COMPILE) --generate-hashes --universal --python-version 3.11 -c $(CONSTRAINTS) -o constraints/hashed.txt pyproject.toml
+	@for kind in cuda12 tpu; do \
+	  printf 'jax[%s]\nsetuptools>=77\n' $$kind | $(LOCK) --generate-hashes --universal --python-version 3.11 -c $(CONSTRAINTS) \
+	    $$(sed -n 's/^\([a-z][^=]*\)==.*/--no-emit-package \1/p' constraints/hashed.txt) -o constraints/hashed-$$kind.txt - || exit 1; \
+	done
 # By the tags of wheels, and by what each package asks for on Windows; nothing is installed.
 windows: $(RELEASE)/.ready  ## an installation on Windows finds a wheel of every package, for the oldest and the newest versions
 	@for pair in 3.11:$(CONSTRAINTS) 3.13:constraints/newest.txt; do \

@@ -71,6 +71,7 @@ html_theme_options = {
 
 # What newcomers search for, by page and heading, where the words of the page alone do not put it first.
 SEARCHED = {
+    "26b-on-eight-gpus": {"26B on eight GPUs": "serve a large model; eight GPUs"},
     "command-line": {"Exit codes and environment": "environment variables"},
     "comparison": {"Comparison": "compare with vLLM; alternatives; SGLang"},
     "decoder": {"Transforms": "shard_map; vmap; jit"},
@@ -78,6 +79,7 @@ SEARCHED = {
     "getting-started": {"Install": "pip; Python version; requirements; laptop; CPU; mac; macOS; Colab"},
     "hardware": {"Which machine runs it": "memory of a GPU; which GPU; out of memory"},
     "models": {
+        "Gated checkpoints": "HF_TOKEN; gated model; offline",
         "Loading": "load LLaDA; load Dream; load DiffusionGemma; Hugging Face; download weights",
         "Quantisation": "quantise; 4-bit; 8-bit",
         "Several devices": "multi GPU; multi-GPU; several GPUs; tensor parallel",

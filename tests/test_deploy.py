@@ -10,7 +10,8 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[1]
 GKE = ROOT / "launch" / "gke"
-FILES = sorted(file for file in GKE.glob("*.yaml") if "train" not in file.name)
+FILES = [GKE / f"{name}.yaml" for name in ("deployment", "service", "autoscale")]
+PATCH = GKE / "patches" / "26b-on-eight-gpus.yaml"
 
 
 def documents() -> dict[str, dict]:
@@ -127,6 +128,44 @@ def test_all_selectors_match_the_same_pods(kinds, container, pod):
     assert "replicas" not in kinds["Deployment"]["spec"]
     mounts = {m["name"] for m in container["volumeMounts"]}
     assert mounts == {v["name"] for v in pod["volumes"]}
+
+
+def test_the_kernels_are_checked_before_the_server_starts(container, pod):
+    (check,) = pod["initContainers"]
+    for key in ("image", "securityContext"):
+        assert check[key] == container[key]
+    assert check["command"] == ["/app/check-kernels.sh"]
+    assert check["resources"]["limits"] == container["resources"]["limits"]
+    assert check["env"] == [e for e in container["env"] if e["name"] == "MERCURY_CACHE"]
+    assert all(mount in container["volumeMounts"] for mount in check["volumeMounts"])
+
+
+def test_what_a_server_writes_lies_on_a_volume(container, pod):
+    """The root file system is read-only: caches are on the claim, which several pods write."""
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "cache"]
+    env = {e["name"]: e.get("value") for e in container["env"]}
+    assert all(env[name].startswith(f"{mount['mountPath']}/") for name in ("MERCURY_CACHE", "HF_HOME"))
+    claim = yaml.safe_load((GKE / "volume-cache.yaml").read_text())
+    (name,) = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "cache"]
+    assert (claim["metadata"]["name"], claim["spec"]["accessModes"]) == (name, ["ReadWriteMany"])
+
+
+def test_the_patch_for_eight_gpus_changes_what_the_deployment_has(container, pod):
+    """A strategic merge finds containers and volumes by their names; the words replace all others."""
+    from mercury_jax.cli import arguments
+    from mercury_jax.cli.serve import Serve
+
+    change = yaml.safe_load(PATCH.read_text())["spec"]["template"]["spec"]
+    assert change.keys() <= pod.keys()
+    for part in ("containers", "initContainers", "volumes"):
+        assert {one["name"] for one in change[part]} <= {one["name"] for one in pod[part]}
+    (server,), (check,) = change["containers"], change["initContainers"]
+    assert server.keys() <= container.keys() and check["resources"] == server["resources"]
+    command, *rest = server["args"]
+    read = arguments.read(Serve, rest, "mercury serve")
+    assert command == "serve" and (read.host, read.drain) == ("0.0.0.0", 90)
+    assert read.mesh == f"tensor={server['resources']['limits']['nvidia.com/gpu']}"
     gpu = "nvidia.com/gpu"
     assert container["resources"]["requests"][gpu] == container["resources"]["limits"][gpu]
 
@@ -137,3 +176,12 @@ def test_the_image_is_built_from_nothing_but_what_the_dockerfile_copies():
     assert "*" in lines and {line[1:] for line in lines if line.startswith("!")} == set(
         " ".join(copied).split()
     )
+    assert all((ROOT / path).exists() for path in " ".join(copied).split())
+
+
+def test_an_edit_of_the_source_does_not_install_the_dependencies_again():
+    """A layer is built again when what it copies has changed, and so are all behind it."""
+    text = (GKE / "Dockerfile").read_text()
+    install, source = text.index("--require-hashes"), text.index("COPY mercury_jax")
+    assert text.index("COPY constraints") < install < source
+    assert "--require-hashes" not in text[source:] and "--no-deps" in text[source:]

@@ -157,3 +157,18 @@ def test_every_pinned_version_of_an_installation_has_hashes():
         if name in versions or ";" not in rest:
             assert versions[name] == version, f"{name}: run `make hashes`"
     assert "://" not in text  # from whichever index the user has
+
+
+@pytest.mark.parametrize("kind", ["cuda12", "tpu"])
+def test_packages_of_an_accelerator_have_hashes_and_go_with_the_others(kind):
+    text, versions = (ROOT / f"constraints/hashed-{kind}.txt").read_text(), pinned("default.txt")
+    entries = re.findall(
+        r"^([\w.-]+)==([^ ]+).*(?:\n    --hash=sha256:[0-9a-f]{64}(?: \\\\)?)+", text, re.MULTILINE
+    )
+    assert len(entries) == len(re.findall(r"^\w", text, re.MULTILINE)) > 1 and "://" not in text
+    for name, version in entries:
+        assert name not in pinned("hashed.txt"), name
+        if name in versions or name.startswith("jax-"):
+            assert version == versions["jax" if name.startswith("jax-") else name], (
+                f"{name}: run `make hashes`"
+            )

@@ -3,9 +3,10 @@
 # Asks for a TPU pod slice, waits until it is there, installs this clone on every host, and trains on all of them.
 #   NAME         name of the slice                      default: mercury
 #   ZONE         such as us-east5-a                     required
-#   TYPE         such as v5p-32 or v6e-64               required
-#   RUNTIME      version of the TPU software            default: v2-alpha-tpuv5 (v6e: v2-alpha-tpuv6e)
+#   TYPE         such as v5litepod-16, v5p-32 or v6e-64 required
+#   RUNTIME      version of the TPU software            default: the one of the type
 #   NFS          HOST:/SHARE of a Filestore, for /runs  required
+#   HF_TOKEN     token for gated models of the hub
 #   SPOT=1       a slice that may be taken away
 #   KEEP=1       do not delete the slice at the end
 set -euo pipefail
@@ -17,7 +18,13 @@ name=${NAME:-mercury}
 zone=${ZONE:?such as us-east5-a} type=${TYPE:?such as v5p-32} nfs=${NFS:?HOST:/SHARE of a Filestore}
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-flags=(--zone="$zone" --node-id="$name" --accelerator-type="$type" --runtime-version="${RUNTIME:-v2-alpha-tpuv5}")
+case $type in
+  v6e-*) runtime=v2-alpha-tpuv6e ;;
+  v5p-*) runtime=v2-alpha-tpuv5 ;;
+  v5litepod-*) runtime=v2-alpha-tpuv5-lite ;; # v5e
+  *) runtime=tpu-ubuntu2204-base ;;
+esac
+flags=(--zone="$zone" --node-id="$name" --accelerator-type="$type" --runtime-version="${RUNTIME:-$runtime}")
 if [ "${SPOT:-}" = 1 ]; then flags+=(--spot); fi
 gcloud compute tpus queued-resources create "$name" "${flags[@]}"
 if [ "${KEEP:-}" != 1 ]; then
@@ -38,13 +45,22 @@ on_all_hosts() { # command
   gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1"
 }
 
+send() { # file, its name on the hosts
+  gcloud compute tpus tpu-vm scp "$1" "$name":"$2" --zone="$zone" --worker=all
+  rm -f "$1"
+}
+
 archive=$(mktemp)
 git archive --format=tar.gz --output="$archive" HEAD
-gcloud compute tpus tpu-vm scp "$archive" "$name":mercury.tar.gz --zone="$zone" --worker=all
-rm -f "$archive"
+send "$archive" mercury.tar.gz
+if [ -n "${HF_TOKEN:-}" ]; then # as a file: other users of a host see the words of a command
+  token=$(mktemp)
+  printf %s "$HF_TOKEN" >"$token"
+  send "$token" hf-token
+fi
 on_all_hosts "sudo mkdir -p /runs && { mountpoint -q /runs || sudo mount -t nfs -o vers=3 '$nfs' /runs; }"
-on_all_hosts "mkdir -p mercury && tar -xzf mercury.tar.gz -C mercury && cd mercury && make setup &&
-  .venv/bin/pip install -q 'jax[tpu]' -c constraints/default.txt"
+on_all_hosts "mkdir -p mercury && tar -xzf mercury.tar.gz -C mercury && mercury/launch/setup.sh tpu"
 
 # JAX finds the other hosts of the slice by itself. `printf %q` carries the words through the remote shell as they are.
-on_all_hosts "cd mercury && .venv/bin/mercury train $(printf '%q ' "$@") --distributed --resume"
+on_all_hosts "cd mercury && MERCURY_CACHE=/runs/cache HF_HOME=/runs/huggingface HF_TOKEN_PATH=~/hf-token \\
+  .venv/bin/mercury train $(printf '%q ' "$@") --distributed --resume"

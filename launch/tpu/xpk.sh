@@ -4,8 +4,8 @@
 #   CLUSTER   the cluster                                required
 #   ZONE      its zone                                   required
 #   PROJECT   its project                                required
-#   TYPE      such as v5p-32 or v6e-64                   required
-#   IMAGE     an image of this repository                required
+#   TYPE      such as v5litepod-16, v5p-32 or v6e-64     required
+#   IMAGE     an image of this repository for TPUs       required
 #   STORAGE   the xpk storage that is mounted at /runs   required
 #   SLICES    slices of that type                        default: 1
 #   NAME      name of the workload                       default: mercury
@@ -24,9 +24,11 @@ exec xpk workload create \
   --project="${PROJECT:?its project}" \
   --tpu-type="${TYPE:?such as v5p-32}" \
   --num-slices="${SLICES:-1}" \
-  --docker-image="${IMAGE:?an image of this repository}" \
+  --docker-image="${IMAGE:?an image of this repository for TPUs}" \
   --storage="${STORAGE:?an xpk storage that is mounted at /runs}" \
   --max-restarts=10 \
   --restart-on-exit-codes=1,5 \
   --termination-grace-period-seconds=300 \
+  --env=MERCURY_CACHE=/runs/cache \
+  --env=HF_HOME=/runs/huggingface \
   --command="mercury train $(printf '%q ' "$@") --distributed --resume"

@@ -22,6 +22,8 @@ yaml = pytest.importorskip("yaml")
 
 LAUNCH = jobs.ROOT / "launch"
 SCRIPTS = [LAUNCH / "slurm/train.sbatch", LAUNCH / "tpu/queued-resources.sh", LAUNCH / "tpu/xpk.sh"]
+SERVE, SETUP, CHECK = LAUNCH / "slurm/serve.sbatch", LAUNCH / "setup.sh", LAUNCH / "check-kernels.sh"
+SHELL = [*SCRIPTS, SERVE, SETUP, CHECK, LAUNCH / "slurm/environment.sh"]
 SKY, JOBSET = LAUNCH / "sky/train.yaml", LAUNCH / "gke/train-jobset.yaml"
 SHORT = ("--steps", "4", "--save_every", "4", "--eval_every", "4", "--sample_every", "0")
 
@@ -58,7 +60,7 @@ def assert_trained_by_two(out: Path) -> None:
     assert (out / "model" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, SKY], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SHELL, SKY], ids=lambda path: path.name)
 def test_a_script_is_valid_bash(script, tmp_path):
     if script.suffix == ".yaml":
         about = yaml.safe_load(script.read_text())
@@ -66,19 +68,70 @@ def test_a_script_is_valid_bash(script, tmp_path):
         script = tmp_path / script.name
     subprocess.run(["bash", "-n", script], check=True)
     if checker := shutil.which("shellcheck"):
-        subprocess.run([checker, "--exclude=SC2086", script], check=True)
+        subprocess.run([checker, "-x", "--exclude=SC2086", script], check=True)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_without_a_recipe_a_script_says_its_usage(script, root):
+@pytest.mark.parametrize("script", [*SCRIPTS, SERVE, SETUP], ids=lambda path: path.name)
+def test_without_arguments_a_script_says_its_usage(script, root):
     found = run(root, "bash", script, SLURM_SUBMIT_DIR=str(root))
     assert found.returncode == 2 and found.stderr.startswith("usage: ")
 
 
-# Slurm's own variables inside a step; JAX reads them.
+@pytest.mark.parametrize(
+    "kernels, checks",
+    [
+        (dict(chip=None, file=None, on=[], off={}), False),  # no kernel is written for the device
+        (dict(chip="sm_90a", file=None, on=[], off={}), False),  # MERCURY_CACHE is empty: nowhere to write to
+        (dict(chip="sm_90a", file="f", on=[], off={}), True),
+        (dict(chip="sm_90a", file="f", on=["norm"], off={"heads": "heads did not pass here: error 3%"}), False),
+        (
+            dict(
+                chip="sm_90a", file="f", on=["norm"],
+                off={"heads": "heads did not pass here: its check was not completed"},
+            ),
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_kernels_are_checked_where_they_were_not(kernels, checks, tmp_path):
+    about = json.dumps({"kernels": kernels})
+    lines = f'#!/bin/bash\necho "$@" >> called\nif [ "$1" = info ]; then echo {shlex.quote(about)}; else exit 1; fi\n'
+    write_command(tmp_path / "bin/mercury", lines)
+    found = run(tmp_path, CHECK)
+    assert found.returncode == 0, found.stderr  # also where a kernel is wrong
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called == ["info --json", *["bench gpu check --budget 1800"] * checks]
+
+
+def test_the_kernel_check_reads_what_mercury_info_prints(root):
+    """On a CPU no kernel is written, so that nothing is checked."""
+    found = run(root, CHECK, JAX_PLATFORMS="cpu")
+    assert (found.returncode, found.stderr) == (0, "check-kernels: nothing to check here\n")
+
+
+def test_setup_installs_by_hash_into_an_environment_of_python_3_12(tmp_path):
+    clone = tmp_path / "clone"
+    (clone / "launch").mkdir(parents=True)
+    shutil.copy(SETUP, clone / "launch")
+    write_command(tmp_path / "bin/uv", '#!/bin/bash\necho "$PWD: $@" >> "$FAKE/uv"\n')
+    found = run(tmp_path, clone / "launch/setup.sh", "tpu", FAKE=str(tmp_path))
+    assert found.returncode == 0, found.stderr
+    lines = [line.removeprefix(f"{clone}: ") for line in (tmp_path / "uv").read_text().splitlines()]
+    lists = ("constraints/hashed.txt", "constraints/hashed-tpu.txt")
+    assert lines == [
+        "venv --quiet --allow-existing --python 3.12 .venv",
+        f"pip install --quiet --python .venv/bin/python --require-hashes -r {' -r '.join(lists)}",
+        "pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .",
+    ]
+    assert all((jobs.ROOT / one).exists() for one in (*lists, "constraints/hashed-cuda12.txt"))
+    assert run(tmp_path, clone / "launch/setup.sh", "cuda").returncode == 2
+
+
+# Slurm's own variables inside a step; JAX reads them. A step of one task is the kernel check.
 SRUN = """#!/bin/bash
-echo "$@" > srun.argv
-shift
+echo "$@" >> srun.argv
+case $* in *check-kernels.sh) exit ;; esac
+while [ "${1#--}" != "$1" ]; do shift; done
 for i in 0 1; do
   SLURM_JOB_ID=$JOB SLURM_STEP_NODELIST=localhost,otherhost SLURM_NTASKS=2 SLURM_PROCID=$i SLURM_LOCALID=0 \\
     SLURM_STEP_NUM_NODES=2 "$@" & pids[i]=$!
@@ -87,24 +140,87 @@ for i in 0 1; do wait "${pids[i]}" || exit $?; done
 """
 
 
+def slurm(root: Path, srun: str, **more: str) -> dict[str, str]:
+    """A clone in `root` with an environment, and the variables of a job."""
+    write_command(root / "bin/srun", srun)
+    (root / "bin/activate").write_text(f"export PATH={root / 'bin'}:$PATH\n")
+    (root / "launch").symlink_to(LAUNCH)
+    job = {"SLURM_SUBMIT_DIR": str(root), "SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_ON_NODE": "96"}
+    return (
+        job | {"VENV": str(root), "HF_HOME": str(root / "hub"), "MERCURY_CACHE": str(root / "cache")} | more
+    )
+
+
 @pytest.mark.slow
 def test_slurm_trains_on_two_nodes(root):
-    write_command(root / "bin/srun", SRUN)
-    (root / "bin/activate").write_text(f"export PATH={root / 'bin'}:$PATH\n")
     found = run(
         root, "bash", SCRIPTS[0], "recipe.py", "--out", "out", "--mesh.data", "2", *SHORT,
-        SLURM_SUBMIT_DIR=str(root), SLURM_GPUS_ON_NODE="1", VENV=str(root), JOB=str(os.getpid()),
+        **slurm(root, SRUN, JOB=str(os.getpid())),
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     assert_trained_by_two(root / "out")
-    assert (root / "srun.argv").read_text().startswith("--kill-on-bad-exit=1 mercury train recipe.py")
-    # Options of sbatch, in its documentation.
-    options = re.findall(r"^#SBATCH --([a-z-]+)", SCRIPTS[0].read_text(), re.MULTILINE)
+    check, train = (root / "srun.argv").read_text().splitlines()
+    assert check == "--nodes=1 --ntasks=1 --cpus-per-task=96 launch/check-kernels.sh"
+    assert train.startswith("--kill-on-bad-exit=1 --cpus-per-task=96 mercury train recipe.py")
+
+
+@pytest.mark.parametrize("script", [SCRIPTS[0], SERVE], ids=lambda path: path.name)
+def test_sbatch_gets_options_of_its_documentation(script):
+    options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.MULTILINE)
     known = {
         "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time", "requeue",
-        "signal",
+        "signal", "output",
     }  # fmt: skip
-    assert set(options) == known | {"output"}
+    assert set(options) == known - ({"requeue"} if script == SERVE else set())
+
+
+RECORD = """#!/bin/bash
+echo "$@" >> srun.argv
+"""
+
+
+def test_slurm_serves_one_model_on_one_node(root):
+    words = ("--model", "nano", "--mesh", "tensor=8")
+    job = slurm(root, RECORD, MERCURY_API_KEYS="12345678", SLURM_CPUS_PER_TASK="16")
+    found = run(root, "bash", SERVE, *words, **job)
+    assert found.returncode == 0, found.stderr
+    _, serve = (root / "srun.argv").read_text().splitlines()
+    step, _, command = serve.partition(" mercury serve ")
+    assert step == "--cpus-per-task=16"  # of the job, where it says so
+    from mercury_jax.cli import arguments
+    from mercury_jax.cli.serve import Serve
+
+    read = arguments.read(Serve, command.split(), "mercury serve")
+    assert (read.host, read.port, read.mesh, read.model) == ("0.0.0.0", 8000, "tensor=8", ("nano",))
+    seconds = int(re.findall(r"--signal=TERM@(\d+)", SERVE.read_text())[0])
+    assert read.drain < seconds
+    assert f":{read.port}/v1" in found.stdout
+    # A server for the whole network of the cluster has a key.
+    assert run(root, "bash", SERVE, *words, **job | {"MERCURY_API_KEYS": ""}).returncode != 0
+
+
+def test_slurm_runs_in_a_container_of_pyxis(root):
+    """Options of `srun --help` where Pyxis is installed. The image has values of its own for two variables."""
+    job = slurm(root, RECORD, IMAGE="host#project/mercury:0.1.0", BINDS="/data")
+    assert run(root, "bash", SCRIPTS[0], "recipe.py", **job).returncode == 0
+    for step in (root / "srun.argv").read_text().splitlines():
+        options = dict(word[2:].split("=", 1) for word in step.split() if re.match("--[a-z-]+=", word))
+        assert options["container-image"] == "host#project/mercury:0.1.0"
+        assert options["container-env"] == "MERCURY_CACHE,HF_HOME"
+        folders = [pair.split(":") for pair in options["container-mounts"].split(",")]
+        assert folders == [[path, path] for path in (str(root), f"{root}/cache", f"{root}/hub", "/data")]
+        assert options["container-workdir"] == str(root) and "--no-container-entrypoint" in step
+
+
+def test_slurm_runs_in_a_container_of_apptainer(root):
+    job = slurm(root, RECORD, SIF="mercury.sif")
+    assert run(root, "bash", SCRIPTS[0], "recipe.py", **job).returncode == 0
+    for step in (root / "srun.argv").read_text().splitlines():
+        inside = step[step.index("apptainer") :]
+        assert inside.startswith(
+            f"apptainer exec --nv --bind {root},{root}/cache,{root}/hub --pwd {root} --env "
+            f"MERCURY_CACHE={root}/cache,HF_HOME={root}/hub mercury.sif "
+        )
 
 
 def test_the_jobset_has_what_its_api_requires():
@@ -126,6 +242,16 @@ def test_the_jobset_has_what_its_api_requires():
     gpus = "nvidia.com/gpu"
     assert container["resources"]["requests"][gpus] == container["resources"]["limits"][gpus]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    claim = yaml.safe_load((LAUNCH / "gke/volume-runs.yaml").read_text())
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "runs"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    # The kernels are checked first, with the devices and the cache of the training.
+    (check,) = pod["initContainers"]
+    assert (check["image"], check["resources"]) == (container["image"], container["resources"])
+    assert check["command"] == ["/app/check-kernels.sh"]
+    assert check["env"] == [e for e in container["env"] if e["name"] == "MERCURY_CACHE"]
+    assert all(mount in container["volumeMounts"] for mount in check["volumeMounts"])
     # A pod's name in the network of the JobSet is <jobset>-<job>-<number of the job>-<index of the pod>.<jobset>.
     env = {e["name"]: e.get("value") for e in container["env"]}
     name = about["metadata"]["name"]
@@ -146,6 +272,9 @@ def test_the_pods_of_the_jobset_train_together(root):
     for number in range(job["completions"]):
         env = dict[str, str]()
         for entry in container["env"]:
+            if "secretKeyRef" in entry.get("valueFrom", ()):
+                assert entry["valueFrom"]["secretKeyRef"]["optional"]
+                continue
             if "valueFrom" in entry:
                 assert entry["valueFrom"]["fieldRef"]["fieldPath"] in index
             env[entry["name"]] = str(entry.get("value", number)).replace("/runs", str(root))
@@ -218,18 +347,17 @@ GCLOUD_FLAGS = {
 
 @pytest.mark.slow
 def test_a_tpu_slice_is_made_used_by_all_hosts_and_deleted(root):
-    """`make setup` on a host is faked by a link to this environment."""
+    """`uv` on a host is faked: it makes an environment with this one's command."""
     if not (jobs.ROOT / ".git").exists():
         pytest.skip("the script sends `git archive HEAD`: it needs a clone")
     write_command(root / "bin/gcloud", GCLOUD)
-    setup = f"mkdir -p .venv/bin && cp {root}/bin/mercury .venv/bin/ && ln -sf /bin/true .venv/bin/pip"
-    write_command(root / "bin/make", f'#!/bin/bash\ntest "$1" = setup && {setup}\n')
+    write_command(root / "bin/uv", f"#!/bin/bash\nmkdir -p .venv/bin && cp {root}/bin/mercury .venv/bin/\n")
     write_command(root / "bin/sudo", '#!/bin/bash\necho "$@" >> "$FAKE/sudo"\n')
     write_command(root / "bin/mountpoint", "#!/bin/bash\nexit 1\n")
     found = run(
         root, SCRIPTS[1], root / "recipe.py", "--name", "my-run", "--out", root / "out", "--mesh.data", "2", *SHORT,
         FAKE=str(root), PLACE=jobs.free_address(), ZONE="us-east5-a", TYPE="v5p-16", NFS="10.0.0.2:/share", SPOT="1",
-        POLL="0",
+        POLL="0", HF_TOKEN="hf_secret",
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     assert_trained_by_two(root / "out")
@@ -240,8 +368,36 @@ def test_a_tpu_slice_is_made_used_by_all_hosts_and_deleted(root):
         flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
         assert flags <= GCLOUD_FLAGS[words[3]], words
     names = [words[3] for words in calls]
-    assert names == ["create", "describe", "describe", "describe", "scp", "ssh", "ssh", "ssh", "delete"]
+    assert names == [
+        "create",
+        "describe",
+        "describe",
+        "describe",
+        "scp",
+        "scp",
+        "ssh",
+        "ssh",
+        "ssh",
+        "delete",
+    ]
     assert "--worker=all" in calls[-2] and "--spot" in calls[0]
+    # The token is a file on the hosts, and in no command.
+    assert "hf_secret" not in str(calls) and (root / "host1/hf-token").read_text() == "hf_secret"
+    assert (root / "host1/hf-token").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "kind, runtime",
+    [
+        ("v6e-64", "v2-alpha-tpuv6e"), ("v5p-32", "v2-alpha-tpuv5"), ("v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v4-32", "tpu-ubuntu2204-base"),
+    ],
+)  # fmt: skip
+def test_a_tpu_has_the_software_of_its_generation(kind, runtime, tmp_path):
+    write_command(tmp_path / "bin/gcloud", '#!/bin/bash\necho "$@" >> "$FAKE"\necho FAILED\n')
+    place = dict(FAKE=str(tmp_path / "calls"), ZONE="us-east5-a", TYPE=kind, NFS="10.0.0.2:/share")
+    assert run(tmp_path, SCRIPTS[1], "nano", **place).returncode == 1
+    assert f"--runtime-version={runtime} " in (tmp_path / "calls").read_text().splitlines()[0] + " "
 
 
 # Of `xpk workload create --help`.
@@ -250,7 +406,7 @@ XPK_FLAGS = {
         "workload", "cluster", "zone", "project", "tpu-type", "num-slices", "docker-image", "storage",
         "max-restarts",
     ),
-    *("restart-on-exit-codes", "termination-grace-period-seconds", "command"),
+    *("restart-on-exit-codes", "termination-grace-period-seconds", "command", "env"),
 }  # fmt: skip
 
 

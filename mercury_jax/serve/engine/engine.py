@@ -75,12 +75,16 @@ class ChunkedPrefill:
 
 
 def _check_weights(lm: LM) -> None:
-    """Refuses weights of 4 bits on a mesh.
+    """Refuses weights on devices of other processes, and weights of 4 bits on a mesh.
 
-    The engine compiles its programs ahead of time, and JAX's check of the arguments of such a program takes the packed
-    layout of a committed array of 4 bits for another layout (jax 0.10.2).
+    Requests are scheduled in one process. The engine compiles its programs ahead of time, and JAX's check of the
+    arguments of such a program takes the packed layout of a committed array of 4 bits for another layout (jax 0.10.2).
     """
     for x in jax.tree.leaves(lm.params):
+        if not getattr(x, "is_fully_addressable", True):
+            raise ValueError(
+                "the mesh has devices of several processes, and one process serves: use those of one host"
+            )
         if x.dtype in (jnp.int4, jnp.float4_e2m1fn) and getattr(x, "committed", False):
             raise refuse("mesh", f"a mesh of weights in {x.dtype}", "None: 4 bits are served on one device")
 
