@@ -29,6 +29,7 @@ from mercury_jax.models import drafter
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.training import data as pipelines, distributed, loop, lora, report
+from mercury_jax.training.data.chats import HUB
 from mercury_jax.training.data.conversations import end_of_answer
 from mercury_jax.training.data.corpus import Shards
 from mercury_jax.training.data.pipeline import PackedIterator
@@ -197,7 +198,7 @@ def _check_evaluation(config: TrainConfig) -> None:
     if len(documents) < len(sources) or any(source.held_out for source in documents):
         return
     for source in documents:
-        if source.kind != "hf":
+        if source.kind != "hf" and not source.where.startswith(HUB):
             find_paths(source.where)  # a glob that matches no file is said first
     allowed = (
         "0 (no evaluation), or data with something held out for it, such as "

@@ -131,7 +131,9 @@ def compile_for(
         if getattr(request, name) is not None:
             at_least(1, **{f"--{name}": getattr(request, name)})
     if request.quantise is not None and request.what == "train":
-        allowed = "no value with --what train: parameters are trained in fp32"
+        allowed = (
+            "no value with --what train: parameters are trained in fp32, beside adapters see lora.quantise"
+        )
         raise refuse("--quantise", request.quantise, allowed)
     if request.remat is not None:
         one_of(RematPolicy, **{"--remat": request.remat})
@@ -292,7 +294,10 @@ def _lower_train(
 
 
 def _abstract_frozen(recipe: TrainConfig, part: lora.Partition, model: Model, mesh: Mesh) -> Params:
-    """The parameters that are not trained: in the dtype of the arithmetic beside adapters, else in fp32."""
+    """The parameters that are not trained: beside adapters in the compute dtype or quantised, else in fp32."""
+    if recipe.lora.quantise:
+        dtype = jnp.dtype(model.config.dtype)
+        return abstract_params.abstract_params(model, mesh, dtype, recipe.lora.quantise)
     shapes = jax.eval_shape(lambda key: part.split(model.init(key))[1], jax.eval_shape(jax.random.key, 0))
     where = sharding.shardings(shapes, model.shardings, mesh)
     dtype = jnp.dtype(model.config.dtype) if recipe.lora.rank else jnp.dtype(jnp.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from mercury_jax.training.recipe import TrainConfig, resolved
 from mercury_jax.training.report import Reporter, flops_per_position, peak_flops
 from mercury_jax.types import Batch, Model, Params
 
-CONFIG, CHECKPOINTS, PROFILE = "config.json", "checkpoints", "profile"  # in the run's folder
+CONFIG, CHECKPOINTS, BEST, PROFILE = "config.json", "checkpoints", "best", "profile"  # in the run's folder
 
 T = TypeVar("T")
 Evaluate = Callable[[Params], Mapping[str, float]]
@@ -117,7 +118,7 @@ def run(
             do not contain frozen parameters, so a resumed run needs them too.
     """
     with _opened(config, model, corruption, data, params) as loop, watch_signals() as stop:
-        while loop.step < config.steps and not stop.arrived(loop.step):
+        while loop.step < config.steps and not loop.exhausted and not stop.arrived(loop.step):
             loop.advance()
             # The order matters to a resumed run: the metrics of this step are logged before the checkpoint that
             # stands for it is written.
@@ -127,13 +128,14 @@ def run(
                 found = {name: float(value) for name, value in found.items()}
                 loop.metrics |= {f"eval/{name}": value for name, value in found.items()}
                 loop.report.metrics(loop.step, "eval", found)
+                loop.judge(found)
             if preview and due(config.sample_every):
                 loop.report.sample(loop.step, loop.call(preview))
             if due(config.save_every):
                 loop.save()
         # A signal during the last step does not make the run incomplete.
-        early = stop.name if loop.step < config.steps else None
-        if early:
+        early = stop.name if loop.step < config.steps and not loop.exhausted else None
+        if early or loop.exhausted:
             loop.save()
         return loop.finish(early)
 
@@ -201,7 +203,9 @@ def _opened(
     mesh = mesh_of(config)
     at = resume_step(config)
     folder = config.folder / CHECKPOINTS
-    stale = checkpoint.clean(folder)
+    stale = [*checkpoint.clean(folder), *checkpoint.clean(config.folder / BEST)]
+    if at is None and jax.process_index() == 0:
+        shutil.rmtree(config.folder / BEST, ignore_errors=True)  # of a run whose checkpoints were removed
     part = lora.partition(config.lora, config.freeze, model)
     if config.lora.rank:
         model = model._replace(shardings=lora.adapted_shardings(config.lora, config.freeze, model))
@@ -245,6 +249,7 @@ def _opened(
         try:
             loop.end_trace(wait=False)  # after an error the traced steps may never finish
             loop.saver.join()  # after an error too: a save that has started should be completed
+            loop.best_saver.join()
         finally:
             loop.report.close()
 
@@ -277,6 +282,13 @@ class _Loop:
                 manifest.replace(kept, json.dumps(before, indent=1).encode())
             manifest.replace(config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode())
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
+        # The best evaluation so far, as its checkpoint has it (value and step), and the number of evaluations since. A
+        # run that was killed may have a best checkpoint of a later step than that from which it resumes.
+        self.best_saver = checkpoint.Saver(config.folder / BEST, 1)
+        self.best: Mapping[str, Any] = {}
+        self.since: int = counted.get("since", 0)
+        if step and checkpoint.latest(self.best_saver.folder) is not None:
+            self.best = checkpoint.inspect(self.best_saver.folder)[1]["extra"]
         self.report = Reporter(
             config.folder, config.name, config.steps, step, quiet=not first,
             peak_share=self._peak_share(), wandb=config.wandb, config=self.resolved,
@@ -328,16 +340,46 @@ class _Loop:
         self._saved = self.step
         extra = {
             "data": gather_data_state(self.data.get_state()),
-            "tokens": self.tokens, "metrics": self.metrics, "window": self._window,
+            "tokens": self.tokens, "metrics": self.metrics, "window": self._window, "since": self.since,
         }  # fmt: skip
         extra |= {} if self.base is None else {"base": self.base}
         self.report.sync()  # after a power failure, a checkpoint must not be on the disk without the rows before it
         self.saver.save(self.step, self.state, self.resolved, extra)
 
+    def judge(self, found: Mapping[str, float]) -> None:
+        """Saves the state beside the checkpoints if it has the best evaluation so far."""
+        direction, _, name = self.config.best.partition(":")
+        if not direction:
+            return
+        if name not in found:
+            raise refuse("best", self.config.best, ", ".join(f"{direction}:{x}" for x in found))
+        if self.best and self.step <= self.best["step"]:
+            return  # a resumed run takes these steps again
+        sign = 1 if direction == "min" else -1
+        self.since += 1
+        if not self.best or sign * found[name] < sign * self.best["value"]:
+            self.best, self.since = {"value": found[name], "step": self.step}, 0
+            self.best_saver.save(self.step, self.state, self.resolved, self.best)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether too many evaluations in a row were not the best one."""
+        return 0 < self.config.patience <= self.since
+
     def finish(self, stopped: str | None) -> TrainResult:
         """Waits for the last save and returns the result; `stopped` is the signal that ended the run early."""
         self._read()
         self.saver.wait()
+        self.best_saver.wait()
+        if self.exhausted:
+            self.report.say(f"ended at step {self.step}: {self.since} evaluations without a better one")
+        if self.config.best and self.best and not stopped:
+            like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            target = jax.tree.map(like, self.state)
+            del self.state  # two states need not fit
+            self.state = checkpoint.restore(self.config.folder / BEST, target, self.best["step"]).tree
+            best = f"{self.config.best} {self.best['value']:.4g}"
+            self.report.say(f"the model is that of step {self.best['step']}: {best}")
         if stopped:
             self.report.say(f"{stopped}: saved step {self.step}; continue with --resume")
         return TrainResult(

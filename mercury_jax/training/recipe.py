@@ -32,6 +32,7 @@ from mercury_jax.config import (
     RematPolicy,
     ScheduleName,
     ScheduleValue,
+    Share,
     ShareBelowOne,
     check_fields,
     nearest,
@@ -111,6 +112,7 @@ class TrainConfig:
         data: Sources of text and their weights; None where `chats` is set.
         chats: Files or a dataset with conversations, instead of `data`; see `data.chat`.
         turns: Of `chats`: train on the last answer of each conversation, or on all of them.
+        held_out: Of `chats`: share of the conversations that are held out, for evaluations.
         bad_lines: Lines of `chats` that are no conversation, or do not fit a row: stop, or skip them.
         noise: Noise of the diffusion, and its schedule.
         optim: Optimiser, learning rate and their schedule.
@@ -129,6 +131,9 @@ class TrainConfig:
         log_every: Steps between rows of metrics.jsonl.
         eval_every: Steps between evaluations on held-out data; 0: never.
         eval_batches: Batches of an evaluation.
+        best: min:METRIC or max:METRIC of an evaluation, such as min:loss: the model that the run leaves is that of the
+            best evaluation, not of the last step. "": of the last step.
+        patience: Evaluations in a row without a better one after which the run ends; 0: it takes all steps.
         sampler: Default decoding rule of the model, from `mj.rules`; None: the one for its noise.
         sample_every: Steps between answers to `sample_prompts`; 0: never.
         sample_prompts: Prompts that the model answers during training.
@@ -161,6 +166,7 @@ class TrainConfig:
     ] = None
     chats: str = ""
     turns: Turns = "last"
+    held_out: Share = 0.0
     bad_lines: BadLines = "stop"
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -179,6 +185,8 @@ class TrainConfig:
     log_every: PositiveInt = 10
     eval_every: NonNegativeInt = 200
     eval_batches: NonNegativeInt = 8
+    best: str = ""
+    patience: NonNegativeInt = 0
     sampler: object = None
     sample_every: NonNegativeInt = 200
     sample_prompts: tuple[str, ...] = ()
@@ -213,14 +221,19 @@ class TrainConfig:
                 isinstance(self.data, BatchSource) and self.chats, "chats",
                 f"none beside data = {type(self.data).__name__}",
             ),
-            (
-                self.bad_lines != "stop" and self.data is not None and not self.chats, "bad_lines",
-                "stop without chats; a source has its own: data.chat(..., bad_lines='skip')",
+            *(
+                (
+                    getattr(self, name) != default and self.data is not None and not self.chats, name,
+                    f"{default} without chats; a source has its own: data.chat(..., {name}=...)",
+                )
+                for name, default in (("bad_lines", "stop"), ("turns", "last"), ("held_out", 0.0))
             ),
             (
-                self.turns != "last" and self.data is not None and not self.chats, "turns",
-                "last without chats; a source has its own: data.chat(..., turns='all')",
+                self.best and not re.fullmatch(r"(min|max):\w+", self.best), "best",
+                "min:METRIC or max:METRIC, of an evaluation: min:loss, max:masked_accuracy",
             ),
+            (self.best and not (self.eval_every and self.eval_batches), "best", '"" without evaluations'),
+            (self.patience and not self.best, "patience", "0 without best, which names the metric"),
             (
                 self.profile != (0, 0) and not 1 <= first <= last <= self.steps, "profile",
                 f"first and last step, 1 <= first <= last <= steps = {self.steps}",
@@ -309,7 +322,9 @@ class TrainConfig:
         if self.chats:
             if not self.chats.startswith(HUB):
                 find_paths(self.chats, "chats")
-            return mixture((Chat(self.chats, turns=self.turns, bad_lines=self.bad_lines), 1.0))
+            return mixture(
+                (Chat(self.chats, turns=self.turns, held_out=self.held_out, bad_lines=self.bad_lines), 1.0)
+            )
         if isinstance(self.data, BatchSource):
             raise refuse(
                 "data", type(self.data).__name__, "documents: a mixture, or a source of training.data"

@@ -31,7 +31,8 @@ Json = Any  # numbers, texts, None, and lists and dicts of them
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"  # in the run's folder
 # Fields of a row that depend on the machine and the wall clock; all others are the same in a resumed run.
 RATES = (
-    "tokens_per_second", "step_seconds", "mfu", "device_memory_gb", "device_memory_peak_gb", "host_memory_gb",
+    "tokens_per_second", "step_seconds", "goodput", "mfu", "device_memory_gb", "device_memory_peak_gb",
+    "host_memory_gb",
 )  # fmt: skip
 
 # Dense bf16 FLOP/s from the data sheets (T4: fp16, since it has no bf16). A `device_kind` of JAX starts with one of
@@ -55,6 +56,7 @@ class Clock:
         self._begin: tuple[float, int] | None = None  # (time, step) after compilation
         self._paused = 0.0
         self._tokens = 0
+        self._opened, self._steps = time.monotonic(), 0
 
     def tick(self, step: int, tokens: int) -> None:
         """Counts a step."""
@@ -62,6 +64,7 @@ class Clock:
         now = time.monotonic()
         self._begin = self._begin or (now, step)
         self._tokens += tokens
+        self._steps += 1
         self._marks.append((now - self._paused, self._tokens))
         del self._marks[:-50]
 
@@ -84,6 +87,10 @@ class Clock:
         if len(self._marks) < 2:
             return math.nan
         return (self._marks[-1][0] - self._marks[0][0]) / (len(self._marks) - 1)
+
+    def goodput(self) -> float:
+        """Returns the share of this process's time that its steps needed; compiling, evaluating and waiting do not."""
+        return min(1.0, self._steps * self.step_seconds() / max(time.monotonic() - self._opened, 1e-9))
 
     def left(self, step: int) -> float:
         """Estimates the remaining time."""
@@ -167,7 +174,7 @@ class Reporter:
         seconds = self.clock.step_seconds()
         found = {"tokens_per_second": round(self.clock.speed(), 1)}
         if math.isfinite(seconds):
-            found["step_seconds"] = round(seconds, 6)
+            found |= {"step_seconds": round(seconds, 6), "goodput": round(self.clock.goodput(), 4)}
             if self._peak_share:
                 found["mfu"] = round(self._peak_share / max(seconds, 1e-9), 5)
         return found | memory()

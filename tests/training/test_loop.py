@@ -293,6 +293,68 @@ def test_evaluation_and_samples_see_the_average(tmp_path):
     assert found.metrics["eval/bits"] == 2.0
 
 
+class Losses:
+    """Evaluations with given losses, by the parameters: a resumed run, which takes steps again, finds the same ones."""
+
+    def __init__(self, *values):
+        self.values, self.seen, self.of = iter(values), [], {}
+
+    def __call__(self, params):
+        key = float(params["head"][0, 0])
+        if key not in self.of:
+            self.of[key] = next(self.values)
+            self.seen.append(jax.tree.map(np.asarray, params))
+        return {"loss": self.of[key]}
+
+
+def test_the_model_is_that_of_the_best_evaluation(tmp_path, capsys):
+    for direction, best in (("min", 1), ("max", 0)):
+        losses = Losses(3.0, 1.0, 2.0)
+        found = run(tmp_path / direction, evaluate=losses, steps=30, best=f"{direction}:loss")
+        chex.assert_trees_all_equal(found.ema, losses.seen[best])
+        assert (
+            found.step == 30
+            and f"the model is that of step {10 * (best + 1)}: {direction}:loss" in capsys.readouterr().err
+        )
+
+
+def test_a_run_ends_after_evaluations_without_a_better_one_and_may_be_continued(tmp_path, capsys):
+    losses, how = Losses(3.0, 1.0, 2.0, 1.0, 0.5, 4.0), dict(steps=60, best="min:loss")
+    found = run(tmp_path, evaluate=losses, patience=2, **how)
+    assert (found.step, found.stopped, saved(tmp_path)[-1]) == (40, None, 40)
+    assert "ended at step 40: 2 evaluations without a better one" in capsys.readouterr().err
+    again = run(tmp_path, evaluate=losses, patience=2, resume=True, **how)
+    assert again.step == 40
+    chex.assert_trees_all_equal(again.ema, losses.seen[1])
+    further = run(tmp_path, evaluate=losses, patience=4, resume=True, **how)
+    assert further.step == 60
+    chex.assert_trees_all_equal(further.ema, losses.seen[4])
+
+
+def test_a_killed_run_finds_its_best_evaluation_again(tmp_path):
+    losses, how = Losses(3.0, 2.0, 1.0, 2.0), dict(steps=40, save_every=20, best="min:loss")
+    with pytest.raises(Killed):
+        run(tmp_path, tiny.Data(at(34, fail)), evaluate=losses, **how)  # behind the best step, 30
+    assert saved(tmp_path) == [20] and checkpoint.steps(tmp_path / "best") == [30]
+    found = run(tmp_path, evaluate=losses, resume=True, **how)
+    chex.assert_trees_all_equal(found.ema, losses.seen[2])
+    assert found.step == 40
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(best="loss"), "best is 'loss'; allowed: min:METRIC or max:METRIC"),
+        (dict(best="min:loss", eval_every=0), 'best is .*; allowed: "" without evaluations'),
+        (dict(patience=2), "patience is 2; allowed: 0 without best"),
+    ],
+)
+def test_a_best_evaluation_needs_a_metric_that_there_is(tmp_path, fields, words):
+    refused(words, tmp_path, evaluate=Losses(*range(9)), **fields)
+    with pytest.raises(ValueError, match="best is 'min:bits'; allowed: min:loss"):
+        run(tmp_path, evaluate=Losses(1.0), best="min:bits")
+
+
 def test_the_next_update_is_dispatched_before_the_last_one_is_read(tmp_path, monkeypatch):
     order = []
     read = loop._Loop._read
