@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -268,6 +269,22 @@ def check_fields(config: Any, prefix: str = "") -> None:
     hints = _type_hints(type(config))
     for f in dataclasses.fields(config):
         _check(f"{prefix}{f.name}", getattr(config, f.name), hints[f.name])
+
+
+def check_pattern(name: str, pattern: str) -> None:
+    """Checks that the value of a field is a regular expression.
+
+    Args:
+        name: Name of the field, for the message.
+        pattern: Value of the field.
+
+    Raises:
+        ValueError: The value is no regular expression.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise refuse(name, pattern, f"a regular expression over paths of parameters: {error}") from None
 
 
 def refuse_if(config: Any, *cases: tuple[object, str, str], prefix: str = "") -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from mercury_jax.config import NonNegativeInt, PositiveFloat, check_fields, refuse
+from mercury_jax.config import NonNegativeInt, PositiveFloat, check_fields, check_pattern, refuse
 from mercury_jax.sharding import ShardingRule, gather, matrix_axes, path_name
 from mercury_jax.types import Key, LoraWeight, Model, Params, accumulation_dtype
 
@@ -54,22 +54,6 @@ class LoraConfig:
     def scale(self) -> float:
         """The factor alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
-
-
-def check_pattern(name: str, pattern: str) -> None:
-    """Checks that the value of a field is a regular expression.
-
-    Args:
-        name: Name of the field, for the message.
-        pattern: Value of the field.
-
-    Raises:
-        ValueError: The value is no regular expression.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise refuse(name, pattern, f"a regular expression over paths of parameters: {error}") from None
 
 
 class Partition(NamedTuple):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from mercury_jax.config import (
     Share,
     ShareBelowOne,
     check_fields,
+    check_pattern,
+    refuse,
 )
 from mercury_jax.sharding import MatrixAxes, Role, matrix_axes, path_name, role
 from mercury_jax.types import Params
@@ -40,6 +43,9 @@ class OptimConfig:
     optimizer: OptimizerName = "adamw"  # muon: Muon for matrices of layers and experts, AdamW for the rest
     lr: NonNegativeFloat = 1e-3  # the peak, after warm-up
     base_width: NonNegativeInt = 0  # width at which lr was tuned: matrices get lr * base_width / width; 0: lr
+    # (regular expression, factor of lr) for the parameters whose paths it finds, such as ("embed", 0.1); the first that
+    # matches counts. With adapters ("/b$", 16.0) is LoRA+ (arXiv 2402.12354).
+    rates: tuple[tuple[str, float], ...] = ()
     warmup: NonNegativeInt = 100  # number of the step that has the peak; the first has 1 / warmup of it
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
     final: Share = 0.1  # the last learning rate as a share of the peak
@@ -52,6 +58,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "optim.")
+        for pattern, factor in self.rates:
+            check_pattern("optim.rates", pattern)
+            if not factor >= 0:
+                raise refuse("optim.rates", factor, "factors of 0 or more; freeze leaves parameters out")
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -102,7 +112,9 @@ def optimizer(config: OptimConfig, steps: int, width: int) -> optax.GradientTran
         direction = by_width(direction, c, width)
     # Weight decay comes after the factors of `by_width`: it is the same at every width.
     decay = optax.add_decayed_weights(c.weight_decay, decayed)
-    update = optax.chain(direction, decay, optax.scale_by_learning_rate(schedule(c, steps)))
+    update = optax.chain(
+        direction, decay, _by_group(optax.scale_by_learning_rate(schedule(c, steps)), c.rates)
+    )
     # Without clipping the state has the same structure, so that a resumed run may change `clip`.
     return optax.chain(optax.clip_by_global_norm(c.clip) if c.clip else optax.identity(), update)
 
@@ -144,6 +156,26 @@ def by_width(
         return jax.tree_util.tree_map_with_path(lambda path, x: factor(path, x) * x, updates), state
 
     return optax.GradientTransformation(direction.init, update)
+
+
+def _by_group(
+    learning_rate: optax.GradientTransformation, rates: Sequence[tuple[str, float]]
+) -> optax.GradientTransformation:
+    """Scales the updates of groups of parameters by factors of their own; the state is that of `learning_rate`."""
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
+        for pattern, _ in rates:
+            if not any(re.search(pattern, name) for name in names):
+                found = ", ".join(dict.fromkeys(re.sub(r"block_\d+", "block_0", name) for name in names))
+                raise refuse("optim.rates", pattern, f"an expression that finds a trained parameter: {found}")
+        factor = lambda path: next((x for p, x in rates if re.search(p, path_name(path))), 1.0)
+        updates, state = learning_rate.update(updates, state, params)
+        return jax.tree_util.tree_map_with_path(lambda path, x: factor(path) * x, updates), state
+
+    return optax.GradientTransformation(learning_rate.init, update) if rates else learning_rate
 
 
 def _role(path: Sequence[Any], x: jax.Array) -> Role:

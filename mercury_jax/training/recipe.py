@@ -35,6 +35,7 @@ from mercury_jax.config import (
     Share,
     ShareBelowOne,
     check_fields,
+    check_pattern,
     nearest,
     refuse,
     refuse_if,
@@ -45,7 +46,7 @@ from mercury_jax.training.data.chats import HUB, Chat
 from mercury_jax.training.data.conversations import BadLines, Turns
 from mercury_jax.training.data.packing import check_blocks
 from mercury_jax.training.data.sources import BatchSource, DataSource, Mixture, find_paths, mixture
-from mercury_jax.training.lora import LoraConfig, check_pattern
+from mercury_jax.training.lora import LoraConfig
 from mercury_jax.training.objectives.objective import Objective
 from mercury_jax.training.optim import OptimConfig
 

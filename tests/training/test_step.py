@@ -255,6 +255,28 @@ def test_by_width_a_step_moves_the_outputs_of_every_width_alike(kind):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_group_of_parameters_has_a_rate_of_its_own(kind):
+    params = MODEL.init(jax.random.key(0))
+    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), params)
+    plain = first_move(params, grads, optimizer=kind, weight_decay=0.1)
+    found = first_move(
+        params, grads, optimizer=kind, weight_decay=0.1, rates=(("hidden", 0.25), ("hi|head", 0.0))
+    )
+    wanted = {**plain, "hidden": {"w": 0.25 * plain["hidden"]["w"]}, "head": 0.0 * plain["head"]}
+    chex.assert_trees_all_close(found, wanted)
+    with pytest.raises(
+        ValueError, match="optim.rates is 'block'; allowed: .* a trained parameter: embed, head, hidden/w"
+    ):
+        first_move(params, grads, rates=(("block", 2.0),))
+    for rates, words in (
+        ((("(", 1.0),), "optim.rates is '\\('; allowed: a regular"),
+        ((("w", -1.0),), "optim.rates is -1.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            OptimConfig(rates=rates)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_at_its_base_width_the_rule_changes_nothing(kind):
     params = MODEL.init(jax.random.key(0))
     grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), params)
