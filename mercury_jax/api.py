@@ -334,7 +334,7 @@ def _evaluator(
     )  # fmt: skip
     batches = list(itertools.islice(held_out, config.eval_batches))
     times = int(count * held_out.epochs()) if isinstance(held_out, PackedIterator) else 0
-    if times > 1 and not jax.process_index():
+    if times > 1 and config.eval_batches > 1 and not jax.process_index():
         _LOG.warning(
             "the held-out data are small: the %d batches of an evaluation read them about %d times; --eval-batches %d "
             "reads them once", config.eval_batches, times, max(1, config.eval_batches // times),

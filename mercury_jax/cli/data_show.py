@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,9 +91,11 @@ def _counts(source: Any, settings: StreamSettings, examples: Sequence[Example]) 
 
     laid = [settings.layout(x.ids, x.prompt, settings.tokenizer.eos) for x in examples]
     positions = sum(len(one.tokens) for one in laid)
-    batches = build(
-        mixture((source, 1.0)), settings.tokenizer, settings.layout, rows=ROWS, row=settings.row, seed=0, prefetch=0
-    )  # fmt: skip
+    with contextlib.redirect_stderr(io.StringIO()):  # what was skipped is said already
+        batches = build(
+            mixture((source, 1.0)), settings.tokenizer, settings.layout, rows=ROWS, row=settings.row, seed=0,
+            prefetch=0,
+        )  # fmt: skip
     count = min(MOST_BATCHES, -(-positions // (ROWS * settings.row)))
     padded = [
         ~(batch.ranges[..., 1] > batch.ranges[..., 0]).any(-1) for batch in itertools.islice(batches, count)

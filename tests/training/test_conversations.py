@@ -212,8 +212,11 @@ def test_what_is_trained_on_is_shown(tmp_path, capsys):
     assert sample["trained_on"].startswith("c d") and "a b" in sample["prompt"]
     assert found["trained_on"] == sample["tokens"] - len(examples_of(tmp_path / "m", "a b"))
     assert found["positions"] <= found["rows"] * 64 and 0 <= found["padding"] < 1
-    assert cli.main(command) == 0
-    assert "\u27e6c d" in capsys.readouterr().out
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('\n{"broken": 1}')
+    assert cli.main([*command, "--bad-lines", "skip"]) == 0
+    printed = capsys.readouterr()
+    assert "\u27e6c d" in printed.out and printed.err.count("skipped 1 of 2 lines") == 1
 
 
 def examples_of(folder, text):

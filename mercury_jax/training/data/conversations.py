@@ -88,7 +88,8 @@ def read_conversation(place: str, record: Record) -> Conversation:
     turns = _with_call_ids([_turn(f"{place}: {name}", turn) for name, turn in given])
     answers = [i for i, (turn, (_, raw)) in enumerate(zip(turns, given)) if i and _trains(turn, raw)]
     if not answers:
-        raise refuse(f"{place}: messages", turns, "an assistant turn that follows another turn")
+        field = next(key for key in KEYS if key in record)
+        raise refuse(f"{place}: {field}", record[field], "an assistant turn that follows another turn")
     return Conversation(
         turns[: answers[-1] + 1], _tools(f"{place}: tools", record.get("tools") or []), answers
     )
