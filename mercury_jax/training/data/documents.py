@@ -345,7 +345,7 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
         yield Record(place, rest)
 
 
-def _row_record(place: str, row: Mapping[str, Any]) -> Record:
+def _row_record(place: str, row: Any) -> Record:
     """Makes a record of a row with a conversation; values that JSON does not have become text."""
     return Record(place, json.dumps(row, default=str).encode())
 
