@@ -11,7 +11,7 @@ SOURCES = structure.sources()
 COUNTS = structure.counts(SOURCES)
 
 # The limits stand just above today's counts, so that the package does not grow by itself, and fall as it shrinks.
-AT_MOST = {"files": 294, "code_lines": 47_956, "functions": 3_647}
+AT_MOST = {"files": 294, "code_lines": 47_968, "functions": 3_649}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an
 # architecture and its checkpoint family, an operation and its device code, and the like.

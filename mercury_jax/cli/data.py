@@ -149,7 +149,7 @@ def _reader(args: DataPack) -> DocumentReader:
         )
         raise refuse("SOURCE", " ".join(given), allowed)
     belongs = {
-        "bad_lines": ("SOURCE", "--chats"),
+        "bad_lines": ("SOURCE", "--hf", "--chats"),
         "turns": ("--chats",), "part": ("--hf", "--chats"), "field": ("SOURCE", "--hf"), "count": ("--generated",),
         "thinking": ("--generated",),
         "prefill": ("--generated",), "seed": ("--generated",),
@@ -166,7 +166,7 @@ def _reader(args: DataPack) -> DocumentReader:
         return Problems(source, args.count, args.seed or 0)
     field = args.field or "text"
     if args.hf is not None:
-        return HubStream(args.hf, args.part or "train", field)
+        return HubStream(args.hf, args.part or "train", field, bad_lines=args.bad_lines)
     hub = [name for name in args.chats if name.startswith(HUB)]
     if hub:
         if len(args.chats) > 1:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from mercury_jax.viz import readable
 
 if TYPE_CHECKING:
     from mercury_jax.tokenizer import AnyTokenizer
+    from mercury_jax.training.data.chats import Chat
     from mercury_jax.training.data.packing import Example, StreamSettings
 
 ROWS, MOST_BATCHES = 8, 50  # rows of a batch, and batches, whose padding is counted
@@ -72,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     settings = StreamSettings(tokenizer, layout, args.row, (0, 0), "train")
     examples = source.examples(settings)
     record = {
-        "source": args.source, "turns": args.turns, **_counts(source, settings, [x for _, x in examples]),
+        "source": args.source, "turns": args.turns, **_counts(source, settings, examples),
         "samples": [_sample(tokenizer, place, example) for place, example in examples[: args.samples]],
     }  # fmt: skip
     if args.json:
@@ -84,18 +83,16 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _counts(source: Any, settings: StreamSettings, examples: Sequence[Example]) -> dict[str, Any]:
+def _counts(source: Chat, settings: StreamSettings, found: list[tuple[str, Example]]) -> dict[str, Any]:
     """Counts the tokens of the examples, and the positions of the rows into which they are packed."""
-    from mercury_jax.training.data.pipeline import build
-    from mercury_jax.training.data.sources import mixture
+    from mercury_jax.training.data.pipeline import PackedIterator, RowPacker
 
+    examples = [example for _, example in found]
     laid = [settings.layout(x.ids, x.prompt, settings.tokenizer.eos) for x in examples]
     positions = sum(len(one.tokens) for one in laid)
-    with contextlib.redirect_stderr(io.StringIO()):  # what was skipped is said already
-        batches = build(
-            mixture((source, 1.0)), settings.tokenizer, settings.layout, rows=ROWS, row=settings.row, seed=0,
-            prefetch=0,
-        )  # fmt: skip
+    stream = source.stream(found, settings)
+    packers = {n: RowPacker([stream], [1.0], ROWS, settings.row, 0, n) for n in range(ROWS)}
+    batches = PackedIterator(packers, [(0, [stream])], settings.row, settings.tokenizer.pad, {})
     count = min(MOST_BATCHES, -(-positions // (ROWS * settings.row)))
     padded = [
         ~(batch.ranges[..., 1] > batch.ranges[..., 0]).any(-1) for batch in itertools.islice(batches, count)

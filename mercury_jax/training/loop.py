@@ -282,13 +282,15 @@ class _Loop:
                 manifest.replace(kept, json.dumps(before, indent=1).encode())
             manifest.replace(config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode())
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
-        # The best evaluation so far, as its checkpoint has it (value and step), and the number of evaluations since. A
-        # run that was killed may have a best checkpoint of a later step than that from which it resumes.
+        # The best evaluation so far, as its checkpoint has it, and the number of evaluations since. A run that was
+        # killed may have a best checkpoint of a later step than that from which it resumes.
         self.best_saver = checkpoint.Saver(config.folder / BEST, 1)
         self.best: Mapping[str, Any] = {}
         self.since: int = counted.get("since", 0)
         if step and checkpoint.latest(self.best_saver.folder) is not None:
             self.best = checkpoint.inspect(self.best_saver.folder)[1]["extra"]
+        if self.best.get("metric") != config.best:  # of another metric: values do not compare
+            self.best, self.since = {}, 0
         self.report = Reporter(
             config.folder, config.name, config.steps, step, quiet=not first,
             peak_share=self._peak_share(), wandb=config.wandb, config=self.resolved,
@@ -358,7 +360,7 @@ class _Loop:
         sign = 1 if direction == "min" else -1
         self.since += 1
         if not self.best or sign * found[name] < sign * self.best["value"]:
-            self.best, self.since = {"value": found[name], "step": self.step}, 0
+            self.best, self.since = {"metric": self.config.best, "value": found[name], "step": self.step}, 0
             self.best_saver.save(self.step, self.state, self.resolved, self.best)
 
     @property

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,8 +61,10 @@ class OptimConfig:
         check_fields(self, "optim.")
         for pattern, factor in self.rates:
             check_pattern("optim.rates", pattern)
-            if not factor >= 0:
-                raise refuse("optim.rates", factor, "factors of 0 or more; freeze leaves parameters out")
+            if not 0 <= factor < math.inf:
+                raise refuse(
+                    "optim.rates", factor, "finite factors of 0 or more; freeze leaves parameters out"
+                )
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:

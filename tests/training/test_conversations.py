@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from mercury_jax import cli, hub
+from mercury_jax.decode.image_prompts import split_conversation
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.training import data
 from mercury_jax.training.data.conversations import encode_conversation, read_conversation
-from mercury_jax.training.data.documents import Files, HubStream
+from mercury_jax.training.data.documents import Files
 from mercury_jax.training.data.packing import StreamSettings
 from mercury_jax.training.data.shard_writer import pack
-from tests.tiny import tokenizer
+from tests.tiny import tiny, tokenizer
 from tests.training.tiny_data import row_layout
 
 said = lambda *turns: [{"role": role, "content": content} for role, content in turns]
@@ -103,6 +104,13 @@ def test_a_turn_of_weight_0_is_not_trained_on():
         examples({"messages": turns})
 
 
+def test_text_parts_are_joined_as_in_a_request():
+    turns = [{"role": "user", "content": [{"type": "text", "text": x} for x in ("one", "two")]}]
+    joined, _ = split_conversation(tiny(), turns)
+    [(prompt, _)] = texts({"messages": [*turns, *said(("assistant", "a"))]})
+    assert prompt == f"<|user|>{joined[0]['content']}<|end_turn|><|assistant|>"
+
+
 def test_a_chat_template_that_leaves_tools_or_calls_out_is_refused(tmp_path):
     folder = hub.tiny_random("LLaDA", tmp_path / "m")
     (folder / "tokenizer.model").unlink()  # the template of a checkpoint of others
@@ -172,7 +180,7 @@ def test_parquet_holds_the_same_conversations(tmp_path):
         of(data.chat(f"{tmp_path}/y.parquet"))
 
 
-def test_a_dataset_is_streamed_or_read_from_the_disk(tmp_path, monkeypatch):
+def test_a_dataset_is_streamed_or_read_from_the_disk(tmp_path, monkeypatch, capsys):
     fake, calls = types.ModuleType("datasets"), []
     fake.load_dataset = lambda *words, **more: calls.append((words, more)) or iter(RECORDS)  # type: ignore
     fake.load_from_disk = lambda path: {"train": RECORDS, "few": RECORDS[:2]}  # type: ignore
@@ -186,8 +194,12 @@ def test_a_dataset_is_streamed_or_read_from_the_disk(tmp_path, monkeypatch):
     assert len(of(data.chat(f"hf:{tmp_path}", part="few"))) == 2
     with pytest.raises(ValueError, match="part is 'test'; allowed: train, few"):
         of(data.chat(f"hf:{tmp_path}", part="test"))
-    manifest = pack(HubStream("org/set", chats=True), tokenizer(), tmp_path / "packed")
-    assert manifest["train"]["documents"] == 5 and manifest["prompts"]
+    with pytest.raises(ValueError, match="part is 'few'; allowed: train for files"):
+        data.chat(f"{tmp_path}/a.jsonl", part="few")
+    hub.tiny_random("LLaDA", tmp_path / "m")
+    words = ["--tokenizer", f"{tmp_path}/m", "--out", f"{tmp_path}/packed", "--workers", "1", "--json"]
+    assert cli.main(["data", "pack", "--chats", "hf:org/set", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["train"]["documents"] == 5
 
 
 def test_each_answer_of_a_conversation_is_an_example_of_an_epoch(tmp_path):
@@ -249,8 +261,9 @@ BROKEN = {
     json.dumps(turn(content=None)): r"a\.jsonl:2: messages\[1\]\.content is None; allowed: a string",
     json.dumps(turn(content=7)): r"a\.jsonl:2: messages\[1\]\.content is 7; allowed: a string",
     json.dumps(turn(content=[])): r"a\.jsonl:2: messages\[1\]\.content is \[\]; allowed: a string",
-    json.dumps(user(content=[{"type": "image_url"}])): r"messages\[0\]\.content is 'an image'; allowed: text",
-    json.dumps(user(content=[{"type": "audio"}])): r"messages\[0\]\.content is .*audio.*; allowed: a string",
+    json.dumps(user(content=[{"type": "image_url"}])): r"content\[0\]\.type is 'image_url'; allowed: text: models",
+    json.dumps(turn(weight=0.5)): r"a\.jsonl:2: messages\[1\]\.weight is 0\.5; allowed: 0 or 1",
+    json.dumps(user(content=[{"type": "audio"}])): r"messages\[0\]\.content\[0\]\.type is 'audio'; allowed: text",
     json.dumps(turn(content="\ud800")): r"messages\[1\]\.content is .*; allowed: valid Unicode",
     json.dumps(user(tool_calls=[CALL])): r"messages\[0\]\.tool_calls is 'in a turn of user'",
     json.dumps(turn(tool_calls=["f"])): r"messages\[1\]\.tool_calls\[0\] is 'f'; allowed: an object whose function",

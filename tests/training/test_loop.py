@@ -339,6 +339,10 @@ def test_a_killed_run_finds_its_best_evaluation_again(tmp_path):
     found = run(tmp_path, evaluate=losses, resume=True, **how)
     chex.assert_trees_all_equal(found.ema, losses.seen[2])
     assert found.step == 40
+    # A best value of another metric does not compare: the only evaluation that is left is the best one.
+    losses = Losses(0.5)
+    found = run(tmp_path, evaluate=losses, resume=True, **how | dict(steps=50, best="max:loss"))
+    chex.assert_trees_all_equal(found.ema, losses.seen[0])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.models import moe
 from mercury_jax.models.ops import dot
-from mercury_jax.models.weight_quant import QuantisedWeight, dequantise
+from mercury_jax.models.weight_quant import FORMATS, QuantisedWeight, dequantise, quantise
 from mercury_jax.ops.experts.grouped_matmul import offsets_of
 from mercury_jax.training import lora, optim, step as steps
 from mercury_jax.training.lora import LoraConfig
@@ -162,6 +162,16 @@ def test_a_quantised_base_is_trained_with_adapters_only(tmp_path):
         LoraConfig(quantise="int8")
     with pytest.raises(ValueError, match="lora.quantise is '4bit'; allowed"):
         LoraConfig(rank=4, quantise="4bit")  # type: ignore[arg-type]
+
+
+def test_experts_that_are_quantised_and_have_no_adapter_pass_gradients_on():
+    exact = (weight((3, 4, 10), 1, 1)[0].base, weight((3, 5, 4), 1, 1)[0].base)
+    up, down = (jax.tree.map(jnp.asarray, quantise(np.asarray(w), FORMATS["int8"], 1, 1)) for w in exact)
+    rows, offsets = jax.random.normal(KEY, (41, 4)), offsets_of(jnp.array([17, 0, 24]))
+    loss = lambda x, *stacks: jnp.sin(moe.tiled(jax.nn.silu, x, offsets, *stacks, total=50)).sum()
+    found = jax.value_and_grad(loss)(rows, up, down)
+    wanted = jax.value_and_grad(loss)(rows, dequantise(up, 1), dequantise(down, 1))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, wanted)
 
 
 @pytest.mark.long

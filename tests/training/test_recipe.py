@@ -138,3 +138,14 @@ def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
     assert told["objective"]["function"] == "mercury_jax.training.objectives.masked.masked_elbo.objective"
     assert told["objective"]["clip"] == 5.0 and told["data"]["sources"][0][0]["kind"] == "stdlib"
     assert set(told) == {f.name for f in dataclasses.fields(config)}
+
+
+def test_how_chats_are_read_reaches_the_source():
+    config = dataclasses.replace(
+        recipe.load_recipe("sft_nano"), chats="hf:a/b", turns="all", held_out=0.2, bad_lines="skip"
+    )
+    [(source, _)] = config.mixture.sources
+    assert source == sources.chat("hf:a/b", turns="all", held_out=0.2, bad_lines="skip")
+    for name, value in (("turns", "all"), ("held_out", 0.2)):
+        with pytest.raises(ValueError, match=f"{name} is .* without chats; a source has its own"):
+            dataclasses.replace(recipe.load_recipe("first"), **{name: value})

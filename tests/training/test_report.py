@@ -151,6 +151,7 @@ def test_tokens_a_second_leave_pauses_out_and_time_left_does_not(monkeypatch):
                 now[0] += 4.0
     assert clock.speed() == 50.0
     assert clock.left(5) == 5 * (4 * 2.0 + 4.0) / 4
+    assert clock.goodput() == pytest.approx(5 * 2.0 / (5 * 2.0 + 4.0))
 
 
 def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(tmp_path, monkeypatch):

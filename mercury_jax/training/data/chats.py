@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mercury_jax.config import Share, check_fields
+from mercury_jax.config import Share, check_fields, refuse_if
 from mercury_jax.tasks.task import parse_json_line
 from mercury_jax.training.data import packing
 from mercury_jax.training.data.conversations import (
@@ -56,6 +56,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        refuse_if(self, (self.part != "train" and not self.where.startswith(HUB), "part", "train for files"))
 
     @property
     def reader(self) -> Files | HubStream:
@@ -133,6 +134,10 @@ class Chat:
             ValueError: A conversation cannot be rendered or does not fit a row. The message names the file and line.
         """
         found = self.examples(settings)
+        return self.stream(found, settings) if found else None
+
+    def stream(self, found: list[tuple[str, Example]], settings: StreamSettings) -> Stream:
+        """Makes the stream of examples that `examples` returned, in a new order for each epoch."""
         n = len(found)
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
@@ -142,7 +147,7 @@ class Chat:
             place, example = found[order(index // n)[index % n]]
             return packing.lay_out(here, packing.fill_up(here, example, index), place)
 
-        return stream_of(at, settings, n, identity_of([x.ids for _, x in found])) if found else None
+        return stream_of(at, settings, n, identity_of([x.ids for _, x in found]))
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mercury_jax.chat import ROLES
+from mercury_jax.chat import ROLES, join_parts
 from mercury_jax.config import refuse
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.training.data.packing import Example
@@ -213,6 +213,8 @@ def _turn(name: str, given: Record) -> dict[str, Any]:
     role = ROLE_NAMES.get(str(kind), kind)
     if role not in ROLES:
         raise refuse(f"{name}.{role_key}", kind, ", ".join((*ROLES, *ROLE_NAMES)))
+    if given.get("weight") not in (None, 0, 1):
+        raise refuse(f"{name}.weight", given["weight"], "0 or 1")
     if kind == "function_call":  # the content is the call
         calls = [
             _json(
@@ -236,12 +238,11 @@ def _content(name: str, value: object, calls: bool) -> str:
     """Reads a content: a text, or a list of text parts; none beside tool calls."""
     if value is None and calls:
         return ""
-    parts = value if isinstance(value, list) else []
-    if any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts):
-        raise refuse(name, "an image", "text: models are trained on text only")
-    texts = [p.get("text") for p in parts if isinstance(p, Mapping) and p.get("type") == "text"]
-    whole = texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return read_string(name, "".join(map(str, texts)) if whole else value)
+    if (
+        isinstance(value, list) and value
+    ):  # joined as in a request, so that the model sees in both what it learnt
+        value = join_parts(value, name, kinds="text: models are trained on text only")
+    return read_string(name, value)
 
 
 def _call(name: str, given: object) -> dict[str, Any]:
@@ -300,4 +301,6 @@ def _with_call_ids(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _trains(turn: Record, given: Record) -> bool:
     """Whether an answer is trained on; a weight of 0 excludes it, as in OpenAI's form."""
-    return turn["role"] == "assistant" and given.get("weight") != 0
+    return (
+        turn["role"] == "assistant" and given.get("weight") != 0
+    )  # `_turn` has refused other weights than 0 and 1

@@ -198,10 +198,8 @@ class Files:
                 place = f"{path}:{number}"
                 if self.chats:
                     yield _row_record(place, row)
-                elif row[self.field] is None and self.bad_lines == "skip":
-                    yield Record(place, BAD_LINE)
                 else:
-                    yield from text_records(place, read_string(f"{place}: {self.field}", row[self.field]))
+                    yield from _row_texts(place, row, self)
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ class HubStream:
         field: Column of the text.
         chats: The rows are conversations.
         turns: The assistant turns of a conversation that are trained on.
-        bad_lines: What happens to a row without a conversation: "stop" with an error, or "skip" and count it.
+        bad_lines: What happens to a row without a text or conversation: "stop" with an error, or "skip" and count it.
     """
 
     name: str
@@ -232,7 +230,8 @@ class HubStream:
     def facts(self) -> dict[str, Any]:
         """Implements `DocumentReader`."""
         facts = {"hf": self.name, "part": self.part, "field": self.field}
-        return facts | {"turns": self.turns, "bad_lines": self.bad_lines} if self.chats else facts
+        facts |= {"bad_lines": self.bad_lines} if self.bad_lines != "stop" else {}
+        return facts | {"turns": self.turns} if self.chats else facts
 
     def size(self) -> int | None:
         """Implements `DocumentReader`: unknown."""
@@ -248,7 +247,7 @@ class HubStream:
                 continue
             if self.field not in row:
                 raise refuse("field", self.field, ", ".join(row))
-            yield from text_records(place, read_string(f"{place}: {self.field}", row[self.field]))
+            yield from _row_texts(place, row, self)
 
     def _rows(self, datasets: Any) -> Iterable[Any]:
         saved = [
@@ -348,6 +347,14 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
 def _row_record(place: str, row: Any) -> Record:
     """Makes a record of a row with a conversation; values that JSON does not have become text."""
     return Record(place, json.dumps(row, default=str).encode())
+
+
+def _row_texts(place: str, row: Mapping[str, Any], reader: Files | HubStream) -> Iterator[Record]:
+    """Makes the records of the text of a row."""
+    if row[reader.field] is None and reader.bad_lines == "skip":
+        yield Record(place, BAD_LINE)
+    else:
+        yield from text_records(place, read_string(f"{place}: {reader.field}", row[reader.field]))
 
 
 def _read_list(path: str) -> Iterator[Record]:
